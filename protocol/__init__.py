@@ -1,0 +1,1 @@
+"""What processes say to each other. Imports neither MLX nor any other room."""

@@ -1,0 +1,39 @@
+"""The named errors that cross rooms. Each message says what was wrong, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base of every error Outrider raises on purpose; `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class InvalidRequest(OutriderError):
+    """A request or a setting asks for something out of range."""
+
+    exit_code = 2
+
+
+class ModelError(OutriderError):
+    """A model can't be found, read or paired."""
+
+    exit_code = 3
+
+
+class EndpointError(OutriderError):
+    """A socket can't be bound or reached."""
+
+    exit_code = 4
+
+
+class WorkerError(OutriderError):
+    """A worker failed, died or froze."""
+
+    exit_code = 5
+
+
+class ProtocolError(OutriderError):
+    """Bytes on a socket are not a message of this protocol version."""
+
+    exit_code = 6

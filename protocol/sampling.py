@@ -1,0 +1,91 @@
+"""What a request wants sampled: the parameters both workers share.
+
+Knows nothing of logits. Names and defaults are mlx-lm's, except that "off" is always the neutral value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from protocol.errors import InvalidRequest
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends.
+
+    `temp` 0 is greedy. `top_p` 1, `min_p` 0, `top_k` 0 and penalties of 0 are off; `repetition_penalty` 1 is off.
+    `seed` None means: draw one and report it. Penalties look at the last `*_context_size` tokens, prompt included.
+
+    Raises:
+        InvalidRequest: a value is out of range; the message names the field, the value and what is allowed.
+    """
+
+    max_tokens: int = 256
+    temp: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_float("temp", self.temp, 0.0, 100.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_int("top_k", self.top_k, 0, 2**31 - 1)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_float("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
+            _check_int(name, getattr(self, name), 1, 2**31 - 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        for token, bias in self.logit_bias:
+            _check_int("logit_bias token", token, 0, 2**31 - 1)
+            _check_float("logit_bias value", bias, -1e6, 1e6)
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InvalidRequest("stop: expected non-empty strings")
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when the choice of a token depends on the tokens before it other than through the model."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @classmethod
+    def greedy(cls, **changes: Any) -> SamplingParams:
+        """The most likely token, always."""
+        return cls(**changes)
+
+    @classmethod
+    def balanced(cls, **changes: Any) -> SamplingParams:
+        """Some variety, few surprises."""
+        return replace(cls(temp=0.7, top_p=0.95), **changes)
+
+    @classmethod
+    def creative(cls, **changes: Any) -> SamplingParams:
+        """Much variety; min-p keeps nonsense out."""
+        return replace(cls(temp=1.0, min_p=0.05), **changes)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value!r}; expected a whole number from {low} to {high}")
+
+
+def _check_float(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
