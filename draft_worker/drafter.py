@@ -1,0 +1,101 @@
+"""The interface of a drafter: anything that proposes tokens. A new drafter is one new file behind these two classes.
+
+A drafter deals in tokens and nodes; it knows nothing of sockets, rounds or which outcomes are worth preparing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that may follow a node; `gap` is how far its score lies below the best of that node (nats, >= 0)."""
+
+    token: int
+    gap: float
+
+
+class TokenTree(Protocol):
+    """One request's committed tokens and the drafted tokens that grow from them.
+
+    A *node* is a token that has been fed, so that what follows it is known. Nodes are ints, numbered from 0 in feeding
+    order over the tree's life: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's node.
+    Scores are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling).
+    """
+
+    @property
+    def root(self) -> int: ...
+
+    @property
+    def next_node(self) -> int: ...
+
+    @property
+    def committed_len(self) -> int:
+        """Number of committed tokens, the root's included."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How many further positions fit behind the committed tokens before the context ends."""
+        ...
+
+    def column_tokens(self) -> list[int]:
+        """The token of every committed KV column, in order; must equal the committed tokens."""
+        ...
+
+    def child(self, node: int, token: int) -> int | None:
+        """The fed node for `token` right after `node`, if there is one. May evaluate."""
+        ...
+
+    def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        """Feeds one token behind each parent, all in one forward, and returns their nodes.
+
+        A token of None is the parent's own best continuation, kept on the device: feeding is lazy and never waits. A
+        parent may be a node of this same call if its token comes earlier in the list and the child's token is not None.
+        """
+        ...
+
+    def start(self, nodes: Sequence[int]) -> None:
+        """Begins computing these nodes in the background (async_eval); returns at once."""
+        ...
+
+    def best(self, nodes: Sequence[int]) -> list[int]:
+        """Each node's own best continuation. Waits for it."""
+        ...
+
+    def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
+        """The `count` best continuations of each node, best first. Waits for them."""
+        ...
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Makes `path` (a child of the root and so on downwards) final; its last node becomes the root.
+
+        Descendants of the new root stay; every other pending node is dropped.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Drafter(Protocol):
+    """What proposes: opens one tree a request."""
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    def open(
+        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> TokenTree:
+        """Prefills `tokens` (at least one) and returns the tree whose root is the last of them."""
+        ...

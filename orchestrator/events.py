@@ -1,0 +1,103 @@
+"""What the orchestrator's two threads say to each other (in one process, so plain objects on a queue).
+
+The *core* thread owns the workers' socket and the rounds; it deals in tokens. The *front* thread owns the clients'
+socket, tokenizers, text and the queue of waiting requests; it deals in text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.messages import Timings, WorkerStats
+from protocol.sampling import SamplingParams
+
+# --- front -> core ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Run this request now. `sampling.seed` is drawn already; `mode` is ar, sd, ssd or auto; `eos` is empty when ignored.
+
+    `num_draft_tokens` and `branches` None: as the core's settings say.
+    """
+
+    request: str
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    mode: str
+    eos: frozenset[int]
+    num_draft_tokens: int | None = None
+    branches: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End this request now: `reason` is stop (a stop string was found) or cancelled."""
+
+    request: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """End the core thread: close every request, tell the workers to shut down."""
+
+
+# --- core -> front ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersChanged:
+    """A worker became ready, was lost, or reported a stage of its start."""
+
+    workers: tuple[WorkerStats, ...]
+    ready: bool
+    stage: str = ""
+    fatal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The request runs in `mode`; `notes` give the reason whenever speculation is off."""
+
+    request: str
+    mode: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAt:
+    request: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """These tokens are final, EOS included if it ended the text."""
+
+    request: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """`reason` is eos, stop, length or cancelled."""
+
+    request: str
+    reason: str
+    timings: Timings
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """The request ended badly; `kind` names a class of protocol.errors."""
+
+    request: str
+    kind: str
+    message: str
+
+
+ToCore = Admit | Stop | Quit
+ToFront = WorkersChanged | Began | PrefillAt | Committed | Ended | Broke

@@ -1,0 +1,57 @@
+"""The types that message fields are made of: each says its range or size, and the codec holds senders to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A whole number from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A string or a sequence of at most `limit` characters or items."""
+
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of these words."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A numpy array of this dtype and number of axes, sent as a raw frame."""
+
+    dtype: str
+    axes: int
+
+
+MAX_TOKENS = 2**24
+MAX_CHAIN = 64
+MAX_BRANCHES = 1024
+
+Token = Annotated[int, Range(0, 2**31 - 1)]
+Count = Annotated[int, Range(0, 2**31 - 1)]
+Serial = Annotated[int, Range(0, 2**63 - 1)]
+Nanoseconds = Annotated[int, Range(0, 2**63 - 1)]
+RequestId = Annotated[str, Size(64)]
+Name = Annotated[str, Size(4096)]
+Text = Annotated[str, Size(2**26)]
+Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
+Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1)]
+Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2)]
+Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]
+Mode = Annotated[str, Choice(("auto", "ar", "sd", "ssd"))]
+Role = Annotated[str, Choice(("target", "draft"))]
