@@ -71,7 +71,8 @@ class Open:
     """Orchestrator -> every worker: a request begins (or begins again) from these tokens.
 
     The verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare branches for
-    the outcomes of `verifying`, normally the empty chain of round 0.
+    the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are the tokens
+    that end this request (empty when it ignores them): no outcome worth preparing.
     """
 
     request: RequestId
@@ -79,6 +80,7 @@ class Open:
     round: Serial
     tokens: Tokens
     sampling: SamplingParams
+    eos: Chain = ()
     depth: Count = 0
     branches: Count = 0
     verifying: Chain | None = None
@@ -149,7 +151,10 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """Drafter -> orchestrator, unasked: the branches of this round's outcomes as deep as they are by now."""
+    """Drafter -> orchestrator, unasked: the branches of this round's outcomes as deep as they are by now.
+
+    `final` says that nothing more will come for the round.
+    """
 
     request: RequestId
     epoch: Serial
@@ -158,6 +163,7 @@ class Branches:
     depth: Count
     entries: Annotated[tuple[Branch, ...], Size(MAX_BRANCHES)]
     work: Span
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
