@@ -1,0 +1,39 @@
+"""Fixtures every room shares: tiny random models on disk, made once a session."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import Pair, write_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_model(family, seed=0, **config) -> Path`: a random model of this family (see tests/tiny.py)."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    def make(family: str = "llama", seed: int = 0, **config: Any) -> Path:
+        key = hashlib.sha256(json.dumps([family, seed, config], sort_keys=True).encode()).hexdigest()[:12]
+        path = root / f"{family}-{key}"
+        return path if path.exists() else write_model(path, family, seed, **config)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tiny_model: Callable[..., Path]) -> Callable[..., Pair]:
+    """`tiny_pair(family, noise=0.05, **config) -> Pair`: a target, and a draft that agrees on about 0.6 of tokens.
+
+    With `noise` 0 they are equal, at 0.1 they agree on 0.45, at 1 the draft is a stranger.
+    """
+
+    def make(family: str = "llama", seed: int = 0, noise: float = 0.05, **config: Any) -> Pair:
+        return Pair(tiny_model(family, seed, **config), tiny_model(family, seed, noise=noise, **config))
+
+    return make
