@@ -1,0 +1,14 @@
+"""The one clock of all spans: monotonic nanoseconds, shared by the processes of a machine."""
+
+from __future__ import annotations
+
+import time
+
+from protocol.messages import Span
+
+now = time.monotonic_ns
+
+
+def since(started_ns: int) -> Span:
+    """The span from `started_ns` until now."""
+    return Span(started_ns, now())

@@ -1,0 +1,121 @@
+"""How a worker process hangs on the orchestrator: the hot socket, the heartbeat thread, and the parent's pipe.
+
+The worker's one busy thread owns the hot socket. The heartbeat thread answers Ping with a counter that the busy thread
+moves, so that "alive" means "moving". Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from types import FrameType
+
+import zmq
+
+from protocol.codec import decode, encode
+from protocol.errors import ProtocolError
+from protocol.messages import Message, Ping, Pong
+
+HEARTBEAT_SUFFIX = "/heartbeat"
+IDLE_POLL_MS = 200
+GRACE_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLink:
+    """A worker's side of the wire. Use as a context manager on the thread that does the work."""
+
+    def __init__(self, endpoint: str, name: str, parent_fd: int | None = None) -> None:
+        self.name = name
+        self._progress = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._connect(endpoint, name)
+        self._endpoint = endpoint
+        self._put_back: deque[Message] = deque()
+        _end_on_signals()
+        if parent_fd is not None:
+            threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()
+        threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
+
+    def __enter__(self) -> WorkerLink:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close(linger=500)
+
+    def send(self, message: Message) -> None:
+        self._progress += 1
+        self._socket.send_multipart(encode(message), copy=True)
+
+    def receive(self, wait: bool) -> Message | None:
+        """The next message; None when `wait` is False and there is none. Undecodable frames are logged and dropped."""
+        if self._put_back:
+            return self._put_back.popleft()
+        while True:
+            self._progress += 1
+            if not self._socket.poll(IDLE_POLL_MS if wait else 0):
+                if wait:
+                    continue
+                return None
+            try:
+                return decode(self._socket.recv_multipart())
+            except ProtocolError as error:
+                log.warning("dropped a frame: %s", error)
+
+    def put_back(self, message: Message) -> None:
+        """Keeps a message that was looked at early; `receive` gives put-back messages first, in order."""
+        self._put_back.append(message)
+
+    def peek(self) -> Message | None:
+        """The next message straight from the socket, without waiting; the caller must `put_back` or handle it."""
+        self._progress += 1
+        if not self._socket.poll(0):
+            return None
+        try:
+            return decode(self._socket.recv_multipart())
+        except ProtocolError as error:
+            log.warning("dropped a frame: %s", error)
+            return None
+
+    def _connect(self, endpoint: str, identity: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity.encode())
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.connect(endpoint)
+        return socket
+
+    def _answer_pings(self) -> None:
+        socket = self._connect(self._endpoint, self.name + HEARTBEAT_SUFFIX)
+        while True:
+            try:
+                message = decode(socket.recv_multipart())
+            except ProtocolError as error:
+                log.warning("dropped a heartbeat frame: %s", error)
+                continue
+            except zmq.ZMQError:
+                return
+            if isinstance(message, Ping):
+                socket.send_multipart(encode(Pong(self.name, message.serial, self._progress)))
+
+
+def _end_on_signals() -> None:
+    def end(_signum: int, _frame: FrameType | None) -> None:
+        sys.exit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end)
+
+
+def _end_with_parent(fd: int) -> None:
+    """Ends this process when the orchestrator's end of the pipe closes, however the orchestrator went."""
+    while os.read(fd, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_SECONDS)
+    os._exit(1)

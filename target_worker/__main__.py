@@ -1,0 +1,48 @@
+"""`python -m target_worker`: loads the target, says HELLO, serves until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+
+from protocol.errors import OutriderError
+from protocol.messages import Fault, Hello, Loading
+from protocol.worker_link import WorkerLink
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    logging.basicConfig(level=options.log_level.upper(), format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
+    with WorkerLink(options.endpoint, options.name, options.parent_fd) as link:
+        try:
+            link.send(Loading("target", "importing MLX"))
+            from engine.loading import load
+            from target_worker.worker import TargetWorker
+
+            model = load(options.model, progress=lambda stage: link.send(Loading("target", stage)))
+        except OutriderError as error:
+            link.send(Fault(options.name, None, str(error)))
+            return error.exit_code
+        hello = Hello(
+            "target", options.name, time.time_ns(), os.getpid(), "mlx", options.model, model.vocab_size,
+            model.context_length, model.parameters, model.weight_bytes,
+        )  # fmt: skip
+        link.send(hello)
+        TargetWorker(link, model).run()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="target_worker", description=__doc__)
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--name", default="target-0")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--parent-fd", type=int, default=None)
+    parser.add_argument("--log-level", default="warning")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,161 @@
+"""The target worker's loop: OPEN and VERIFY in, OUTCOME out, and run-ahead decoding in between.
+
+Owns one slot a request. Answers a repeated VERIFY from the outcome it kept; drops what is stale; says RESYNC when the
+committed lengths disagree. Knows nothing of drafters or text.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from engine.loading import LoadedModel
+from engine.slots import Slot, open_slots
+from engine.verify import RunAhead, verify
+from protocol import clock
+from protocol.errors import OutriderError
+from protocol.messages import Close, Fault, Message, Open, Outcome, Prefilled, Resync, Shutdown, Span, Verify
+from protocol.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Running:
+    """A request on this target. `ahead_left` counts the run-ahead rounds still allowed."""
+
+    slot: Slot
+    epoch: int
+    last: Outcome
+    sent_ns: int
+    ahead: RunAhead | None = None
+    ahead_left: int = 0
+
+
+class _PrefillCancelled(Exception):
+    pass
+
+
+class TargetWorker:
+    """Serves requests from `link` with `model` until told to shut down."""
+
+    def __init__(self, link: WorkerLink, model: LoadedModel) -> None:
+        self._link = link
+        self._model = model
+        self._running: dict[str, Running] = {}
+        self._stale = 0
+
+    def run(self) -> None:
+        while True:
+            ahead = [r for r in self._running.values() if r.ahead is not None]
+            message = self._link.receive(wait=not ahead)
+            if isinstance(message, Shutdown):
+                return
+            if message is not None:
+                self._handle(message)
+                continue
+            for running in ahead:
+                self._step_ahead(running)
+
+    def _handle(self, message: Message) -> None:
+        received_ns = clock.now()
+        request = getattr(message, "request", None)
+        try:
+            match message:
+                case Open():
+                    self._open(message)
+                case Verify():
+                    self._verify(message, received_ns)
+                case Close():
+                    self._running.pop(message.request, None)
+                case _:
+                    log.warning("a target has no use for %s", type(message).__name__)
+        except OutriderError as error:
+            self._running.pop(request or "", None)
+            self._link.send(Fault(self._link.name, request, str(error)))
+
+    def _open(self, message: Open) -> None:
+        self._running.pop(message.request, None)
+        started_ns = clock.now()
+
+        def progress(done: int, total: int) -> None:
+            self._link.send(Prefilled(message.request, message.epoch, done, total))
+            if self._closed_meanwhile(message.request):
+                raise _PrefillCancelled
+
+        try:
+            slots = open_slots(self._model, [message.tokens.tolist()], [message.sampling], progress)
+        except _PrefillCancelled:
+            return
+        verdict = verify(self._model, slots, [()])[0]
+        outcome = Outcome(
+            message.request, message.epoch, message.round, len(message.tokens), 0, verdict.bonus, clock.since(started_ns)
+        )
+        self._running[message.request] = Running(slots[0], message.epoch, outcome, 0)
+        self._answer(self._running[message.request], outcome)
+
+    def _closed_meanwhile(self, request: str) -> bool:
+        """Looks through what arrived during a prefill, keeping all of it for later."""
+        while (message := self._link.peek()) is not None:
+            self._link.put_back(message)
+            if isinstance(message, Close) and message.request == request:
+                return True
+        return False
+
+    def _verify(self, message: Verify, received_ns: int) -> None:
+        running = self._running.get(message.request)
+        if running is None or message.epoch > running.epoch:
+            self._link.send(Resync(message.request, message.epoch))
+            return
+        self._stop_ahead(running)
+        if message.epoch < running.epoch or message.round < running.last.round:
+            self._stale += 1
+            log.debug("stale verify of round %d (%d so far)", message.round, self._stale)
+            return
+        if message.round == running.last.round:
+            self._answer(running, running.last)
+            return
+        if message.base_len != len(running.slot.tokens):
+            self._link.send(Resync(message.request, message.epoch))
+            return
+        if message.run_ahead:
+            self._start_ahead(running, message)
+            return
+        started_ns = clock.now()
+        verdict = verify(self._model, [running.slot], [message.chain])[0]
+        outcome = Outcome(
+            message.request, message.epoch, message.round, message.base_len, verdict.accepted, verdict.bonus,
+            clock.since(started_ns), received_ns - running.sent_ns,
+        )  # fmt: skip
+        self._answer(running, outcome)
+
+    def _answer(self, running: Running, outcome: Outcome) -> None:
+        running.last = outcome
+        self._link.send(outcome)
+        running.sent_ns = clock.now()
+
+    def _start_ahead(self, running: Running, message: Verify) -> None:
+        """A verify of an empty chain that may be followed by `run_ahead` more of the same, unasked."""
+        running.last = replace(running.last, round=message.round - 1)
+        running.ahead = RunAhead(self._model, running.slot)
+        running.ahead_left = message.run_ahead + 1
+        self._step_ahead(running)
+
+    def _step_ahead(self, running: Running) -> None:
+        if running.ahead is None:
+            return
+        started_ns, base_len = clock.now(), len(running.slot.tokens)
+        token = running.ahead.next()
+        last = running.last
+        self._answer(
+            running,
+            Outcome(last.request, last.epoch, last.round + 1, base_len, 0, token, Span(started_ns, clock.now())),
+        )
+        running.ahead_left -= 1
+        if running.ahead_left == 0:
+            self._stop_ahead(running)
+
+    def _stop_ahead(self, running: Running) -> None:
+        if running.ahead is not None:
+            running.ahead.stop()
+            running.ahead = None
