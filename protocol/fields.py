@@ -32,10 +32,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A numpy array of this dtype and number of axes, sent as a raw frame."""
+    """A numpy array of this dtype and number of axes, sent as a raw frame; `low`: no item lies under it."""
 
     dtype: str
     axes: int
+    low: int | None = None
 
 
 MAX_TOKENS = 2**24
@@ -50,8 +51,8 @@ RequestId = Annotated[str, Size(64)]
 Name = Annotated[str, Size(4096)]
 Text = Annotated[str, Size(2**26)]
 Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
-Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1)]
-Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2)]
+Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)]
+Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]
 Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]
 Mode = Annotated[str, Choice(("auto", "ar", "sd", "ssd"))]
 Role = Annotated[str, Choice(("target", "draft"))]

@@ -107,7 +107,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`. `idle_ns` is how long the target had waited."""
+    """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`. `idle_ns`: how long the target had waited."""
 
     request: RequestId
     epoch: Serial

@@ -1,0 +1,108 @@
+"""Messages to ZeroMQ frames and back.
+
+Frame 0 is msgpack: [protocol version, message name, {field: value}]. Each numpy array stands in the header as
+[dtype, shape], and its little-endian bytes follow as a frame of their own, in field order. Nothing that arrives is
+trusted: see `decode`.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from protocol.checks import Buffer, dumper, loader, wrong
+from protocol.errors import ProtocolError
+from protocol.messages import Message
+from protocol.schema import MAX_ITEMS
+from protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
+
+MESSAGES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Message)}
+"""Every message that may cross a socket, by the name it has in the header."""
+
+_LOADERS = {name: loader(cls) for name, cls in MESSAGES.items()}
+_DUMPERS = {cls: dumper(cls) for cls in MESSAGES.values()}
+
+
+def encode(message: Message) -> list[Buffer]:
+    """The frames that say `message`, for `send_multipart`. Array frames share memory with the message's arrays.
+
+    Raises:
+        ProtocolError: a field is out of its type or range, so that the sender hears of it and not the receiver.
+    """
+    dump = _DUMPERS.get(type(message))
+    if dump is None:
+        raise wrong("the message", message, "one of the messages of protocol.messages")
+    frames: list[Buffer] = []
+    fields = dump(message, frames)
+    name = type(message).__name__
+    try:
+        header = msgpack.packb((PROTOCOL_VERSION, name, fields))
+    except UnicodeEncodeError as error:
+        raise ProtocolError(f"{name} holds text that can't be UTF-8 ({error.reason}); expected Unicode") from None
+    return [header, *frames]
+
+
+def decode(frames: Sequence[Buffer]) -> Message:
+    """The message that `frames` say; its arrays are read-only views of the frames.
+
+    Raises:
+        ProtocolError: not a message of this version: another version, an unknown name, missing, unknown or ill-typed
+            fields, a value out of range, a sequence or array of a wrong size, a number that is not finite.
+        InvalidRequest: a well-formed message asks for sampling out of range; the words are SamplingParams's own. Use
+            `request_of` to answer whoever sent it.
+    """
+    name, fields = _header(frames)
+    rest = iter(frames[1:])
+    message: Message = _LOADERS[name](fields, rest)
+    extra = sum(1 for _ in rest)
+    if extra:
+        raise ProtocolError(f"{name} has {extra} frames too many; expected one a present array and no other")
+    return message
+
+
+def request_of(frames: Sequence[Buffer]) -> str | None:
+    """The request a refused message was about, when that can be read: so that its sender can be told what was wrong."""
+    try:
+        header = _unpack(frames)
+    except ProtocolError:
+        return None
+    fields = header[2] if len(header) > 2 else None
+    request = fields.get("request") if type(fields) is dict else None
+    return request if type(request) is str and len(request) <= 64 else None
+
+
+def _header(frames: Sequence[Buffer]) -> tuple[str, object]:
+    header = _unpack(frames)
+    version = header[0] if header else None
+    if type(version) is not int:
+        raise wrong("the protocol version", version, "a whole number first in the header")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the other side speaks protocol version {version}, this side version {PROTOCOL_VERSION} (outrider"
+            f" {PACKAGE_VERSION}); run the same release of outrider on both"
+        )
+    if len(header) != 3:
+        raise ProtocolError(f"the header has {len(header)} parts; expected version, message name and fields")
+    name = header[1]
+    if type(name) is not str or name not in _LOADERS:
+        raise wrong("the message name", name, "the name of a message of protocol.messages")
+    return name, header[2]
+
+
+def _unpack(frames: Sequence[Buffer]) -> tuple[Any, ...]:
+    if not frames:
+        raise ProtocolError("no frame arrived; expected a header and the arrays it names")
+    longest = min(MAX_ITEMS, memoryview(frames[0]).nbytes)  # msgpack makes room for the length claimed, unseen
+    try:
+        header = msgpack.unpackb(
+            frames[0], use_list=False, max_array_len=longest, max_map_len=64, max_bin_len=0, max_ext_len=0
+        )
+    except ValueError as error:  # what every error of msgpack is, broken UTF-8 included
+        reason = str(error) or type(error).__name__
+        raise ProtocolError(f"the header is no msgpack ({reason}); expected a message of outrider") from None
+    if type(header) is not tuple:
+        raise wrong("the header", header, "version, message name and fields")
+    return header
