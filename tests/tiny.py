@@ -173,8 +173,9 @@ def write_tokenizer(path: Path) -> None:
 def _weight(
     name: str, value: mx.array, normal: np.ndarray, family: str, scale: float, settings: dict[str, Any]
 ) -> mx.array:
+    """A drawn weight. Gains above 1 make the model lean on its whole context, so that greedy text does not loop."""
     hidden = settings["hidden_size"]
-    embed_std = hidden**-0.5 if family in _EMBED_SCALED else 1.0
+    embed_std = hidden**-0.5 if family in _EMBED_SCALED else 0.5  # small: what the layers add decides
     last = name.rsplit(".", 2)
     if name.endswith(("A_log", "dt_bias", "layer_scalar")):
         return value
@@ -183,6 +184,8 @@ def _weight(
         head_std = embed_std if settings["tie_word_embeddings"] else hidden**-0.5
         drawn = normal * scale / (head_std * hidden**0.5)
         return mx.array(drawn - 1.0 if family in _ONE_PLUS else drawn)
+    if last[-2] in ("q_norm", "k_norm"):
+        return mx.array(0.2 * normal + (0.4 if family in _ONE_PLUS else 1.4))
     if "norm" in last[-2]:
         return mx.array(0.2 * normal + (0.0 if family in _ONE_PLUS else 1.0))
     if "embed_tokens" in name:
@@ -190,5 +193,5 @@ def _weight(
     if value.ndim == 1:
         return mx.array(0.1 * normal)
     fan_in = value.shape[1] if "conv1d" in name else value.shape[-1]
-    gain = 2.0 if any(s in name for s in ("q_proj", "k_proj", "qkv_proj")) else 1.0
+    gain = 1.0 if "lm_head" in name else 1.5
     return mx.array(normal * gain * fan_in**-0.5)
