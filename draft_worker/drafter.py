@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from protocol.errors import OutriderError
 from protocol.sampling import SamplingParams
 
 
@@ -94,8 +95,18 @@ class Drafter(Protocol):
     @property
     def context_length(self) -> int: ...
 
+    @property
+    def parameters(self) -> int: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
     def open(
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> TokenTree:
         """Prefills `tokens` (at least one) and returns the tree whose root is the last of them."""
         ...
+
+
+class DrafterFault(OutriderError):
+    """The drafter can't go on with this request; the target goes on alone."""

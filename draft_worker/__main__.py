@@ -1,0 +1,50 @@
+"""`python -m draft_worker`: makes its drafter, says HELLO, works ahead until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+
+from draft_worker.backends import BACKENDS, make
+from draft_worker.fan_out import POLICIES
+from draft_worker.worker import DraftWorker
+from protocol.errors import OutriderError
+from protocol.messages import Fault, Hello, Loading
+from protocol.worker_link import WorkerLink
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    logging.basicConfig(level=options.log_level.upper(), format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
+    with WorkerLink(options.endpoint, options.name, options.parent_fd) as link:
+        try:
+            link.send(Loading("draft", f"starting the {options.backend} drafter"))
+            drafter = make(options.backend, options.model, lambda stage: link.send(Loading("draft", stage)))
+        except OutriderError as error:
+            link.send(Fault(options.name, None, str(error)))
+            return error.exit_code
+        hello = Hello(
+            "draft", options.name, time.time_ns(), os.getpid(), drafter.backend, options.model, drafter.vocab_size,
+            drafter.context_length, drafter.parameters, drafter.weight_bytes,
+        )  # fmt: skip
+        link.send(hello)
+        DraftWorker(link, drafter, POLICIES[options.fan_out]).run()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="draft_worker", description=__doc__)
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--name", default="draft-0")
+    parser.add_argument("--backend", choices=sorted(BACKENDS), default="mlx")
+    parser.add_argument("--model", required=True, help="a model directory; for replay, its script")
+    parser.add_argument("--fan-out", choices=sorted(POLICIES), default="best-first")
+    parser.add_argument("--parent-fd", type=int, default=None)
+    parser.add_argument("--log-level", default="warning")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,32 @@
+"""The drafter `mlx`: any mlx-lm model, drafting on this process's default device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from draft_worker.drafter import TokenTree
+from engine.loading import LoadedModel, load
+from engine.tree import open_tree
+from protocol.sampling import SamplingParams
+
+
+class MlxDrafter:
+    """A `Drafter` over a model in this process; the engine picks the tree that the model's caches allow."""
+
+    backend = "mlx"
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self.vocab_size = model.vocab_size
+        self.context_length = model.context_length
+        self.parameters = model.parameters
+        self.weight_bytes = model.weight_bytes
+
+    @classmethod
+    def load(cls, path: str, progress: Callable[[str], None]) -> MlxDrafter:
+        return cls(load(path, progress=progress))
+
+    def open(
+        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> TokenTree:
+        return open_tree(self.model, tokens, sampling, progress)

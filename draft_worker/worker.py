@@ -1,0 +1,137 @@
+"""The draft worker's loop: OPEN and COMMIT in, BRANCHES and DRAFTED out, one forward at a time.
+
+Between two forwards it looks for news, so an outcome that arrives early redirects the work at once. Owns one token tree a
+request; acts only on the newest commit; says RESYNC when it missed one. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from draft_worker.calibration import Calibration
+from draft_worker.drafter import Drafter, DrafterFault
+from draft_worker.fan_out import FanOut
+from draft_worker.work_ahead import WorkAhead
+from protocol import clock
+from protocol.errors import OutriderError
+from protocol.messages import Branches, Close, Commit, Drafted, Fault, Message, Open, Prefilled, Resync, Shutdown
+from protocol.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Drafting:
+    """A request on this drafter. `newest` is the commit its work belongs to; `owed`: that commit awaits DRAFTED."""
+
+    work: WorkAhead
+    epoch: int
+    newest: Commit
+    owed: bool = False
+
+
+class DraftWorker:
+    """Serves requests from `link` with `drafter` until told to shut down."""
+
+    def __init__(self, link: WorkerLink, drafter: Drafter, fan_out: FanOut) -> None:
+        self._link = link
+        self._drafter = drafter
+        self._fan_out = fan_out
+        self._calibration = Calibration()
+        self._drafting: dict[str, Drafting] = {}
+        self._stale = 0
+
+    def run(self) -> None:
+        while True:
+            working = [drafting for drafting in self._drafting.values() if drafting.owed or drafting.work.busy]
+            message = self._link.receive(wait=not working)
+            if isinstance(message, Shutdown):
+                return
+            if message is not None:
+                self._guard(message.request if isinstance(message, Open | Commit | Close) else None, message)
+                continue
+            for drafting in working:
+                self._guard(drafting.newest.request, drafting)
+
+    def _guard(self, request: str | None, task: Message | Drafting) -> None:
+        """Does one thing; a drafter that fails loses that request, never the worker."""
+        try:
+            if isinstance(task, Drafting):
+                self._advance(task)
+            else:
+                self._handle(task)
+        except OutriderError as error:
+            self._drop(request or "")
+            self._link.send(Fault(self._link.name, request, str(error)))
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Open():
+                self._open(message)
+            case Commit():
+                self._commit(message)
+            case Close():
+                self._drop(message.request)
+            case _:
+                log.warning("a drafter has no use for %s", type(message).__name__)
+
+    def _open(self, message: Open) -> None:
+        self._drop(message.request)
+        if len(message.tokens) >= self._drafter.context_length:
+            raise DrafterFault(
+                f"the prompt has {len(message.tokens)} tokens and the draft's context {self._drafter.context_length}; "
+                "no drafting for this request"
+            )
+
+        def progress(done: int, total: int) -> None:
+            self._link.send(Prefilled(message.request, message.epoch, done, total))
+
+        tree = self._drafter.open(message.tokens.tolist(), message.sampling, progress)
+        work = WorkAhead(tree, message.eos, self._fan_out, self._calibration)
+        work.commit((), message.verifying, message.depth, message.branches)
+        newest = Commit(
+            message.request, message.epoch, message.round, len(message.tokens), (), message.verifying,
+            message.depth, message.branches,
+        )  # fmt: skip
+        self._drafting[message.request] = Drafting(work, message.epoch, newest)
+
+    def _commit(self, message: Commit) -> None:
+        drafting = self._drafting.get(message.request)
+        if drafting is None or message.epoch > drafting.epoch:
+            self._link.send(Resync(message.request, message.epoch))
+            return
+        expected = drafting.work.tree.committed_len + len(message.tokens)
+        if message.epoch < drafting.epoch or message.round < drafting.newest.round or message.base_len < expected:
+            self._stale += 1
+            log.debug("stale commit of round %d (%d so far)", message.round, self._stale)
+            return
+        if message.base_len > expected:
+            self._drop(message.request)
+            self._link.send(Resync(message.request, message.epoch))
+            return
+        drafting.work.commit(message.tokens, message.verifying, message.depth, message.branches)
+        drafting.newest = message
+        drafting.owed = message.verifying is None and message.depth > 0
+
+    def _advance(self, drafting: Drafting) -> None:
+        started_ns, newest = clock.now(), drafting.newest
+        if drafting.owed:
+            drafting.owed = False
+            chain = tuple(drafting.work.continuation(newest.depth))
+            self._link.send(
+                Drafted(newest.request, newest.epoch, newest.round, newest.base_len, chain, clock.since(started_ns))
+            )
+            return
+        ready = drafting.work.advance()
+        self._link.send(
+            Branches(
+                newest.request, newest.epoch, newest.round, newest.base_len, ready.depth, ready.entries,
+                clock.since(started_ns), ready.final,
+            )  # fmt: skip
+        )
+
+    def _drop(self, request: str) -> None:
+        drafting = self._drafting.pop(request, None)
+        if drafting is not None:
+            drafting.work.tree.close()
