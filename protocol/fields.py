@@ -51,6 +51,7 @@ RequestId = Annotated[str, Size(64)]
 Name = Annotated[str, Size(4096)]
 Text = Annotated[str, Size(2**26)]
 Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
+Committed = Annotated[tuple[Token, ...], Size(MAX_CHAIN + 1)]  # a whole chain and the bonus token
 Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)]
 Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]
 Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]

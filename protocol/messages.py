@@ -14,6 +14,7 @@ from protocol.fields import (
     MAX_BRANCHES,
     Chain,
     Choice,
+    Committed,
     Count,
     Floats,
     Ids,
@@ -134,7 +135,7 @@ class Commit:
     epoch: Serial
     round: Serial
     base_len: Count
-    tokens: Chain
+    tokens: Committed
     verifying: Chain | None
     depth: Count
     branches: Count

@@ -53,11 +53,11 @@ class SamplingParams:
             _check_int(name, getattr(self, name), 1, 2**31 - 1)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
-        for token, bias in self.logit_bias:
-            _check_int("logit_bias token", token, 0, 2**31 - 1)
-            _check_float("logit_bias value", bias, -1e6, 1e6)
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise InvalidRequest("stop: expected non-empty strings")
+        _check_bias(self.logit_bias)
+        if not isinstance(self.stop, tuple) or any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidRequest(f"stop is {self.stop!r}; expected a tuple of non-empty strings")
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos is {self.ignore_eos!r}; expected True or False")
 
     @property
     def has_penalties(self) -> bool:
@@ -78,6 +78,14 @@ class SamplingParams:
     def creative(cls, **changes: Any) -> SamplingParams:
         """Much variety; min-p keeps nonsense out."""
         return replace(cls(temp=1.0, min_p=0.05), **changes)
+
+
+def _check_bias(pairs: object) -> None:
+    if not isinstance(pairs, tuple) or any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise InvalidRequest(f"logit_bias is {pairs!r}; expected a tuple of (token, bias) pairs")
+    for token, bias in pairs:
+        _check_int("logit_bias token", token, 0, 2**31 - 1)
+        _check_float("logit_bias value", bias, -1e6, 1e6)
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

@@ -1,0 +1,82 @@
+"""Random messages of every type, made from the field types themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from protocol.sampling import MAX_SEED, SamplingParams
+from protocol.schema import Fixed, Flag, Many, Maybe, Raw, Real, Record, Shape, String, Whole, Word, fields_of
+
+
+def of_shape(shape: Shape) -> st.SearchStrategy[Any]:
+    match shape:
+        case Whole(low, high):
+            return st.integers(low, high) | st.sampled_from((low, high))
+        case Real():
+            return st.floats(allow_nan=False, allow_infinity=False)
+        case Flag():
+            return st.booleans()
+        case String(limit):
+            return st.text(max_size=min(limit, 20))
+        case Word(words):
+            return st.sampled_from(words)
+        case Raw(array):
+            low = {} if array.low is None else {"min_value": array.low}
+            finite = {"allow_nan": False, "allow_infinity": False} if array.dtype == "float32" else {}
+            lengths = hnp.array_shapes(min_dims=array.axes, max_dims=array.axes, min_side=0, max_side=5)
+            return hnp.arrays(array.dtype, lengths, elements={**low, **finite})
+        case Many(item, limit):
+            return st.lists(of_shape(item), max_size=min(limit, 5)).map(tuple)
+        case Fixed(items):
+            return st.tuples(*map(of_shape, items))
+        case Maybe(inner):
+            return st.none() | of_shape(inner)
+        case Record(cls):
+            return sampling() if cls is SamplingParams else of_class(cls)
+
+
+def of_class(cls: type[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(cls, **{field.name: of_shape(field.shape) for field in fields_of(cls)})
+
+
+def sampling() -> st.SearchStrategy[SamplingParams]:
+    """SamplingParams holds itself to narrower ranges than its types say."""
+    return st.builds(
+        SamplingParams,
+        max_tokens=st.integers(1, 2**31 - 1),
+        temp=st.floats(0, 100),
+        top_p=st.floats(0, 1),
+        top_k=st.integers(0, 2**31 - 1),
+        logit_bias=st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-1e6, 1e6)), max_size=3).map(tuple),
+        seed=st.none() | st.integers(0, MAX_SEED),
+        stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
+        ignore_eos=st.booleans(),
+    )
+
+
+def same(left: object, right: object) -> bool:
+    """Equality that looks into arrays (their == is no bool) and tells 1 from True."""
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
+    if type(left) is not type(right):
+        return False
+    if hasattr(left, "__dataclass_fields__"):
+        return all(same(getattr(left, field), getattr(right, field)) for field in left.__dataclass_fields__)
+    return left == right
+
+
+@pytest.fixture(scope="session")
+def random_message() -> Callable[[type[Any]], st.SearchStrategy[Any]]:
+    """A strategy for messages of one class."""
+    return of_class
+
+
+@pytest.fixture(scope="session")
+def same_message() -> Callable[[object, object], bool]:
+    return same

@@ -1,0 +1,93 @@
+"""Whatever is said arrives as it was said, and the sender hears of what can't be said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from protocol.codec import MESSAGES, decode, encode, request_of
+from protocol.errors import ProtocolError
+from protocol.messages import Branch, Branches, Chunk, Close, Commit, Generate, Outcome, Span, Verify
+from protocol.sampling import SamplingParams
+
+VERIFY = Verify("r", 1, 2, 30, (4, 5, 6))
+
+
+@pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_message_survives_the_wire(cls, random_message, same_message, data):
+    message = data.draw(random_message(cls))
+    frames = [bytes(frame) for frame in encode(message)]
+    assert same_message(decode(frames), message)
+    assert request_of(frames) == getattr(message, "request", None)
+
+
+def test_arrays_travel_as_raw_little_endian_frames_and_come_back_read_only():
+    header, raw = encode(Chunk("r", "ab", np.array([1, 258], np.int32)))
+    assert bytes(raw) == bytes([1, 0, 0, 0, 2, 1, 0, 0])
+    assert msgpack.unpackb(header)[2]["token_ids"] == ["int32", [2]]
+    assert not decode([header, bytes(raw)]).token_ids.flags.writeable
+
+
+def test_two_arrays_keep_their_places_and_an_absent_one_takes_no_frame():
+    ids, probs = np.array([[1, 2]], np.int32), np.array([[0.5, 0.25]], np.float32)
+    both = decode(encode(replace(VERIFY, kind="sparse", q_ids=ids, q_probs=probs)))
+    assert (both.q_ids == ids).all() and (both.q_probs == probs).all()
+    only = decode(encode(replace(VERIFY, q_probs=probs)))
+    assert only.q_ids is None and (only.q_probs == probs).all()
+
+
+def test_a_strided_array_is_sent_in_its_own_order():
+    tokens = np.arange(10, dtype=np.int32)[::-3]
+    assert decode(encode(Chunk("r", "", tokens))).token_ids.tolist() == [9, 6, 3, 0]
+
+
+def test_a_whole_number_stands_for_the_float_of_its_value():
+    sampling = decode(encode(Generate("r", "p", None, SamplingParams(temp=1)))).sampling
+    assert sampling.temp == 1.0 and type(sampling.temp) is float
+
+
+SPAN = Span(1, 2)
+UNSAYABLE = {
+    "negative": (replace(VERIFY, round=-1), "Verify.round is -1; expected a whole number from 0 to"),
+    "too large": (replace(VERIFY, base_len=2**31), "Verify.base_len"),
+    "bool for int": (replace(VERIFY, epoch=True), "Verify.epoch is True"),
+    "numpy int": (replace(VERIFY, chain=(np.int64(3),)), r"Verify.chain\[\] is np.int64\(3\)"),
+    "list for tuple": (replace(VERIFY, chain=[1]), "Verify.chain"),
+    "too long": (replace(VERIFY, chain=(1,) * 65), "at most 64 items"),
+    "no word": (replace(VERIFY, kind="guess"), "Verify.kind is 'guess'; expected one of coupled, one-hot, sparse"),
+    "name too long": (Close("r" * 65), "at most 64 characters"),
+    "missing array": (Chunk("r", "", None), "Chunk.token_ids is None; expected a int32 array"),
+    "other dtype": (Chunk("r", "", np.zeros(2, np.int64)), "Chunk.token_ids"),
+    "other axes": (Chunk("r", "", np.zeros((1, 2), np.int32)), "Chunk.token_ids"),
+    "negative token": (Chunk("r", "", np.array([3, -1], np.int32)), "Chunk.token_ids holds -1"),
+    "not finite": (
+        Outcome("r", 1, 2, 3, 0, 4, SPAN, logprobs=np.array([[np.nan]], np.float32)),
+        "Outcome.logprobs holds a number that is not finite",
+    ),
+    "inside an entry": (
+        Branches("r", 1, 2, 3, 4, (Branch(0, 1, (2,)), Branch(0, -1, (2,))), SPAN),
+        r"Branches.entries\[\].bonus is -1",
+    ),
+    "other record": (Outcome("r", 1, 2, 3, 0, 4, Branch(0, 1, ())), "Outcome.work .* expected a Span"),
+    "no message": (SPAN, "expected one of the messages"),
+    "not unicode": (Generate("r", "\ud800", None, SamplingParams()), "Generate holds text that can't be UTF-8"),
+}
+
+
+@pytest.mark.parametrize(("message", "sentence"), UNSAYABLE.values(), ids=UNSAYABLE)
+def test_the_sender_hears_of_what_cannot_be_said(message, sentence):
+    with pytest.raises(ProtocolError, match=sentence):
+        encode(message)
+
+
+def test_every_committed_token_of_a_full_round_fits_a_commit():
+    """K = MAX_CHAIN chain tokens accepted and the bonus token make one more than a chain."""
+    longest = tuple(range(64))
+    assert decode(encode(Commit("r", 1, 2, 300, (*longest, 7), longest, 64, 12))).tokens == (*longest, 7)

@@ -1,0 +1,213 @@
+"""Nothing that arrives can raise anything but the named errors, each one sentence with what was expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from protocol.codec import MESSAGES, decode, encode, request_of
+from protocol.errors import InvalidRequest, ProtocolError
+from protocol.messages import Branch, Branches, Chunk, Generate, Outcome, Span, Timings
+from protocol.sampling import SamplingParams
+from protocol.version import PROTOCOL_VERSION
+
+NAMED = (ProtocolError, InvalidRequest)
+QUIET = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+OUTCOME = Outcome("r", 1, 2, 30, 2, 7, Span(5, 6))
+BRANCHES = Branches("r", 1, 2, 30, 2, (Branch(0, 1, (2, 3)), Branch(1, 4, (5, 6))), Span(5, 6))
+GENERATE = Generate("r", "p", None, SamplingParams())
+CHUNK = Chunk("r", "ab", np.array([1, 2], np.int32))
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def refuses_by_name(frames):
+    """Decoding either works or raises one of the named errors with a sentence on one line."""
+    request_of(frames)
+    try:
+        decode(frames)
+    except NAMED as error:
+        assert str(error) and "\n" not in str(error)
+        return True
+    return False
+
+
+def fields_sent(message):
+    return msgpack.unpackb(encode(message)[0])[2]
+
+
+def framed(name, fields, *raw, version=PROTOCOL_VERSION):
+    return [msgpack.packb([version, name, fields]), *raw]
+
+
+@QUIET
+@given(st.lists(st.binary(max_size=64), max_size=4))
+@example([])
+@example([b""])
+@example([b"\xc1"])
+@example([b"\x93\x01\xa5Close\x81\xa7request\xa1\xff"])
+def test_random_frames_are_refused(frames):
+    assert refuses_by_name(frames)
+
+
+@pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
+@settings(QUIET, max_examples=25)
+@given(data=st.data())
+def test_a_flipped_bit_or_a_lost_byte_never_escapes(cls, random_message, data):
+    frames = [bytes(frame) for frame in encode(data.draw(random_message(cls)))]
+    which = data.draw(st.integers(0, len(frames) - 1))
+    if frames[which]:
+        bit = data.draw(st.integers(0, len(frames[which]) * 8 - 1))
+        flipped = bytearray(frames[which])
+        flipped[bit // 8] ^= 1 << bit % 8
+        refuses_by_name([*frames[:which], bytes(flipped), *frames[which + 1 :]])
+        cut = [*frames[:which], frames[which][: bit // 8], *frames[which + 1 :]]
+        assert refuses_by_name(cut)
+    assert refuses_by_name(frames[:which])
+    assert refuses_by_name([*frames, b""])
+
+
+@pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
+@settings(QUIET, max_examples=25)
+@given(data=st.data())
+def test_anything_in_place_of_a_field_never_escapes(cls, random_message, data):
+    header, *raw = [bytes(frame) for frame in encode(data.draw(random_message(cls)))]
+    fields = msgpack.unpackb(header)[2]
+    for name in fields:
+        refuses_by_name(framed(cls.__name__, {**fields, name: data.draw(anything)}, *raw))
+    refuses_by_name(framed(cls.__name__, data.draw(anything), *raw))
+
+
+@pytest.mark.parametrize("cls", [cls for cls in MESSAGES.values() if dataclasses.fields(cls)])
+@settings(QUIET, max_examples=3)
+@given(data=st.data())
+def test_a_missing_and_an_unknown_field_are_named(cls, random_message, data):
+    header, *raw = [bytes(frame) for frame in encode(data.draw(random_message(cls)))]
+    fields = msgpack.unpackb(header)[2]
+    for name in fields:
+        rest = {key: value for key, value in fields.items() if key != name}
+        with pytest.raises(ProtocolError, match=f"missing {name}; unknown none"):
+            decode(framed(cls.__name__, rest, *raw))
+    with pytest.raises(ProtocolError, match="missing none; unknown 'extra'"):
+        decode(framed(cls.__name__, {**fields, "extra": 1}, *raw))
+
+
+def test_another_version_is_told_both_versions_and_what_to_do():
+    later = PROTOCOL_VERSION + 1
+    for frames in (framed("Close", {"request": "r"}, version=later), [msgpack.packb([later])]):
+        with pytest.raises(ProtocolError, match=f"version {later}, .* version {PROTOCOL_VERSION} .* same release"):
+            decode(frames)
+    assert request_of(framed("Close", {"request": "r"}, version=later)) == "r"
+
+
+@pytest.mark.parametrize("version", [True, None, 1.0, "1", [1]])
+def test_a_version_that_is_no_whole_number_is_refused(version):
+    with pytest.raises(ProtocolError, match="protocol version"):
+        decode(framed("Close", {"request": "r"}, version=version))
+
+
+@pytest.mark.parametrize("name", ["Nothing", "SamplingParams", "Span", None, 3, ["Close"], {"Close": 1}])
+def test_only_registered_messages_are_decoded(name):
+    with pytest.raises(ProtocolError, match="message name"):
+        decode(framed(name, {"request": "r"}))
+
+
+REFUSED = {
+    "bool for int": (OUTCOME, {"accepted": True}, "Outcome.accepted is True"),
+    "float for int": (OUTCOME, {"bonus": 1.0}, "Outcome.bonus is 1.0"),
+    "negative": (OUTCOME, {"base_len": -1}, "Outcome.base_len is -1; expected a whole number from 0 to 2147483647"),
+    "token too large": (OUTCOME, {"bonus": 2**31}, "Outcome.bonus"),
+    "nested field": (OUTCOME, {"work": {"started_ns": 1, "ended_ns": "now"}}, "Outcome.work.ended_ns is 'now'"),
+    "bytes for text": (OUTCOME, {"request": b"r"}, "max_bin_len"),
+    "too many": (BRANCHES, {"entries": [{}] * 1025}, "at most 1024 items"),
+    "entry": (BRANCHES, {"entries": [7]}, r"Branches.entries\[\] is 7; expected the fields of a Branch"),
+    "word": (GENERATE, {"mode": "fast"}, "Generate.mode is 'fast'; expected one of ar, auto, sd, ssd"),
+    "int for bool": (GENERATE, {"chat_template": 1}, "Generate.chat_template is 1; expected true or false"),
+    "no array": (CHUNK, {"token_ids": [1, 2]}, "Chunk.token_ids is .* expected a int32 array"),
+    "dtype": (CHUNK, {"token_ids": ["object", [2]]}, "Chunk.token_ids"),
+    "axes": (CHUNK, {"token_ids": ["int32", [1, 2]]}, "Chunk.token_ids"),
+    "size": (CHUNK, {"token_ids": ["int32", [3]]}, "Chunk.token_ids has 8 bytes"),
+    "negative length": (CHUNK, {"token_ids": ["int32", [-2]]}, "Chunk.token_ids"),
+    "overflowing length": (CHUNK, {"token_ids": ["int32", [2**62]]}, "Chunk.token_ids"),
+}
+
+
+@pytest.mark.parametrize(("message", "change", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_a_bad_field_is_refused_with_its_place_and_what_was_expected(message, change, sentence):
+    raw = [bytes(frame) for frame in encode(message)[1:]]
+    with pytest.raises(ProtocolError, match=sentence):
+        decode(framed(type(message).__name__, {**fields_sent(message), **change}, *raw))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_refused(value):
+    timings = {**fields_sent_of_timings(), "verify_ms": value}
+    with pytest.raises(ProtocolError, match=r"Done.timings.verify_ms is .* expected a finite number"):
+        decode(framed("Done", {"request": "r", "reason": "eos", "notes": [], "timings": timings}))
+    probs = np.array([[value]], "<f4").tobytes()
+    with pytest.raises(ProtocolError, match="not finite"):
+        decode(framed("Outcome", {**fields_sent(OUTCOME), "logprobs": ["float32", [1, 1]]}, probs))
+
+
+def fields_sent_of_timings():
+    return {field.name: field.default for field in dataclasses.fields(Timings)}
+
+
+def test_negative_tokens_in_an_array_are_refused():
+    with pytest.raises(ProtocolError, match=r"Chunk.token_ids holds -1"):
+        decode(framed("Chunk", fields_sent(CHUNK), np.array([-1, 2], "<i4").tobytes()))
+
+
+def test_frames_missing_or_left_over_are_refused():
+    with pytest.raises(ProtocolError, match=r"Chunk.token_ids has no frame"):
+        decode(framed("Chunk", fields_sent(CHUNK)))
+    with pytest.raises(ProtocolError, match=r"Close has 2 frames too many"):
+        decode(framed("Close", {"request": "r"}, b"", b"x"))
+
+
+def test_sampling_out_of_range_is_an_invalid_request_that_can_be_answered():
+    fields = fields_sent(GENERATE)
+    frames = framed("Generate", {**fields, "sampling": {**fields["sampling"], "temp": -1.0}})
+    with pytest.raises(InvalidRequest, match=r"temp is -1.0; expected a number from 0 to 100"):
+        decode(frames)
+    assert request_of(frames) == "r"
+
+
+def test_sampling_of_a_wrong_type_is_a_protocol_error():
+    fields = fields_sent(GENERATE)
+    for name, value in (("temp", "hot"), ("stop", "x"), ("logit_bias", [[1]]), ("logit_bias", [1]), ("seed", 1.5)):
+        with pytest.raises(ProtocolError, match=f"Generate.sampling.{name}"):
+            decode(framed("Generate", {**fields, "sampling": {**fields["sampling"], name: value}}))
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdc\x00\x01", b"\xdf\x00\x00\x00\x01\xa1a"])
+def test_deep_nesting_is_refused(opening):
+    for depth in (1, 100, 5000):
+        assert refuses_by_name([opening * depth + b"\xc0"])
+
+
+@pytest.mark.parametrize(("claimed", "most"), [(2**32 - 1, 2**20), (60_000, 2**20), (5_000, 2**26)])
+def test_a_claimed_length_is_not_believed(claimed, most):
+    """5 KB of nested arrays, each claiming `claimed` items: no memory is taken for what cannot have been sent."""
+    tracemalloc.start()
+    try:
+        assert refuses_by_name([(b"\xdd" + claimed.to_bytes(4, "big")) * 1000])
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_bad_value_is_quoted_in_part():
+    with pytest.raises(ProtocolError) as caught:
+        decode(framed("Close", {"request": "x" * 100_000}))
+    assert len(str(caught.value)) < 200
