@@ -1,0 +1,90 @@
+"""The noise of coupled sampling: G(seed, position, token), standard Gumbel, a pure function of three integers.
+
+A counter-based hash, so no state, no order of drawing, and no dependence on vocabulary size, batch shape, device or
+library. Only exactly rounded operations (integer arithmetic, float32 add and multiply) are used, none of the library's
+logarithms: numpy and MLX give the same bits.
+
+    key(seed, position)  two 64-bit finalisers (Stafford's mix 13)          on the host, one a position
+    h(key, token)        two 32-bit finalisers (lowbias32), keyed twice     one a token
+    u = (x + 1/2) / 2^24 with x the high 24 bits of h;  G = -log(-log u)    float32, G in [-2.9, 17.4]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+_MASK64 = 2**64 - 1
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is log 2; the first has few bits, so e * high is exact
+_TWO_THIRDS = 0x3F2AAAAB  # the bits of 2/3 as a float32
+# log(1 + f) / f on [-1/3, 1/3], highest power first; Chebyshev fit, relative error 3e-8.
+_LOG1P = (
+    0.13748309016227722, -0.15394271910190582, 0.140558123588562, -0.16414520144462585, 0.20007233321666718,
+    -0.25007930397987366, 0.33333271741867065, -0.49999934434890747, 1.0,
+)
+
+
+def gumbel_numpy(seed: int, positions: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """G for each of `positions` (absolute, 0 or more) and tokens 0..vocab_size-1: float32 [P, V]."""
+    first, second = _keys(seed, positions)
+    noise: np.ndarray[Any, np.dtype[np.float32]] = _gumbel(
+        np, integers(np, np.arange(vocab_size, dtype=np.uint32), first, second)
+    )
+    return noise
+
+
+def gumbel(seed: int, positions: Sequence[int], vocab_size: int) -> mx.array:
+    """The same as `gumbel_numpy` on MLX's default device, lazily: float32 [P, V]."""
+    first, second = _keys(seed, positions)
+    tokens = mx.arange(vocab_size, dtype=mx.uint32)
+    noise: mx.array = _gumbel(mx, integers(mx, tokens, mx.array(first), mx.array(second)))
+    return noise
+
+
+def integers(xp: Any, tokens: Any, first: Any, second: Any) -> Any:
+    """The 24-bit integers behind the noise: uint32 [P, V] for tokens [V] and keys [P, 1]. `xp` is numpy or mlx.core."""
+    return _mix32(xp, _mix32(xp, tokens ^ first) + second) >> 8
+
+
+def _keys(seed: int, positions: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    stream = _mix64(seed + 0x9E3779B97F4A7C15)
+    keys = [_mix64(stream + _mix64(position + 0xD1B54A32D192ED03)) for position in positions]
+    first = np.array([key >> 32 for key in keys], dtype=np.uint32)
+    second = np.array([key & 0xFFFFFFFF for key in keys], dtype=np.uint32)
+    return first[:, None], second[:, None]
+
+
+def _mix64(x: int) -> int:
+    x &= _MASK64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK64
+    return x ^ (x >> 31)
+
+
+def _mix32(xp: Any, x: Any) -> Any:
+    x = (x ^ (x >> 16)) * xp.array(0x7FEB352D, dtype=xp.uint32)
+    x = (x ^ (x >> 15)) * xp.array(0x846CA68B, dtype=xp.uint32)
+    return x ^ (x >> 16)
+
+
+def _gumbel(xp: Any, x: Any) -> Any:
+    u = (x.astype(xp.float32) + 0.5) * 2.0**-24
+    exponential = -_log(xp, u, (x.astype(xp.int32) - 2**24).astype(xp.float32) * 2.0**-24 + 2.0**-25)
+    return -_log(xp, exponential, None)
+
+
+def _log(xp: Any, z: Any, minus_one: Any) -> Any:
+    """log z for normal float32 z > 0, from exactly rounded operations only. `minus_one` is z - 1 where z rounded it."""
+    bits = z.view(xp.int32)
+    exponent = (bits - _TWO_THIRDS) >> 23
+    f = (bits - (exponent << 23)).view(xp.float32) - 1.0
+    if minus_one is not None:
+        f = xp.where(exponent == 0, minus_one, f)
+    e = exponent.astype(xp.float32)
+    total = f * _LOG1P[0] + _LOG1P[1]
+    for coefficient in _LOG1P[2:]:
+        total = total * f + coefficient
+    return e * _LN2_HIGH + (f * total + e * _LN2_LOW)

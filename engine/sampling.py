@@ -1,0 +1,166 @@
+"""The sampling contract: `warp` makes log-probabilities of logits, `Sampler` adds the request's noise.
+
+Both workers choose a token as the argmax of `Sampler.scores`, so verification is equality. The order of steps and the
+steps themselves are mlx-lm's (penalties and bias, log-softmax, top-p, min-p, top-k, temperature): greedy choices are
+bit-identical with `mlx_lm.generate`. Knows nothing of models, caches or where a logit row comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+
+from engine.noise import gumbel, gumbel_numpy
+from protocol.errors import InvalidRequest
+from protocol.sampling import SamplingParams
+
+History = mx.array | Sequence[int]
+"""The tokens before a row's own choice: a sequence of ints, or a 1-axis integer array that may be lazy."""
+
+_BLOCK = 8  # positions whose noise is made at once
+_BLOCKS_KEPT = 4
+
+
+def warp(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:
+    """Log-probabilities after penalties, bias, filters and temperature; tokens filtered out are -inf.
+
+    Args:
+        logits: [R, V], any float dtype.
+        histories: committed text plus chain prefix, one a row; needed only when `params.has_penalties`.
+        params: temperature 0 means no filters and no temperature, as in mlx-lm.
+
+    Returns:
+        [R, V] in the dtype of `logits`; with a temperature, normalised only before the filters.
+    """
+    logits = _penalise(logits, histories, params)
+    return _filter(logits - mx.logsumexp(logits, axis=-1, keepdims=True), params)
+
+
+class Sampler:
+    """Scores for one request: `warp` plus Gumbel noise of the request's seed.
+
+    With `normalised` False the log-softmax is left out where no filter needs it: scores then differ from the contract's
+    by a constant a row (and by rounding), which no argmax and no gap notices. Good enough for a drafter, and cheaper.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, *, normalised: bool = True) -> None:
+        """
+        Args:
+            params: `seed` must be set when `temp` is above 0.
+            vocab_size: width of the logit rows; the noise of a token does not depend on it.
+
+        Raises:
+            InvalidRequest: there is a temperature and no seed.
+        """
+        if params.temp > 0 and params.seed is None:
+            raise InvalidRequest("seed is None; expected a number once temp is above 0: draw one before sampling")
+        self.params = params
+        self.vocab_size = vocab_size
+        self._normalised = normalised or (params.temp > 0 and (params.top_p < 1 or params.min_p > 0))
+        self._blocks: dict[int, mx.array] = {}
+
+    @property
+    def needs_history(self) -> bool:
+        """True when `scores` must be given histories."""
+        return self.params.has_penalties
+
+    def scores(
+        self, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None = None
+    ) -> mx.array:
+        """What the tokens at `positions` are the argmax of: [R, V] for logits [R, V]. Lazy.
+
+        Args:
+            logits: one row a token to choose.
+            positions: absolute position of the token each row chooses.
+            histories: see `warp`.
+        """
+        logits = _penalise(logits, histories, self.params)
+        if self._normalised:
+            logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        scores = _filter(logits, self.params)
+        return scores if self.params.temp == 0 else scores + self.noise(positions)
+
+    def noise(self, positions: Sequence[int]) -> mx.array:
+        """G at these positions, float32 [P, V]; made once a position and kept a while."""
+        blocks = sorted({position // _BLOCK for position in positions})
+        rows = [self._block(block) for block in blocks]
+        index = [blocks.index(position // _BLOCK) * _BLOCK + position % _BLOCK for position in positions]
+        noise = rows[0] if len(rows) == 1 else mx.concatenate(rows)
+        if len(index) == 1:
+            return noise[index[0] : index[0] + 1]
+        return mx.take(noise, mx.array(index), axis=0)
+
+    def _block(self, block: int) -> mx.array:
+        if block not in self._blocks:
+            if len(self._blocks) >= _BLOCKS_KEPT:
+                self._blocks.pop(min(self._blocks))
+            positions = range(block * _BLOCK, (block + 1) * _BLOCK)
+            seed = self.params.seed or 0
+            # The same bits either way; on the CPU numpy is several times quicker.
+            on_cpu = mx.default_device().type == mx.cpu
+            self._blocks[block] = (
+                mx.array(gumbel_numpy(seed, positions, self.vocab_size))
+                if on_cpu
+                else gumbel(seed, positions, self.vocab_size)
+            )
+        return self._blocks[block]
+
+
+def _penalise(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:
+    processors = _processors(params, logits.shape[-1])
+    if not processors:
+        return logits
+    if histories is None:
+        if params.has_penalties:
+            raise InvalidRequest("penalties need the tokens before each row; got none")
+        histories = [[]] * logits.shape[0]
+    rows = []
+    for row, history in enumerate(histories):
+        tokens = _tail(history, params, logits.shape[-1])
+        penalised = logits[row : row + 1]
+        for processor in processors:
+            penalised = processor(tokens, penalised)
+        rows.append(penalised)
+    return mx.concatenate(rows)
+
+
+def _processors(params: SamplingParams, vocab_size: int) -> list[Any]:
+    bias = {token: value for token, value in params.logit_bias if token < vocab_size}
+    if not bias and not params.has_penalties:
+        return []
+    processors: list[Any] = make_logits_processors(
+        bias or None,
+        params.repetition_penalty if params.repetition_penalty != 1.0 else None,
+        params.repetition_context_size,
+        params.presence_penalty,
+        params.presence_context_size,
+        params.frequency_penalty,
+        params.frequency_context_size,
+    )
+    return processors
+
+
+def _tail(history: History, params: SamplingParams, vocab_size: int) -> mx.array:
+    """The tokens penalties can see; ids beyond a narrower vocabulary are dropped where they are known."""
+    longest = max(params.repetition_context_size, params.presence_context_size, params.frequency_context_size)
+    if isinstance(history, mx.array):
+        return history[-longest:]
+    tail = list(history[-longest:])
+    if tail and max(tail) >= vocab_size:
+        tail = [token for token in tail if token < vocab_size]
+    return mx.array(tail, dtype=mx.int32)
+
+
+def _filter(logprobs: mx.array, params: SamplingParams) -> mx.array:
+    if params.temp == 0:
+        return logprobs
+    if 0 < params.top_p < 1:
+        logprobs = apply_top_p(logprobs, params.top_p)
+    if params.min_p > 0:
+        logprobs = apply_min_p(logprobs, params.min_p)
+    if 0 < params.top_k < logprobs.shape[-1]:
+        logprobs = apply_top_k(logprobs, params.top_k)
+    return logprobs * (1.0 / params.temp)
