@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,6 +81,25 @@ def same(left: object, right: object) -> bool:
 def random_message() -> Callable[[type[Any]], st.SearchStrategy[Any]]:
     """A strategy for messages of one class."""
     return of_class
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """An empty directory whose path leaves room for a socket's name (pytest's own does not on every system)."""
+    with tempfile.TemporaryDirectory(prefix="o", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def run_and_be_killed() -> Callable[[str, str], None]:
+    """Runs Python code that ends by killing its process, with one argument."""
+
+    def run(code: str, argument: str) -> None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", code, argument], env=environment, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,101 @@
+"""Who may serve a unix socket path: whoever holds the lock on the file beside it.
+
+The kernel drops the lock with the process that held it, so a killed server blocks nobody, and two that start together
+can't both win. Knows paths; knows nothing of ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+
+from protocol.errors import EndpointError
+
+
+class PathClaim:
+    """The right to bind `path`, until `release`, which removes the socket and the lock file.
+
+    Raises:
+        EndpointError: a live server holds the path, or what lies there is no socket, or the directory can't be used.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = f"{path}.lock"
+        self._descriptor: int | None = self._acquire()
+        problem = _occupied(path)
+        if problem:
+            self._unlock()
+            raise EndpointError(problem)
+
+    def release(self) -> None:
+        """Gives the path back. Again does nothing."""
+        if self._descriptor is not None:
+            _remove(self._path)
+            self._unlock()
+
+    def _acquire(self) -> int:
+        while True:
+            descriptor = self._open()
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise EndpointError(_served(self._path)) from None
+            if _is_at(descriptor, self._lock):
+                return descriptor
+            os.close(descriptor)  # its holder removed the file between our open and our lock: take the new one
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except PermissionError:
+            reason = "no permission to write there"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        raise EndpointError(f"the socket {self._path} can't be made: {reason}; choose a directory you may write to")
+
+    def _unlock(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            _remove(self._lock)  # while it is still locked, so that it is ours
+            os.close(descriptor)
+
+
+def _occupied(path: str) -> str | None:
+    """Why the path can't be bound although nobody holds its lock; None when it is free or a dead server's."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return None
+    if not stat.S_ISSOCK(mode):
+        return f"{path} exists and is no socket; choose another path"
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return None
+        except OSError as error:
+            return f"{path} is another program's socket ({error.strerror or error}); choose another path"
+    return _served(path)
+
+
+def _served(path: str) -> str:
+    return f"ipc://{path} is already served by a running process; connect to that one or choose another path"
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        return  # gone already, with its directory perhaps

@@ -1,0 +1,172 @@
+"""Where processes meet: `ipc://PATH` on one machine, `tcp://HOST:PORT` between machines.
+
+Owns what an endpoint may look like and who serves it. ZeroMQ would cut a port to 16 bits, take an ipc path away from
+a live server and replace any file that lies there; `bind` refuses instead, in one sentence.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import re
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import zmq
+
+from protocol.claim import PathClaim
+from protocol.errors import EndpointError
+
+Socket: TypeAlias = zmq.Socket[Any]
+
+MAX_FRAME = 2**29
+"""Bytes; a peer that announces more is disconnected before memory is taken for it."""
+MAX_PATH = zmq.IPC_PATH_MAX_LEN or 103
+"""Bytes a unix socket's path may have on this system: 107 on Linux, 103 on macOS."""
+
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253})")
+
+
+@dataclass(frozen=True, slots=True)
+class Ipc:
+    """A unix socket at an absolute path."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"ipc://{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tcp:
+    """A host name or address and a port. To bind only: host `*` is every interface, port 0 any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+Endpoint: TypeAlias = Ipc | Tcp
+
+
+def parse(text: str) -> Endpoint:
+    """The endpoint that `text` writes; a relative ipc path is taken from the current directory.
+
+    Raises:
+        EndpointError: no endpoint, a port out of range, or a path too long for a unix socket.
+    """
+    scheme, _, rest = text.partition("://")
+    if scheme == "ipc":
+        return _parse_ipc(text, rest)
+    if scheme == "tcp":
+        return _parse_tcp(text, rest)
+    raise EndpointError(f"{text!r} is no endpoint; expected ipc://PATH or tcp://HOST:PORT")
+
+
+def _parse_ipc(text: str, path: str) -> Ipc:
+    if not path or path[0] in "@*" or path.endswith("/") or not path.isprintable():
+        raise EndpointError(f"{text!r} names no file; expected ipc:// and the path of a socket, like ipc:///tmp/outrider")
+    path = os.path.abspath(path)
+    length = len(os.fsencode(path))
+    if length > MAX_PATH:
+        raise EndpointError(
+            f"the socket path {path} has {length} bytes; this system allows {MAX_PATH}: choose a shorter directory"
+        )
+    return Ipc(path)
+
+
+def _parse_tcp(text: str, rest: str) -> Tcp:
+    host, _, port = rest.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise EndpointError(f"{text!r} has no port from 0 to 65535; expected tcp://HOST:PORT")
+    if host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1]):
+        return Tcp(host[1:-1], int(port))
+    if host != "*" and not _HOST.fullmatch(host):
+        raise EndpointError(f"{text!r} names no host; expected a name, an IPv4 address, an IPv6 address in [] or *")
+    return Tcp(host, int(port))
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def connect(socket: Socket, endpoint: str) -> None:
+    """Connects `socket`; whoever serves the endpoint may come later. EndpointError when nobody can be reached there."""
+    where = parse(endpoint)
+    if isinstance(where, Tcp) and (where.host == "*" or where.port == 0):
+        raise EndpointError(f"{endpoint} can be served but not reached; expected the server's own host and port")
+    _prepare(socket, where)
+    try:
+        socket.connect(str(where))
+    except zmq.ZMQError as error:
+        raise _refused(where, error) from None
+
+
+class Bound:
+    """A socket that serves an endpoint; `close` ends both and leaves no file. Also a context manager."""
+
+    def __init__(self, socket: Socket, endpoint: str, claim: PathClaim | None) -> None:
+        self.endpoint = endpoint
+        self._socket = socket
+        self._claim = claim
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes the socket (messages not yet sent get `linger_ms`), then frees the endpoint. Again does nothing."""
+        self._socket.close(linger=linger_ms)
+        if self._claim is not None:
+            self._claim.release()
+
+    def __enter__(self) -> Bound:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def bind(socket: Socket, endpoint: str) -> Bound:
+    """Serves `endpoint` with `socket`; `Bound.endpoint` is the same with a port of 0 filled in.
+
+    Raises:
+        EndpointError: already served, port in use, no permission, no such directory or address. The socket stays
+            open and unbound, and whatever serves the endpoint now is not disturbed.
+    """
+    where = parse(endpoint)
+    claim = PathClaim(where.path) if isinstance(where, Ipc) else None
+    _prepare(socket, where)
+    try:
+        socket.bind(str(where))
+    except zmq.ZMQError as error:
+        if claim is not None:
+            claim.release()
+        raise _refused(where, error) from None
+    if isinstance(where, Tcp):
+        bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        where = Tcp(where.host, int(bound.rpartition(":")[2]))
+    return Bound(socket, str(where), claim)
+
+
+def _prepare(socket: Socket, where: Endpoint) -> None:
+    socket.maxmsgsize = MAX_FRAME
+    if isinstance(where, Tcp) and ":" in where.host:
+        socket.ipv6 = True
+
+
+def _refused(where: Endpoint, error: zmq.ZMQError) -> EndpointError:
+    reasons = {
+        errno.EADDRINUSE: "the port is in use; stop what uses it or choose another (0 takes any free one)",
+        errno.EACCES: "no permission; choose a port from 1024 on, or a directory you may write to",
+        errno.EADDRNOTAVAIL: "this machine has no such address; choose one of its own, or * for all of them",
+        errno.ENODEV: "this machine has no such address; choose one of its own, or * for all of them",
+        errno.EINVAL: "the host can't be found; check its name",
+    }
+    return EndpointError(f"{where} can't be used: {reasons.get(error.errno or 0, error.strerror)}")

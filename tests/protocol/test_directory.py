@@ -1,0 +1,69 @@
+"""A cluster's sockets lie in a directory of its own, which nobody else may enter and which does not stay."""
+
+from __future__ import annotations
+
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from protocol import directory
+from protocol.directory import private_directory
+from protocol.endpoints import MAX_PATH, parse
+
+KILLED = """
+import os, signal, sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from protocol.directory import private_directory
+open(private_directory().path / "s.lock", "w")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def temporary(short, monkeypatch):
+    """A temporary folder of the test's own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    return short
+
+
+def test_only_its_owner_may_enter_and_closing_removes_it(temporary):
+    with private_directory() as private:
+        assert stat.S_IMODE(private.path.stat().st_mode) == 0o700
+        assert private.path.parent == temporary
+        (private.path / "log").write_text("x")
+        assert parse(private.endpoint("workers")).path == str(private.path / "workers")
+    private.close()
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 33, "é"])
+def test_a_name_that_is_no_socket_name_is_refused(temporary, name):
+    with private_directory() as private, pytest.raises(ValueError, match="socket name"):
+        private.endpoint(name)
+
+
+def test_a_long_temporary_folder_is_left_for_tmp(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * MAX_PATH)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with private_directory() as private:
+        assert private.path.parent == Path("/tmp")
+        assert parse(private.endpoint("x" * directory.MAX_NAME))
+
+
+def test_what_a_killed_maker_left_is_swept_and_what_a_living_one_holds_is_not(temporary, run_and_be_killed):
+    run_and_be_killed(KILLED, str(temporary))
+    assert len(list(temporary.iterdir())) == 1
+    with private_directory() as first, private_directory() as second:
+        assert set(temporary.iterdir()) == {first.path, second.path}
+    assert not list(temporary.iterdir())
+
+
+def test_files_of_a_person_are_never_swept(temporary):
+    mine = temporary / "outrider-run-notes"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("x")
+    with private_directory():
+        assert (mine / "thesis.tex").exists()

@@ -1,0 +1,236 @@
+"""An endpoint is checked before ZeroMQ sees it, served by one process at a time, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import socket as plain
+import threading
+
+import pytest
+import zmq
+
+from protocol import claim, endpoints
+from protocol.endpoints import MAX_PATH, Ipc, Tcp, bind, connect, parse
+from protocol.errors import EndpointError
+
+
+@pytest.fixture
+def sockets():
+    """A maker of ROUTER and DEALER sockets that are closed at the end."""
+    context = zmq.Context()
+    made = []
+
+    def make(kind=zmq.ROUTER):
+        made.append(context.socket(kind))
+        made[-1].linger = 0
+        return made[-1]
+
+    yield make
+    for socket in made:
+        socket.close(linger=0)
+    context.term()
+
+
+@pytest.fixture
+def ipc(short):
+    return f"ipc://{short}/s"
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("ipc:///tmp/x", Ipc("/tmp/x")),
+        ("ipc:///tmp/../tmp/x", Ipc("/tmp/x")),
+        ("tcp://127.0.0.1:5555", Tcp("127.0.0.1", 5555)),
+        ("tcp://mac-studio.local:1", Tcp("mac-studio.local", 1)),
+        ("tcp://*:0", Tcp("*", 0)),
+        ("tcp://[fe80::1]:80", Tcp("fe80::1", 80)),
+    ],
+)
+def test_endpoints_are_read_and_written_alike(text, endpoint):
+    assert parse(text) == endpoint
+    assert parse(str(endpoint)) == endpoint
+
+
+def test_a_relative_path_becomes_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse("ipc://a/b") == Ipc(f"{tmp_path}/a/b")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "x", "/tmp/x", "http://h:1", "inproc://x", "ipc:/x", "ipc://", "ipc://@x", "ipc://*", "ipc:///tmp/",
+        "ipc:///tmp/a\0b", "ipc:///tmp/a\nb", "tcp://", "tcp://h", "tcp://:5", "tcp://h:", "tcp://h:x", "tcp://h:-1",
+        "tcp://h:65536", "tcp://h:99999999999", "tcp://h:٣", "tcp://a b:1", "tcp://::1:5", "tcp://[::1:5",
+        "tcp://[zz]:5", "tcp://h/p:1", "tcp://eth0;1.2.3.4:5",
+    ],
+)  # fmt: skip
+def test_what_is_no_endpoint_is_refused_in_a_sentence(text):
+    with pytest.raises(EndpointError, match="expected"):
+        parse(text)
+
+
+def test_a_path_may_be_as_long_as_the_system_allows_and_no_longer():
+    start = "/tmp/"
+    assert parse("ipc://" + start.ljust(MAX_PATH, "x"))
+    with pytest.raises(EndpointError, match=f"{MAX_PATH + 1} bytes; this system allows {MAX_PATH}"):
+        parse("ipc://" + start.ljust(MAX_PATH + 1, "x"))
+    with pytest.raises(EndpointError, match="bytes"):
+        parse("ipc://" + start.ljust(MAX_PATH - 1, "x") + "é")
+
+
+@pytest.mark.parametrize("text", ["tcp://127.0.0.1:0", "tcp://[::1]:0", "tcp://localhost:0"])
+def test_a_free_port_is_chosen_and_reported_and_reached(sockets, text):
+    server, client = sockets(), sockets(zmq.DEALER)
+    try:
+        bound = bind(server, text)
+    except EndpointError:
+        pytest.skip("this machine has no such loopback address")
+    assert isinstance(parse(bound.endpoint), Tcp) and not bound.endpoint.endswith(":0")
+    connect(client, bound.endpoint)
+    client.send(b"hello")
+    assert server.poll(10_000) and server.recv_multipart()[1:] == [b"hello"]
+
+
+def test_a_port_in_use_is_refused_and_its_server_goes_on(sockets):
+    with bind(sockets(), "tcp://127.0.0.1:0") as first, pytest.raises(EndpointError, match="port is in use"):
+        bind(sockets(), first.endpoint)
+
+
+def test_an_address_of_another_machine_is_refused(sockets):
+    for host in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(EndpointError, match="can't be used"):
+            bind(sockets(), f"tcp://{host}:0")
+
+
+def test_a_second_server_on_a_path_is_refused_and_the_first_goes_on(sockets, ipc):
+    server, client = sockets(), sockets(zmq.DEALER)
+    with bind(server, ipc) as bound:
+        for _ in range(2):
+            with pytest.raises(EndpointError, match="already served by a running process"):
+                bind(sockets(), ipc)
+        connect(client, bound.endpoint)
+        client.send(b"still there")
+        assert server.poll(10_000)
+
+
+def test_closing_leaves_no_file_and_frees_the_path(sockets, ipc, short):
+    for _ in range(3):
+        bound = bind(sockets(), ipc)
+        assert (short / "s").is_socket()
+        bound.close()
+        bound.close()
+        assert not list(short.iterdir())
+
+
+KILLED = """
+import os, signal, sys, zmq
+from protocol.endpoints import bind
+bound = bind(zmq.Context().socket(zmq.ROUTER), sys.argv[1])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_server_left_is_taken_over(sockets, ipc, short, run_and_be_killed):
+    run_and_be_killed(KILLED, ipc)
+    assert {path.name for path in short.iterdir()} == {"s", "s.lock"}
+    with bind(sockets(), ipc):
+        pass
+    assert not list(short.iterdir())
+
+
+def test_of_many_that_start_at_once_exactly_one_serves(short):
+    """The holders come and go, so that the lock file is removed while others open it; never do two hold it at once."""
+    path, holding, most = str(short / "s"), [], []
+
+    def contend():
+        for _ in range(200):
+            try:
+                mine = claim.PathClaim(path)
+            except EndpointError:
+                continue
+            holding.append(1)
+            most.append(len(holding))
+            holding.pop()
+            mine.release()
+
+    threads = [threading.Thread(target=contend) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1
+    assert not list(short.iterdir())
+
+
+def test_a_lock_file_removed_between_open_and_lock_is_not_relied_on(short, monkeypatch):
+    path, flock, removed = str(short / "s"), claim.fcntl.flock, []
+
+    def slow(descriptor, how):
+        if not removed:
+            removed.append(os.unlink(f"{path}.lock"))
+        flock(descriptor, how)
+
+    monkeypatch.setattr(claim.fcntl, "flock", slow)
+    held = claim.PathClaim(path)
+    with pytest.raises(EndpointError, match="already served"):
+        claim.PathClaim(path)
+    held.release()
+
+
+def test_another_programs_live_socket_is_not_taken(sockets, ipc, short):
+    with plain.socket(plain.AF_UNIX) as other:
+        other.bind(str(short / "s"))
+        other.listen()
+        with pytest.raises(EndpointError, match="already served"):
+            bind(sockets(), ipc)
+    assert [path.name for path in short.iterdir()] == ["s"]
+
+
+def test_a_file_that_is_no_socket_is_never_replaced(sockets, ipc, short):
+    (short / "s").write_text("thesis")
+    with pytest.raises(EndpointError, match="exists and is no socket"):
+        bind(sockets(), ipc)
+    assert (short / "s").read_text() == "thesis" and len(list(short.iterdir())) == 1
+
+
+def test_a_missing_directory_and_a_forbidden_one_are_told(sockets, ipc, short, monkeypatch):
+    with pytest.raises(EndpointError, match="No such file or directory; choose a directory"):
+        bind(sockets(), f"{ipc}/none/x")
+
+    def forbidden(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(claim.os, "open", forbidden)
+    with pytest.raises(EndpointError, match="no permission to write there"):
+        bind(sockets(), ipc)
+
+
+def test_a_forbidden_port_is_told_and_the_path_is_given_back_when_zeromq_refuses(ipc, short):
+    class Refusing:
+        def bind(self, _):
+            raise zmq.ZMQError(13)
+
+    for endpoint in ("tcp://127.0.0.1:80", ipc):
+        with pytest.raises(EndpointError, match="no permission"):
+            bind(Refusing(), endpoint)
+    assert not list(short.iterdir())
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5", "tcp://127.0.0.1:0", "tcp://h:70000"])
+def test_an_endpoint_nobody_can_reach_is_refused_by_connect(sockets, endpoint):
+    with pytest.raises(EndpointError):
+        connect(sockets(zmq.DEALER), endpoint)
+
+
+def test_a_frame_larger_than_allowed_is_never_delivered_and_others_go_on(sockets, ipc, monkeypatch):
+    monkeypatch.setattr(endpoints, "MAX_FRAME", 1000)
+    server, flooding, honest = sockets(), sockets(zmq.DEALER), sockets(zmq.DEALER)
+    with bind(server, ipc) as bound:
+        connect(flooding, bound.endpoint)
+        flooding.send(b"x" * 1001)
+        connect(honest, bound.endpoint)
+        honest.send(b"x" * 1000)
+        assert server.poll(10_000) and len(server.recv_multipart()[1]) == 1000
+        assert not server.poll(100)
