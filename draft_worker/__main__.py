@@ -26,9 +26,17 @@ def main() -> int:
             link.send(Fault(options.name, None, str(error)))
             return error.exit_code
         hello = Hello(
-            "draft", options.name, time.time_ns(), os.getpid(), drafter.backend, options.model, drafter.vocab_size,
-            drafter.context_length, drafter.parameters, drafter.weight_bytes,
-        )  # fmt: skip
+            "draft",
+            options.name,
+            time.time_ns(),
+            os.getpid(),
+            drafter.backend,
+            options.model,
+            drafter.vocab_size,
+            drafter.context_length,
+            drafter.parameters,
+            drafter.weight_bytes,
+        )
         link.send(hello)
         DraftWorker(link, drafter, POLICIES[options.fan_out]).run()
     return 0

@@ -33,7 +33,9 @@ class Script:
     def __post_init__(self) -> None:
         shares = (*self.acceptance, *self.bonus_ranks)
         if not self.acceptance or not all(0.0 <= share <= 1.0 for share in shares):
-            raise InvalidRequest("replay script: acceptance and bonus_ranks need probabilities from 0 to 1, at least one")
+            raise InvalidRequest(
+                "replay script: acceptance and bonus_ranks need probabilities from 0 to 1, at least one"
+            )
         if self.vocab_size < 64:
             raise InvalidRequest(f"replay script: vocab_size is {self.vocab_size}; expected at least 64")
 
@@ -120,7 +122,9 @@ class ReplayTree:
             token = self._proposal(node) if given is None else given
             position = node.position + 1
             right = node.right and position < len(self._text) and self._text[position] == token
-            self._nodes[self.next_node] = _Node(parent, token, position, right, 0 if given is not None else node.drafted + 1)
+            self._nodes[self.next_node] = _Node(
+                parent, token, position, right, 0 if given is not None else node.drafted + 1
+            )
             self._children[parent, token] = self.next_node
             fed.append(self.next_node)
             self.next_node += 1

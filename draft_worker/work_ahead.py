@@ -34,23 +34,43 @@ class Ready:
     final: bool
 
 
-class WorkAhead:
-    """Prepares the likely outcomes of the chain under verification, all branches one token deeper a forward.
+@dataclass(slots=True)
+class Plan:
+    """The work for one chain under verification.
 
-    `spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes.
+    `spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes as far
+    as they are fed; `unfed` is the rest of the chain. `counts[k]` is F_k; `unforked` are the k whose branches are not begun.
     """
+
+    chain: tuple[int, ...]
+    spine: list[int]
+    depth: int = 0
+    counts: list[int] = field(default_factory=list)
+    unfed: tuple[int, ...] = ()
+    unforked: list[int] = field(default_factory=list)
+    growing: list[Growing] = field(default_factory=list)
+    found: list[Growing] = field(default_factory=list)
+
+    def own(self, k: int) -> int | None:
+        """The chain's token after `k` accepted ones: it cannot be that outcome's bonus."""
+        return self.chain[k] if k < len(self.chain) else None
+
+
+class WorkAhead:
+    """Prepares the likely outcomes of the chain under verification, all branches one token deeper a forward."""
 
     def __init__(self, tree: TokenTree, eos: Collection[int], fan_out: FanOut, calibration: Calibration) -> None:
         self.tree = tree
         self._eos = frozenset(eos)
         self._fan_out = fan_out
         self._calibration = calibration
-        self._drop_plan()
+        self._plan: Plan | None = None
 
     @property
     def busy(self) -> bool:
         """True while there is a forward worth making."""
-        return bool(self._unfed or self._unforked or self._growing)
+        plan = self._plan
+        return plan is not None and bool(plan.unfed or plan.unforked or plan.growing)
 
     def commit(self, tokens: Sequence[int], verifying: Sequence[int] | None, depth: int, branches: int) -> None:
         """Makes `tokens` final, then plans the outcomes of the chain `verifying`: `branches` of them, `depth` deep.
@@ -59,14 +79,13 @@ class WorkAhead:
         then none are prepared. `verifying` None plans nothing.
         """
         self._learn(tokens)
-        self._drop_plan()
         chain = tuple(verifying or ())
-        known = self._walk(self.tree.root, [*tokens, *chain])
+        line = [*tokens, *chain]
+        known = self._walk(self.tree.root, line)
         if len(known) < len(tokens):
-            known += self._feed_line(known[-1] if known else self.tree.root, [*tokens, *chain][len(known) :])
+            known += self._feed_line(known[-1] if known else self.tree.root, line[len(known) :])
         self.tree.commit(known[: len(tokens)])
-        if verifying is not None:
-            self._plan(chain, known[len(tokens) :], depth, branches)
+        self._plan = None if verifying is None else self._planned(chain, known[len(tokens) :], depth, branches)
 
     def continuation(self, depth: int) -> list[int]:
         """The `depth` tokens that follow the committed text, chained on the device and evaluated once (SD)."""
@@ -80,60 +99,64 @@ class WorkAhead:
 
     def advance(self) -> Ready:
         """One forward: what the chain still lacks is fed, every growing branch gets one token deeper, new forks begin."""
-        self._fork_known()
-        line, self._unfed = self._unfed, ()
-        first = self.tree.next_node
-        parents = [self._spine[-1], *range(first, first + len(line) - 1)] if line else []
-        parents += [self._spine[g.accepted] if g.tip is None else g.tip for g in self._growing]
-        tokens: list[int | None] = [*line, *(g.bonus if g.tip is None else None for g in self._growing)]
-        nodes = self.tree.feed(parents, tokens)
-        self._spine += nodes[: len(line)]
-        for growing, node in zip(self._growing, nodes[len(line) :], strict=True):
-            growing.tip = node
-        moved, self._reused = self._growing + self._reused, []
-        for growing, token in zip(self._growing, self.tree.best(nodes)[len(line) :], strict=True):
+        plan = self._plan
+        if plan is None:
+            return Ready((), 0, True)
+        self._fork(plan)
+        grown = plan.growing
+        for growing, token in zip(grown, self._feed(plan), strict=True):
             growing.chain.append(token)
-        self._growing = [growing for growing in self._growing if len(growing.chain) < self._depth]
-        entries = tuple(Branch(g.accepted, g.bonus, tuple(g.chain[: self._depth])) for g in moved)
+        plan.growing = [growing for growing in grown if len(growing.chain) < plan.depth]
+        moved, plan.found = plan.found + grown, []
+        entries = tuple(Branch(g.accepted, g.bonus, tuple(g.chain[: plan.depth])) for g in moved)
         return Ready(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy)
 
-    def _plan(self, chain: tuple[int, ...], known: list[int], depth: int, branches: int) -> None:
-        self._chain = chain
-        self._depth = min(depth, self.tree.room - len(chain) - 1)
-        self._spine = [self.tree.root, *known]
-        if self._depth < 1 or branches < 1:
-            return
-        self._counts = self._fan_out(len(chain), branches, self._calibration)
-        self._unfed = chain[len(known) :]
-        self._unforked = list(range(len(chain) + 1))
+    def _planned(self, chain: tuple[int, ...], known: list[int], depth: int, branches: int) -> Plan:
+        plan = Plan(chain, [self.tree.root, *known], min(depth, self.tree.room - len(chain) - 1))
+        if plan.depth > 0 and branches > 0:
+            plan.counts = self._fan_out(len(chain), branches, self._calibration)
+            plan.unfed = chain[len(known) :]
+            plan.unforked = list(range(len(chain) + 1))
+        return plan
 
-    def _fork_known(self) -> None:
+    def _feed(self, plan: Plan) -> list[int]:
+        """The forward of `advance`: the unfed chain and every growing branch's next token. Returns the branches' bests."""
+        first, line = self.tree.next_node, plan.unfed
+        parents = [plan.spine[-1], *range(first, first + len(line) - 1)] if line else []
+        parents += [plan.spine[g.accepted] if g.tip is None else g.tip for g in plan.growing]
+        tokens = [*line, *(g.bonus if g.tip is None else None for g in plan.growing)]
+        if not tokens:
+            return []
+        nodes = self.tree.feed(parents, tokens)
+        plan.unfed = ()
+        plan.spine += nodes[: len(line)]
+        for growing, node in zip(plan.growing, nodes[len(line) :], strict=True):
+            growing.tip = node
+        return self.tree.best(nodes)[len(line) :]
+
+    def _fork(self, plan: Plan) -> None:
         """Starts branches wherever the chain has been fed: the best candidates, never the chain's own token or EOS."""
-        points = [k for k in self._unforked if k < len(self._spine)]
-        self._unforked = self._unforked[len(points) :]
-        points = [k for k in points if self._counts[k] > 0]
+        points = [k for k in plan.unforked if k < len(plan.spine)]
+        plan.unforked = plan.unforked[len(points) :]
+        points = [k for k in points if plan.counts[k] > 0]
         if not points:
             return
-        widest = max(self._counts[k] for k in points) + 1 + len(self._eos)
-        found = self.tree.candidates([self._spine[k] for k in points], widest)
-        for k, candidates in zip(points, found, strict=True):
-            own = self._chain[k] if self._chain and k < len(self._chain) else None
-            bonuses = [c.token for c in candidates if c.token != own and c.token not in self._eos][: self._counts[k]]
-            for bonus in bonuses:
-                self._begin(k, bonus)
+        widest = max(plan.counts[k] for k in points) + 1 + len(self._eos)
+        ranked = self.tree.candidates([plan.spine[k] for k in points], widest)
+        for k, candidates in zip(points, ranked, strict=True):
+            bonuses = [c.token for c in candidates if c.token != plan.own(k) and c.token not in self._eos]
+            for bonus in bonuses[: plan.counts[k]]:
+                self._begin(plan, k, bonus)
 
-    def _begin(self, accepted: int, bonus: int) -> None:
+    def _begin(self, plan: Plan, accepted: int, bonus: int) -> None:
         """A new branch; where an earlier round already fed its first tokens, they are taken over."""
-        growing = Growing(accepted, bonus, self.tree.child(self._spine[accepted], bonus))
+        growing = Growing(accepted, bonus, self.tree.child(plan.spine[accepted], bonus))
         node = growing.tip
         while node is not None:
             growing.tip = node
             growing.chain += self.tree.best([node])
             node = self.tree.child(node, growing.chain[-1])
-        if growing.chain:
-            self._reused.append(growing)
-        if len(growing.chain) < self._depth:
-            self._growing.append(growing)
+        (plan.growing if len(growing.chain) < plan.depth else plan.found).append(growing)
 
     def _walk(self, node: int, tokens: Sequence[int]) -> list[int]:
         """The fed nodes along `tokens` from `node`, as far as they go."""
@@ -152,21 +175,10 @@ class WorkAhead:
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Counts what the outcome (k, t) of the prepared chain was, before the tree forgets it."""
-        accepted = len(tokens) - 1
-        if self._chain is None or not 0 <= accepted < len(self._spine) or tuple(tokens[:-1]) != self._chain[:accepted]:
+        plan, accepted = self._plan, len(tokens) - 1
+        if plan is None or not 0 <= accepted < len(plan.spine) or tuple(tokens[:-1]) != plan.chain[:accepted]:
             return
-        own = self._chain[accepted] if accepted < len(self._chain) else None
-        candidates = self.tree.candidates([self._spine[accepted]], MAX_RANK + 1)[0]
-        ranked = [c.token for c in candidates if c.token != own]
+        candidates = self.tree.candidates([plan.spine[accepted]], MAX_RANK + 1)[0]
+        ranked = [c.token for c in candidates if c.token != plan.own(accepted)]
         rank = ranked.index(tokens[-1]) if tokens[-1] in ranked else None
-        self._calibration.learn(len(self._chain), accepted, rank)
-
-    def _drop_plan(self) -> None:
-        self._chain: tuple[int, ...] | None = None
-        self._spine: list[int] = []
-        self._counts: list[int] = []
-        self._unfed: tuple[int, ...] = ()
-        self._unforked: list[int] = []
-        self._growing: list[Growing] = []
-        self._reused: list[Growing] = []
-        self._depth = 0
+        self._calibration.learn(len(plan.chain), accepted, rank)

@@ -91,9 +91,15 @@ class DraftWorker:
         work = WorkAhead(tree, message.eos, self._fan_out, self._calibration)
         work.commit((), message.verifying, message.depth, message.branches)
         newest = Commit(
-            message.request, message.epoch, message.round, len(message.tokens), (), message.verifying,
-            message.depth, message.branches,
-        )  # fmt: skip
+            message.request,
+            message.epoch,
+            message.round,
+            len(message.tokens),
+            (),
+            message.verifying,
+            message.depth,
+            message.branches,
+        )
         self._drafting[message.request] = Drafting(work, message.epoch, newest)
 
     def _commit(self, message: Commit) -> None:
@@ -126,9 +132,15 @@ class DraftWorker:
         ready = drafting.work.advance()
         self._link.send(
             Branches(
-                newest.request, newest.epoch, newest.round, newest.base_len, ready.depth, ready.entries,
-                clock.since(started_ns), ready.final,
-            )  # fmt: skip
+                newest.request,
+                newest.epoch,
+                newest.round,
+                newest.base_len,
+                ready.depth,
+                ready.entries,
+                clock.since(started_ns),
+                ready.final,
+            )
         )
 
     def _drop(self, request: str) -> None:

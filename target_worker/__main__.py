@@ -26,9 +26,17 @@ def main() -> int:
             link.send(Fault(options.name, None, str(error)))
             return error.exit_code
         hello = Hello(
-            "target", options.name, time.time_ns(), os.getpid(), "mlx", options.model, model.vocab_size,
-            model.context_length, model.parameters, model.weight_bytes,
-        )  # fmt: skip
+            "target",
+            options.name,
+            time.time_ns(),
+            os.getpid(),
+            "mlx",
+            options.model,
+            model.vocab_size,
+            model.context_length,
+            model.parameters,
+            model.weight_bytes,
+        )
         link.send(hello)
         TargetWorker(link, model).run()
     return 0

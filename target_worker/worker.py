@@ -89,7 +89,13 @@ class TargetWorker:
             return
         verdict = verify(self._model, slots, [()])[0]
         outcome = Outcome(
-            message.request, message.epoch, message.round, len(message.tokens), 0, verdict.bonus, clock.since(started_ns)
+            message.request,
+            message.epoch,
+            message.round,
+            len(message.tokens),
+            0,
+            verdict.bonus,
+            clock.since(started_ns),
         )
         self._running[message.request] = Running(slots[0], message.epoch, outcome, 0)
         self._answer(self._running[message.request], outcome)
@@ -124,9 +130,15 @@ class TargetWorker:
         started_ns = clock.now()
         verdict = verify(self._model, [running.slot], [message.chain])[0]
         outcome = Outcome(
-            message.request, message.epoch, message.round, message.base_len, verdict.accepted, verdict.bonus,
-            clock.since(started_ns), received_ns - running.sent_ns,
-        )  # fmt: skip
+            message.request,
+            message.epoch,
+            message.round,
+            message.base_len,
+            verdict.accepted,
+            verdict.bonus,
+            clock.since(started_ns),
+            received_ns - running.sent_ns,
+        )
         self._answer(running, outcome)
 
     def _answer(self, running: Running, outcome: Outcome) -> None:

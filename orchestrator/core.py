@@ -1,0 +1,141 @@
+"""The core thread: waits on the workers' socket and on the front, and hands each thing to the hub or the rounds.
+
+Owns no state but the loop. Everything here must answer in microseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import zmq
+
+from orchestrator.events import Admit, Broke, Quit, Stop, ToCore, ToFront, WorkersChanged
+from orchestrator.hub import Hub, Loss
+from orchestrator.mailbox import Mailbox
+from orchestrator.request import MILLISECOND_NS
+from orchestrator.rounds import Rounds, RoundSettings
+from orchestrator.settings import ServeSettings
+from orchestrator.trace import Trace
+from protocol import clock
+from protocol.messages import Fault, Hello, Loading, Outcome, Pong
+
+log = logging.getLogger(__name__)
+
+TICK_MS = 250
+
+
+class Core:
+    """The orchestrator's fast half: `run` is a thread's body. Construct it on that same thread's context."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        context: zmq.Context[zmq.Socket[bytes]],
+        inbox: Mailbox[ToCore],
+        outbox: Mailbox[ToFront],
+        run_dir: Path,
+    ) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self._trace = Trace(settings.trace)
+        self._hub = Hub(context, settings, run_dir)
+        self._rounds = Rounds(
+            self._hub,
+            RoundSettings(
+                settings.num_draft_tokens, settings.branches, settings.branch_depth == "full", settings.ngrams
+            ),
+            outbox.put,
+            self._trace,
+        )
+
+    @property
+    def workers_endpoint(self) -> str:
+        return self._hub.endpoint
+
+    @property
+    def stale_messages(self) -> int:
+        return self._rounds.stale
+
+    @property
+    def rejected_frames(self) -> int:
+        return self._hub.rejected
+
+    def run(self) -> None:
+        """Runs until Quit; always ends the workers it started."""
+        poller = zmq.Poller()
+        poller.register(self._hub.socket, zmq.POLLIN)
+        poller.register(self._inbox.wake, zmq.POLLIN)
+        try:
+            self._hub.start()
+            going = True
+            while going:
+                poller.poll(self._timeout_ms())
+                self._hear_workers()
+                going = self._hear_front()
+                self._keep_watch()
+        finally:
+            self._rounds.close()
+            self._hub.close()
+            self._trace.close()
+
+    def _timeout_ms(self) -> int:
+        deadline_ns = self._rounds.next_deadline_ns()
+        if deadline_ns is None:
+            return TICK_MS
+        return min(max(math.ceil((deadline_ns - clock.now()) / MILLISECOND_NS), 0), TICK_MS)
+
+    def _hear_workers(self) -> None:
+        """Takes in all that has arrived, BRANCHES before OUTCOMEs, so that a lookup sees what came in time."""
+        arrived = list(self._hub.receive())
+        arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
+        for name, message in arrived:
+            now_ns = clock.now()
+            match message:
+                case Hello():
+                    self._hub.hello(name, message, now_ns)
+                    self._tell_workers()
+                case Loading():
+                    self._hub.loading(message)
+                    self._tell_workers()
+                case Pong():
+                    self._hub.pong(name, message, now_ns)
+                case Fault(request=None):
+                    self._hub.fault(name, message)
+                case _:
+                    self._rounds.handle(name, message, now_ns)
+
+    def _hear_front(self) -> bool:
+        for event in self._inbox.take():
+            match event:
+                case Admit() if self._hub.has_target():
+                    self._rounds.begin(event, clock.now())
+                case Admit():
+                    self._outbox.put(
+                        Broke(event.request, "WorkerError", "there is no target worker; start the cluster again")
+                    )
+                case Stop():
+                    self._rounds.stop(event.request, event.reason)
+                case Quit():
+                    return False
+        return True
+
+    def _keep_watch(self) -> None:
+        now_ns = clock.now()
+        self._rounds.on_time(now_ns)
+        self._hub.ping(now_ns)
+        for loss in self._hub.losses(now_ns):
+            self._on_loss(loss, now_ns)
+
+    def _on_loss(self, loss: Loss, now_ns: int) -> None:
+        log.warning("%s", loss.why)
+        if loss.worker.role == "target":
+            self._rounds.lost_target(loss.why)
+        else:
+            self._rounds.lost_drafter(loss.worker.name, now_ns)
+        fatal = loss.why if loss.worker.role == "target" or not loss.started else ""
+        self._tell_workers(fatal)
+
+    def _tell_workers(self, fatal: str = "") -> None:
+        self._outbox.put(WorkersChanged(self._hub.stats(), self._hub.ready, self._hub.stage, fatal))

@@ -1,0 +1,48 @@
+"""What to verify after a miss, and whether a hit should wait to grow: expected tokens minus the worth of the time.
+
+A millisecond is worth the tokens it has lately brought. Pure functions of the estimates: no clock, no state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.estimates import Estimates
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Verify `chain` now (empty: an AR step), or ask the drafter for `wait_for` tokens first."""
+
+    chain: tuple[int, ...] = ()
+    wait_for: int = 0
+
+
+def after_miss(estimates: Estimates, ngram: tuple[int, ...], longest: int, has_drafter: bool) -> Choice:
+    """The best of: an AR step, the n-gram chain cut anywhere, the drafter's just-in-time chain of any length."""
+    rate = estimates.tokens_per_ms()
+    best, best_value = Choice(), 1.0 - rate * estimates.verify_ms(1)
+    for length in range(1, min(len(ngram), longest) + 1):
+        value = estimates.ngram.expected_tokens(length) - rate * estimates.verify_ms(length + 1)
+        if value > best_value:
+            best, best_value = Choice(chain=ngram[:length]), value
+    for length in range(1, longest + 1 if has_drafter else 1):
+        cost = estimates.verify_ms(length + 1) + estimates.draft_ms(length)
+        value = estimates.drafted.expected_tokens(length) - rate * cost
+        if value > best_value:
+            best, best_value = Choice(wait_for=length), value
+    return best
+
+
+def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms: float) -> bool:
+    """Whether a hit of `depth` tokens should wait for one more, the last having come `since_last_ms` ago."""
+    if depth >= longest:
+        return False
+    wait = max(estimates.depth_ms() - since_last_ms, 0.0)
+    cost = wait + estimates.verify_ms(depth + 2) - estimates.verify_ms(depth + 1)
+    return estimates.drafted.reach(depth) > estimates.tokens_per_ms() * cost
+
+
+def longest_wait_ms(expected_ms: float) -> float:
+    """Any wait for a drafter is bounded: three times what it should take, then the target goes on alone."""
+    return 3.0 * expected_ms + 1.0

@@ -1,0 +1,85 @@
+"""What a request verifies next: the one place where AR, SD and SSD differ.
+
+Pure decisions over a request, the estimates and the time; nothing is sent from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.estimates import Estimates
+from orchestrator.fallback import after_miss, worth_waiting
+from orchestrator.request import MILLISECOND_NS, Proposal, Request, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask the drafters for the continuation of the committed text, `depth` tokens. `missed`: the lookup found nothing."""
+
+    depth: int
+    missed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Linger:
+    """Wait for this outcome's branch to come or to grow, for about `depths` more steps of the drafter."""
+
+    accepted: int
+    bonus: int
+    depths: int
+
+
+Step = Proposal | Ask | Linger
+
+
+@dataclass(frozen=True, slots=True)
+class Proposer:
+    """Decides by the mode of the request. `full_depth`: a round's branches are waited for until all are complete."""
+
+    estimates: Estimates
+    full_depth: bool
+
+    def after(self, request: Request, accepted: int, bonus: int, longest: int, now_ns: int) -> Step:
+        """The step after the outcome (accepted, bonus), with room for a chain of `longest`."""
+        if request.mode == "ar" or longest < 1:
+            return Proposal(run_ahead=max(request.remaining - 1, 0) if request.mode == "ar" else 0)
+        if not request.drafters:
+            return from_ngrams(request, longest)
+        if request.mode == "sd":
+            return Ask(longest)
+        return self.serve(request, accepted, bonus, longest, now_ns)
+
+    def serve(self, request: Request, accepted: int, bonus: int, longest: int, now_ns: int) -> Step:
+        """The lookup. A hit is served as deep as it has come, unless one more token is worth its wait."""
+        cache = request.cache
+        if self.full_depth and not cache.final:
+            return Linger(accepted, bonus, request.depth)
+        chain = cache.lookup(accepted, bonus)
+        if chain is None:
+            return self._after_miss(request, longest)
+        since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
+        if not cache.final and worth_waiting(self.estimates, len(chain), longest, since_ms):
+            return Linger(accepted, bonus, 1)
+        return from_cache(chain, longest)
+
+    def _after_miss(self, request: Request, longest: int) -> Step:
+        ngram = request.ngrams.lookup(longest)
+        choice = after_miss(self.estimates, ngram, longest, bool(request.drafters))
+        if choice.wait_for:
+            return Ask(choice.wait_for, missed=True)
+        return Proposal(choice.chain, Source.NGRAM if choice.chain else Source.NONE, missed=True)
+
+
+def from_cache(chain: Sequence[int], longest: int) -> Proposal:
+    return Proposal(tuple(chain[: max(longest, 0)]), Source.CACHE)
+
+
+def from_drafter(chain: Sequence[int], longest: int) -> Proposal:
+    chain = tuple(chain[: max(longest, 0)])
+    return Proposal(chain, Source.DRAFTER if chain else Source.NONE)
+
+
+def from_ngrams(request: Request, longest: int) -> Proposal:
+    chain = request.ngrams.lookup(longest)
+    return Proposal(chain, Source.NGRAM if chain else Source.NONE)

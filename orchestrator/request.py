@@ -1,0 +1,162 @@
+"""One running request as the core sees it: its tokens, its round, and the account of what happened.
+
+Knows tokens and times; knows no text, socket or model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+from orchestrator.events import Admit
+from orchestrator.ngram import NgramIndex
+from orchestrator.speculation_cache import SpeculationCache
+from protocol.messages import Timings
+
+MILLISECOND_NS = 1_000_000
+
+
+class Source(Enum):
+    """Where a chain under verification came from."""
+
+    NONE = "none"
+    CACHE = "cache"
+    DRAFTER = "drafter"
+    NGRAM = "ngram"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What the next round verifies after the last committed token; `missed`: a lookup had found nothing."""
+
+    chain: tuple[int, ...] = ()
+    source: Source = Source.NONE
+    run_ahead: int = 0
+    missed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The request waits for a drafter, until `deadline_ns` at the latest.
+
+    With `hit` (accepted, bonus) it waits for that branch to grow, or in full depth for the round to be final; without, for
+    the continuation asked for at `asked_ns`.
+    """
+
+    asked_ns: int
+    deadline_ns: int
+    hit: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class Account:
+    """Counts and times of one request; `timings` gives them their public names."""
+
+    admitted_ns: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
+    rounds: int = 0
+    chains: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    hits: int = 0
+    misses: int = 0
+    ngram_chains: int = 0
+    waits: int = 0
+    verify_ns: int = 0
+    idle_ns: int = 0
+    turnarounds_ns: list[int] = field(default_factory=list)
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+
+    def proposed(self, proposal: Proposal) -> None:
+        self.misses += proposal.missed
+        self.hits += proposal.source is Source.CACHE
+        self.ngram_chains += proposal.source is Source.NGRAM
+
+    def verified(self, chain: tuple[int, ...], accepted: int) -> None:
+        """One round; tokens past the end of the request are not to be passed in."""
+        self.rounds += 1
+        self.chains += bool(chain)
+        self.drafted += len(chain)
+        self.accepted += accepted
+        for position in range(len(chain)):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < accepted
+
+    def took(self, verify_ns: int, idle_ns: int, now_ns: int) -> None:
+        """A round's time in the target and the target's wait before it; the first outcome ends the prompt's time."""
+        self.last_ns = now_ns
+        if not self.first_ns:
+            self.first_ns = now_ns
+            return
+        self.verify_ns += verify_ns
+        self.idle_ns += idle_ns
+        self.turnarounds_ns.append(idle_ns)
+
+    def timings(self, prompt_n: int, predicted_n: int) -> Timings:
+        predicted_ms = max(self.last_ns - self.first_ns, 0) / MILLISECOND_NS
+        positions = range(max(self.drafted_at, default=-1) + 1)
+        # The first token belongs to the prompt's time, so the rate is that of the tokens after it (as mlx-lm counts).
+        rate = (predicted_n - 1) / predicted_ms * 1000 if predicted_ms > 0 else 0.0
+        return Timings(
+            prompt_n=prompt_n,
+            prompt_ms=max(self.first_ns - self.admitted_ns, 0) / MILLISECOND_NS,
+            predicted_n=predicted_n,
+            predicted_ms=predicted_ms,
+            predicted_per_second=rate,
+            draft_n=self.drafted,
+            draft_n_accepted=self.accepted,
+            draft_rounds=self.chains,
+            rounds=self.rounds,
+            cache_hits=self.hits,
+            cache_misses=self.misses,
+            ngram_chains=self.ngram_chains,
+            draft_waits=self.waits,
+            accepted_by_position=tuple(self.accepted_at[i] for i in positions),
+            drafted_by_position=tuple(self.drafted_at[i] for i in positions),
+            turnaround_ms=tuple(ns / MILLISECOND_NS for ns in self.turnarounds_ns),
+            verify_ms=self.verify_ns / MILLISECOND_NS,
+            idle_ms=self.idle_ns / MILLISECOND_NS,
+        )
+
+
+@dataclass(slots=True)
+class Request:
+    """A request in flight.
+
+    `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
+    `base_len` committed tokens. `untold` are committed tokens that the drafters, `drafters` by name, do not know yet.
+    """
+
+    admit: Admit
+    mode: str
+    depth: int
+    branches: int
+    tokens: list[int]
+    ngrams: NgramIndex
+    drafters: set[str] = field(default_factory=set)
+    epoch: int = 0
+    round: int = 0
+    base_len: int = 0
+    untold: list[int] = field(default_factory=list)
+    proposal: Proposal = Proposal()
+    cache: SpeculationCache = field(default_factory=SpeculationCache)
+    waiting: Waiting | None = None
+    branches_at_ns: int = 0
+    handled_ns: int = 0
+    account: Account = field(default_factory=Account)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.admit.request
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.admit.tokens)
+
+    @property
+    def remaining(self) -> int:
+        return self.admit.sampling.max_tokens - self.generated

@@ -1,0 +1,362 @@
+"""The rounds of speculative speculative decoding (paper algorithm 1, the verifier's side).
+
+AR, SD and SSD are this one loop with different proposals. Handling an outcome comes in this order: integer checks, the
+lookup, the next VERIFY, COMMIT, and only then word to the front, which does the text. Owns the running requests; knows
+tokens and integers only. Time is passed in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from orchestrator.estimates import Estimates
+from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
+from orchestrator.fallback import longest_wait_ms
+from orchestrator.ngram import NgramIndex
+from orchestrator.proposals import Ask, Linger, Proposer, Step, from_cache, from_drafter
+from orchestrator.request import MILLISECOND_NS, Account, Proposal, Request, Waiting
+from orchestrator.trace import Trace
+from protocol.messages import Branches, Close, Commit, Drafted, Fault, Message, Open, Outcome, Prefilled, Resync, Verify
+
+log = logging.getLogger(__name__)
+
+TRACK = "orchestrator"
+# Waits that may include a drafter's first work, or that tests ask for, are given this long before the target goes alone.
+PATIENCE_MS = 2000.0
+
+
+class Workers(Protocol):
+    """The workers as the rounds need them."""
+
+    @property
+    def target_context(self) -> int: ...
+
+    def drafters(self) -> set[str]:
+        """Names of the drafters that are ready."""
+        ...
+
+    def send_target(self, message: Message) -> None: ...
+
+    def send_drafter(self, name: str, message: Message) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSettings:
+    """`depth` is K, `branches` B. `full_depth`: wait until a round's branches are complete (reproducible rounds)."""
+
+    depth: int
+    branches: int
+    full_depth: bool = False
+    ngrams: bool = True
+
+
+class Rounds:
+    """All requests in flight, and what comes next for each."""
+
+    def __init__(
+        self, workers: Workers, settings: RoundSettings, tell: Callable[[ToFront], None], trace: Trace
+    ) -> None:
+        self.estimates = Estimates()
+        self.stale = 0
+        self._workers = workers
+        self._settings = settings
+        self._tell = tell
+        self._trace = trace
+        self._proposer = Proposer(self.estimates, settings.full_depth)
+        self._requests: dict[str, Request] = {}
+
+    @property
+    def active(self) -> int:
+        return len(self._requests)
+
+    # --- what the front says --------------------------------------------------------------------------------------
+
+    def begin(self, admit: Admit, now_ns: int) -> None:
+        """OPEN to the target and to the drafters: all read the prompt at once."""
+        drafters = self._workers.drafters()
+        mode, notes = self._mode(admit.mode, bool(drafters))
+        request = Request(
+            admit,
+            mode,
+            depth=admit.num_draft_tokens or self._settings.depth,
+            branches=admit.branches or self._settings.branches,
+            tokens=list(admit.tokens),
+            ngrams=NgramIndex(admit.tokens if self._settings.ngrams and mode != "ar" else ()),
+            drafters=drafters if mode != "ar" else set(),
+            account=Account(admitted_ns=now_ns),
+            notes=notes,
+        )
+        self._requests[request.id] = request
+        self._open(request)
+        self._tell(Began(request.id, mode, tuple(notes)))
+
+    def stop(self, request_id: str, reason: str) -> None:
+        """Ends a request whose text is complete or unwanted; the round in flight is cancelled."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, reason)
+
+    def close(self) -> None:
+        for request in list(self._requests.values()):
+            self._finish(request, "cancelled")
+
+    # --- what happens to workers ----------------------------------------------------------------------------------
+
+    def lost_drafter(self, name: str, now_ns: int) -> None:
+        """Requests go on with what drafters are left, or without."""
+        for request in list(self._requests.values()):
+            self._leave(request, name, f"draft worker {name} was lost", now_ns)
+
+    def lost_target(self, why: str) -> None:
+        for request in list(self._requests.values()):
+            self._break(request, why)
+
+    # --- what workers say -----------------------------------------------------------------------------------------
+
+    def handle(self, sender: str, message: Message, now_ns: int) -> None:
+        """A worker's message about a request. What is stale is dropped and counted."""
+        request = self._requests.get(getattr(message, "request", None) or "")
+        if request is None or getattr(message, "epoch", request.epoch) != request.epoch:
+            self.stale += 1
+            return
+        match message:
+            case Outcome():
+                self._on_outcome(request, message, now_ns)
+            case Branches():
+                self._on_branches(request, sender, message, now_ns)
+            case Drafted():
+                self._on_drafted(request, sender, message, now_ns)
+            case Prefilled():
+                if sender not in request.drafters:
+                    self._tell(PrefillAt(request.id, message.done, message.total))
+            case Resync():
+                self._on_resync(request, sender)
+            case Fault():
+                self._on_fault(request, sender, message, now_ns)
+            case _:
+                log.warning("no use for %s from %s", type(message).__name__, sender)
+
+    def next_deadline_ns(self) -> int | None:
+        return min((r.waiting.deadline_ns for r in self._requests.values() if r.waiting), default=None)
+
+    def on_time(self, now_ns: int) -> None:
+        """Ends waits that took too long: with the branch as deep as it is, or the target goes on alone."""
+        for request in list(self._requests.values()):
+            if request.waiting and now_ns >= request.waiting.deadline_ns:
+                hit = request.waiting.hit
+                chain = request.cache.lookup(*hit) if hit else None
+                self._verify(request, from_cache(chain, self._longest(request)) if chain else Proposal(), now_ns)
+
+    def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> None:
+        chain = request.proposal.chain
+        if outcome.round != request.round or request.waiting or outcome.accepted > len(chain):
+            self.stale += 1
+            return
+        kept, reason = self._up_to_end(request, [*chain[: outcome.accepted], outcome.bonus])
+        self._book(request, outcome, len(kept), now_ns)
+        request.tokens += kept
+        request.untold += kept
+        if reason is None:
+            request.ngrams.extend(kept if self._settings.ngrams and request.mode != "ar" else ())
+            longest = self._longest(request)
+            step = self._proposer.after(request, outcome.accepted, outcome.bonus, longest, now_ns)
+            self._take(request, step, now_ns)
+        self._tell(Committed(request.id, tuple(kept)))
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
+        self._trace.add(sender, f"depth {message.depth}", message.work, rows=len(message.entries), round=message.round)
+        if message.round != request.round or message.base_len != request.base_len:
+            self.stale += 1
+            return
+        request.cache.add(message)
+        request.branches_at_ns = now_ns
+        if message.entries:
+            self.estimates.saw_depth((message.work.ended_ns - message.work.started_ns) / MILLISECOND_NS)
+        if request.waiting and request.waiting.hit:
+            step = self._proposer.serve(request, *request.waiting.hit, self._longest(request), now_ns)
+            self._take(request, step, now_ns)
+
+    def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
+        self._trace.add(sender, "chain", message.work, tokens=len(message.chain), round=message.round)
+        waiting = request.waiting
+        if waiting is None or waiting.hit or message.round != request.round + 1:
+            self.stale += 1
+            return
+        work_ms = (message.work.ended_ns - message.work.started_ns) / MILLISECOND_NS
+        self.estimates.saw_draft(len(message.chain), work_ms)
+        self.estimates.saw_link((now_ns - waiting.asked_ns) / MILLISECOND_NS - work_ms)
+        self._verify(request, from_drafter(message.chain, self._longest(request)), now_ns)
+
+    def _on_resync(self, request: Request, sender: str) -> None:
+        """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""
+        if sender in request.drafters:
+            self._workers.send_drafter(sender, self._opening(request, self._verifying(request)))
+            return
+        request.epoch += 1
+        request.proposal, request.waiting = Proposal(), None
+        self._open(request)
+
+    def _on_fault(self, request: Request, sender: str, message: Fault, now_ns: int) -> None:
+        if sender in request.drafters:
+            self._leave(request, sender, message.message, now_ns)
+        else:
+            self._break(request, message.message)
+
+    # --- what comes next ------------------------------------------------------------------------------------------
+
+    def _take(self, request: Request, step: Step, now_ns: int) -> None:
+        match step:
+            case Proposal(run_ahead=left) if left and request.proposal.run_ahead:
+                request.round += 1
+                request.base_len = len(request.tokens)
+                request.proposal = replace(request.proposal, run_ahead=request.proposal.run_ahead - 1)
+            case Proposal():
+                self._verify(request, step, now_ns)
+            case Ask():
+                self._ask(request, step, now_ns)
+            case Linger():
+                self._linger(request, step, now_ns)
+
+    def _verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
+        """VERIFY to the target, and in the same breath COMMIT to the drafters."""
+        request.round += 1
+        request.base_len = len(request.tokens)
+        request.proposal, request.waiting = proposal, None
+        self._workers.send_target(
+            Verify(request.id, request.epoch, request.round, request.base_len, proposal.chain, proposal.run_ahead)
+        )
+        request.cache.start()
+        if request.mode == "ssd" and request.drafters:
+            self._commit(request, request.round, proposal.chain, request.depth)
+        request.branches_at_ns = now_ns
+        request.account.proposed(proposal)
+        if self._trace.enabled:
+            self._trace.mark(
+                TRACK, f"verify {proposal.source.value}", now_ns, round=request.round, chain=len(proposal.chain)
+            )
+
+    def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
+        """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
+        limit_ms = longest_wait_ms(self.estimates.draft_ms(step.depth))
+        if self._settings.full_depth or not self.estimates.has_drafted:
+            limit_ms = max(limit_ms, PATIENCE_MS)
+        request.account.waits += 1
+        request.account.misses += step.missed
+        request.waiting = Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
+        self._commit(request, request.round + 1, None, step.depth)
+
+    def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
+        if request.waiting is not None:
+            return
+        limit_ms = longest_wait_ms(step.depths * self.estimates.depth_ms())
+        if self._settings.full_depth:
+            limit_ms = PATIENCE_MS
+        request.account.waits += 1
+        request.waiting = Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS), (step.accepted, step.bonus))
+
+    def _commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:
+        tokens, request.untold = tuple(request.untold), []
+        message = Commit(
+            request.id,
+            request.epoch,
+            round_number,
+            len(request.tokens),
+            tokens,
+            verifying,
+            depth,
+            request.branches,
+        )
+        for name in request.drafters:
+            self._workers.send_drafter(name, message)
+
+    def _verifying(self, request: Request) -> tuple[int, ...] | None:
+        return request.proposal.chain if request.mode == "ssd" else None
+
+    def _longest(self, request: Request) -> int:
+        """How long a chain may be: the bonus token must still fit the request and the target's context."""
+        room = self._workers.target_context - len(request.tokens)
+        return min(request.depth, request.remaining - 1, room)
+
+    def _mode(self, wanted: str, has_drafter: bool) -> tuple[str, list[str]]:
+        mode = "ssd" if wanted == "auto" else wanted
+        if mode == "ar" or has_drafter or self._settings.ngrams:
+            return mode, []
+        return "ar", ["speculation is off: there is no drafter"]
+
+    # --- opening, booking, ending ---------------------------------------------------------------------------------
+
+    def _open(self, request: Request) -> None:
+        request.base_len = len(request.tokens)
+        request.untold = []
+        request.cache.start()
+        self._workers.send_target(self._opening(request, None))
+        for name in request.drafters:
+            self._workers.send_drafter(name, self._opening(request, self._verifying(request)))
+
+    def _opening(self, request: Request, verifying: tuple[int, ...] | None) -> Open:
+        tokens, eos = np.asarray(request.tokens, np.int32), tuple(sorted(request.admit.eos))
+        return Open(
+            request.id,
+            request.epoch,
+            request.round,
+            tokens,
+            request.admit.sampling,
+            eos,
+            request.depth,
+            request.branches,
+            verifying,
+        )
+
+    def _up_to_end(self, request: Request, new: list[int]) -> tuple[list[int], str | None]:
+        """The tokens that count, and why the request ends with them if it does."""
+        room = min(request.remaining, self._workers.target_context - len(request.tokens))
+        for index, token in enumerate(new[:room]):
+            if token in request.admit.eos:
+                return new[: index + 1], "eos"
+        return new[:room], "length" if len(new) >= room else None
+
+    def _book(self, request: Request, outcome: Outcome, kept: int, now_ns: int) -> None:
+        """Counts and times; tokens past the end of the request do not count."""
+        chain = request.proposal.chain
+        verify_ns = outcome.work.ended_ns - outcome.work.started_ns
+        request.account.verified(chain if kept > outcome.accepted else chain[:kept], min(outcome.accepted, kept))
+        request.account.took(verify_ns, outcome.idle_ns, now_ns)
+        if request.round > 0:
+            self.estimates.saw_verify(len(chain) + 1, verify_ns / MILLISECOND_NS)
+            self.estimates.saw_round(kept, (now_ns - request.handled_ns) / MILLISECOND_NS)
+            self.estimates.saw_chain(request.proposal.source.value, len(chain), outcome.accepted)
+        request.handled_ns = now_ns
+        if self._trace.enabled:
+            self._trace.add(
+                "target", f"verify {len(chain) + 1}", outcome.work, round=request.round, accepted=outcome.accepted
+            )
+
+    def _leave(self, request: Request, drafter: str, why: str, now_ns: int) -> None:
+        if drafter not in request.drafters:
+            return
+        request.drafters.discard(drafter)
+        request.notes.append(f"speculation: {why}")
+        if not request.drafters and request.waiting:
+            self._verify(request, Proposal(), now_ns)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        self._close(request)
+        timings = request.account.timings(len(request.admit.tokens), request.generated)
+        self._tell(Ended(request.id, reason, timings, tuple(request.notes)))
+
+    def _break(self, request: Request, why: str) -> None:
+        self._close(request)
+        self._tell(Broke(request.id, "WorkerError", why))
+
+    def _close(self, request: Request) -> None:
+        del self._requests[request.id]
+        self._workers.send_target(Close(request.id))
+        for name in request.drafters:
+            self._workers.send_drafter(name, Close(request.id))

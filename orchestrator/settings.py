@@ -1,0 +1,99 @@
+"""What one cluster is told when it starts: a frozen record, checked once, here and nowhere else.
+
+Knows names and ranges; touches no file, no socket and no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import InvalidRequest
+
+MODES = ("auto", "ar", "sd", "ssd")
+DRAFT_BACKENDS = ("mlx", "replay", "coreml", "ngram", "none")
+FAN_OUTS = ("best-first", "geometric", "uniform")
+BRANCH_DEPTHS = ("auto", "full")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_DRAFT_TOKENS = 32
+MAX_BRANCHES_ASKED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """The settings of one cluster; every field is a flag of the command line by the same name.
+
+    `model` and `draft_model` are Hugging Face ids or folders; both None: the embedded pair. `endpoint` is where clients
+    connect; None: a socket of its own in the run directory. `threads`: BLAS threads of each worker. `max_active`:
+    requests in flight at once. `run_dir` None: a fresh one. `replay`: the script of the replay drafter.
+
+    Raises:
+        InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
+    """
+
+    model: str | None = None
+    draft_model: str | None = None
+    draft_backend: str = "mlx"
+    num_draft_tokens: int = 4
+    branches: int = 10
+    fan_out: str = "best-first"
+    branch_depth: str = "auto"
+    ngrams: bool = True
+    mode: str = "auto"
+    endpoint: str | None = None
+    threads: int = 1
+    max_active: int = 1
+    trace: Path | None = None
+    log_level: str = "warning"
+    replay: Path | None = None
+    run_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_word("mode", self.mode, MODES)
+        check_word("draft_backend", self.draft_backend, DRAFT_BACKENDS)
+        check_word("fan_out", self.fan_out, FAN_OUTS)
+        check_word("branch_depth", self.branch_depth, BRANCH_DEPTHS)
+        check_word("log_level", self.log_level, LOG_LEVELS)
+        check_draft_tokens(self.num_draft_tokens)
+        check_branches(self.branches)
+        check_whole("threads", self.threads, 1, 1024)
+        check_whole("max_active", self.max_active, 1, 1024)
+        self._check_together()
+
+    @property
+    def has_draft_worker(self) -> bool:
+        """Whether a process of its own proposes; n-grams live in the orchestrator."""
+        return self.draft_backend not in ("ngram", "none")
+
+    def _check_together(self) -> None:
+        if self.draft_model is not None and not self.has_draft_worker:
+            raise InvalidRequest(
+                f"draft_backend {self.draft_backend} runs no draft model; leave out draft_model {self.draft_model!r}"
+                " or choose the backend mlx"
+            )
+        if self.draft_model is not None and self.model is None:
+            raise InvalidRequest(
+                f"draft_model {self.draft_model!r} has no model beside it; name both, or neither for the embedded pair"
+            )
+        if self.draft_backend == "none" and self.mode in ("sd", "ssd"):
+            raise InvalidRequest(f"mode {self.mode} needs a drafter; expected a draft_backend other than none, or mode ar")
+        if self.draft_backend == "replay" and self.replay is None:
+            raise InvalidRequest("draft_backend replay has no script; expected replay to name the file it plays")
+
+
+def check_draft_tokens(value: object) -> None:
+    check_whole("num_draft_tokens", value, 1, MAX_DRAFT_TOKENS)
+
+
+def check_branches(value: object) -> None:
+    check_whole("branches", value, 1, MAX_BRANCHES_ASKED)
+
+
+def check_whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value!r}; expected a whole number from {low} to {high}")
+
+
+def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise InvalidRequest(f"{name} is {value!r}; expected one of {', '.join(words)}")

@@ -1,0 +1,73 @@
+"""What every process did, on one clock, as a Chrome/Perfetto trace (open it at ui.perfetto.dev).
+
+All spans are CLOCK_MONOTONIC nanoseconds of this machine; workers send theirs with their answers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import InvalidRequest
+from protocol.messages import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A span (or, with both ends equal, an instant) on a track."""
+
+    track: str
+    name: str
+    span: Span
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+class Trace:
+    """Collects events when it has a path to write them to; otherwise costs nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._events: list[Event] = []
+        if path is not None:
+            self._write()
+
+    @property
+    def enabled(self) -> bool:
+        return self._path is not None
+
+    def add(self, track: str, name: str, span: Span, **args: Any) -> None:
+        if self._path is not None:
+            self._events.append(Event(track, name, span, args))
+
+    def mark(self, track: str, name: str, at_ns: int, **args: Any) -> None:
+        self.add(track, name, Span(at_ns, at_ns), **args)
+
+    def close(self) -> None:
+        if self._path is not None:
+            self._write()
+
+    def _write(self) -> None:
+        tracks = sorted({event.track for event in self._events})
+        names = [
+            {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": track}}
+            for tid, track in enumerate(tracks)
+        ]
+        events = [
+            {
+                "ph": "X",
+                "pid": 1,
+                "tid": tracks.index(event.track),
+                "name": event.name,
+                "args": event.args,
+                "ts": event.span.started_ns / 1000,
+                "dur": (event.span.ended_ns - event.span.started_ns) / 1000,
+            }
+            for event in self._events
+        ]
+        try:
+            if self._path is not None:
+                self._path.write_text(json.dumps({"traceEvents": names + events}), encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequest(f"the trace can't be written to {self._path}: {error.strerror}") from error
