@@ -43,16 +43,21 @@ class DraftWorker:
         self._stale = 0
 
     def run(self) -> None:
-        while True:
-            working = [drafting for drafting in self._drafting.values() if drafting.owed or drafting.work.busy]
-            message = self._link.receive(wait=not working)
-            if isinstance(message, Shutdown):
-                return
-            if message is not None:
-                self._guard(message.request if isinstance(message, Open | Commit | Close) else None, message)
-                continue
-            for drafting in working:
-                self._guard(drafting.newest.request, drafting)
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Handles one message if there is one, else makes one forward for every request; False: shut down."""
+        working = [drafting for drafting in self._drafting.values() if drafting.owed or drafting.work.busy]
+        message = self._link.receive(wait=not working)
+        if isinstance(message, Shutdown):
+            return False
+        if message is not None:
+            self._guard(message.request if isinstance(message, Open | Commit | Close) else None, message)
+            return True
+        for drafting in working:
+            self._guard(drafting.newest.request, drafting)
+        return True
 
     def _guard(self, request: str | None, task: Message | Drafting) -> None:
         """Does one thing; a drafter that fails loses that request, never the worker."""

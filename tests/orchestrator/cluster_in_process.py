@@ -1,0 +1,161 @@
+"""A whole cluster in one thread, without sockets or models: the real rounds, the real draft worker, an oracle target.
+
+Messages pass through the real codec. A test decides what is delivered, when, and what is lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from draft_worker.fan_out import POLICIES
+from draft_worker.replay import ReplayDrafter, Script
+from draft_worker.worker import DraftWorker
+from orchestrator.events import Admit, Committed, Ended, ToFront
+from orchestrator.rounds import Rounds, RoundSettings
+from orchestrator.trace import Trace
+from protocol.codec import decode, encode
+from protocol.messages import Close, Message, Open, Outcome, Resync, Span, Verify
+from protocol.sampling import SamplingParams
+
+
+def through_the_codec(message: Message) -> Message:
+    return decode([bytes(frame) for frame in encode(message)])
+
+
+class OracleTarget:
+    """Verifies against a known text."""
+
+    def __init__(self, text: tuple[int, ...], context: int = 1 << 20) -> None:
+        self.text = text
+        self.context = context
+        self.verified: list[Verify] = []
+        self._ahead: dict[str, list[Verify]] = {}
+
+    def answer(self, message: Message) -> list[Message]:
+        match message:
+            case Open():
+                at = len(message.tokens)
+                return [Outcome(message.request, message.epoch, message.round, at, 0, self.text[at], Span(0, 1))]
+            case Verify():
+                self.verified.append(message)
+                return [self._outcome(message, extra) for extra in range(message.run_ahead + 1)]
+        return []
+
+    def _outcome(self, message: Verify, extra: int) -> Outcome:
+        at = message.base_len + extra
+        accepted = 0
+        while accepted < len(message.chain) and self.text[at + accepted] == message.chain[accepted]:
+            accepted += 1
+        bonus = self.text[at + accepted]
+        return Outcome(message.request, message.epoch, message.round + extra, at, accepted, bonus, Span(0, 1))
+
+
+@dataclass
+class FakeLink:
+    """A draft worker's link: what it sent, and what it will receive."""
+
+    inbox: deque[Message] = field(default_factory=deque)
+    sent: deque[Message] = field(default_factory=deque)
+    name: str = "draft-0"
+
+    def send(self, message: Message) -> None:
+        self.sent.append(through_the_codec(message))
+
+    def receive(self, wait: bool) -> Message | None:
+        if self.inbox:
+            return self.inbox.popleft()
+        if wait:
+            raise Idle
+        return None
+
+
+class Idle(Exception):
+    """The draft worker would block."""
+
+
+class Cluster:
+    """Runs requests to their end. `steps` drafter forwards fit behind a verify; `drop` may lose a message."""
+
+    def __init__(
+        self,
+        text: tuple[int, ...],
+        script: Script | None,
+        *,
+        depth: int = 3,
+        branches: int = 8,
+        policy: str = "best-first",
+        full_depth: bool = False,
+        ngrams: bool = True,
+        steps: int = 100,
+        context: int = 1 << 20,
+        drop: Callable[[Message], bool] = lambda message: False,
+    ) -> None:
+        self.target = OracleTarget(text, context)
+        self.link = FakeLink()
+        self.worker = DraftWorker(self.link, ReplayDrafter(script), POLICIES[policy]) if script else None  # type: ignore[arg-type]
+        self.told: list[ToFront] = []
+        self._to_target: deque[Message] = deque()
+        self._steps = steps
+        self._drop = drop
+        self._now = 0
+        settings = RoundSettings(depth, branches, full_depth, ngrams)
+        self.rounds = Rounds(self, settings, self.told.append, Trace(None))
+
+    @property
+    def target_context(self) -> int:
+        return self.target.context
+
+    def drafters(self) -> set[str]:
+        return {"draft-0"} if self.worker else set()
+
+    def send_target(self, message: Message) -> None:
+        if not self._drop(message):
+            self._to_target.append(through_the_codec(message))
+
+    def send_drafter(self, name: str, message: Message) -> None:
+        if not self._drop(message):
+            self.link.inbox.append(through_the_codec(message))
+
+    def run(self, prompt: tuple[int, ...], max_tokens: int, mode: str = "ssd", eos: frozenset[int] = frozenset()) -> Ended:
+        self.rounds.begin(Admit("r", prompt, SamplingParams(max_tokens=max_tokens), mode, eos), self._now)
+        for _ in range(100 * max_tokens + 1000):
+            if not self.rounds.active:
+                return next(event for event in self.told if isinstance(event, Ended))
+            self._turn()
+        raise TimeoutError(f"the request hangs: {self.told[-3:]}")
+
+    @property
+    def generated(self) -> list[int]:
+        return [token for event in self.told if isinstance(event, Committed) for token in event.tokens]
+
+    def _turn(self) -> None:
+        """The drafter works, then the target answers one message, then overdue waits end."""
+        self._work(self._steps)
+        self._now += 10_000_000
+        if self._to_target:
+            for outcome in self.target.answer(self._to_target.popleft()):
+                if not self._drop(outcome):
+                    self.rounds.handle("target-0", through_the_codec(outcome), self._now)
+        else:
+            self._work(100)
+            self._now += 10_000_000_000 if not self._to_target else 0
+            self.rounds.on_time(self._now)
+
+    def _work(self, steps: int) -> None:
+        """Lets the draft worker take this many turns of its own loop, and delivers what it sends."""
+        if self.worker is None:
+            return
+        for _ in range(steps):
+            try:
+                self.worker.turn()
+            except Idle:
+                break
+        while self.link.sent:
+            message = self.link.sent.popleft()
+            if not self._drop(message):
+                self.rounds.handle("draft-0", message, self._now)
+
+
+__all__ = ["Close", "Cluster", "Resync", "Script"]

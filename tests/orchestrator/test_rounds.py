@@ -1,0 +1,164 @@
+"""The rounds hold on every path: the text is the target's own, nothing hangs, and the counts say what happened."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cluster_in_process import Cluster, Script
+
+from protocol.messages import Branches, Commit, Drafted, Message
+
+VOCAB = 200
+PROMPT = tuple(range(10, 20))
+
+
+def random_text(seed: int, length: int = 400) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return PROMPT + tuple(rng.randrange(1, VOCAB) for _ in range(length))
+
+
+def script(text: tuple[int, ...], acceptance: tuple[float, ...] = (0.7,), ranks: tuple[float, ...] = (0.6, 0.2)) -> Script:
+    return Script((text,), acceptance, ranks, VOCAB)
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+@pytest.mark.parametrize("depth", [1, 3, 6])
+@pytest.mark.parametrize("branches", [1, 6, 20])
+@pytest.mark.parametrize("policy", ["best-first", "geometric", "uniform"])
+def test_every_mode_says_what_the_target_says(mode: str, depth: int, branches: int, policy: str) -> None:
+    text = random_text(1)
+    cluster = Cluster(text, script(text), depth=depth, branches=branches, policy=policy)
+    ended = cluster.run(PROMPT, 100, mode)
+    assert cluster.generated == list(text[10:110])
+    assert ended.reason == "length"
+    assert ended.timings.predicted_n == 100
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_branches_that_come_late_or_never_change_no_token(steps: int) -> None:
+    text = random_text(2)
+    cluster = Cluster(text, script(text), steps=steps)
+    cluster.run(PROMPT, 120)
+    assert cluster.generated == list(text[10:130])
+
+
+def test_a_perfect_drafter_commits_depth_plus_one_tokens_a_round() -> None:
+    text = random_text(3)
+    cluster = Cluster(text, script(text, (1.0,)), depth=4, full_depth=True)
+    ended = cluster.run(PROMPT, 101)
+    assert ended.timings.draft_n_accepted == ended.timings.draft_n == 80
+    assert ended.timings.draft_rounds == 20
+    assert ended.timings.cache_misses == 0
+    assert ended.timings.cache_hits == 20
+
+
+def test_an_always_wrong_drafter_commits_one_token_a_round() -> None:
+    text = random_text(4)
+    cluster = Cluster(text, script(text, (0.0,), (0.0,)), depth=4, ngrams=False)
+    ended = cluster.run(PROMPT, 50)
+    assert cluster.generated == list(text[10:60])
+    assert ended.timings.draft_n_accepted == 0
+    assert ended.timings.rounds == 50
+    assert ended.timings.cache_hits == 0
+
+
+def test_hits_follow_the_prescribed_bonus_rank() -> None:
+    """A bonus that always stands first among the candidates is always found; one that is never there, never."""
+    text = random_text(5, 1200)
+    found = Cluster(text, script(text, (0.6,), (1.0,)), full_depth=True, branches=8).run(PROMPT, 1000).timings
+    assert found.cache_misses == 0
+    lost = Cluster(text, script(text, (0.6,), (0.0,)), full_depth=True, branches=8, ngrams=False).run(PROMPT, 1000).timings
+    # What is left are the outcomes after full acceptance, whose bonus is right with the acceptance itself.
+    assert lost.cache_hits < 0.4 * found.cache_hits
+
+
+def test_eos_ends_the_text_and_what_follows_does_not_count() -> None:
+    text = random_text(6)
+    end = text[10 + 37]
+    first = text.index(end, 10) - 10
+    cluster = Cluster(text, script(text, (1.0,)), depth=6)
+    ended = cluster.run(PROMPT, 200, eos=frozenset({end}))
+    assert ended.reason == "eos"
+    assert cluster.generated == list(text[10 : 10 + first + 1])
+    assert ended.timings.predicted_n == first + 1
+    assert ended.timings.draft_n_accepted <= ended.timings.predicted_n
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+def test_the_shortest_requests_end_at_their_length(max_tokens: int, mode: str) -> None:
+    text = random_text(7)
+    cluster = Cluster(text, script(text))
+    ended = cluster.run(PROMPT, max_tokens, mode)
+    assert cluster.generated == list(text[10 : 10 + max_tokens])
+    assert ended.reason == "length"
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+def test_generation_ends_where_the_targets_context_ends(mode: str) -> None:
+    text = random_text(8)
+    cluster = Cluster(text, script(text), context=30)
+    ended = cluster.run(PROMPT, 200, mode)
+    assert cluster.generated == list(text[10:30])
+    assert ended.reason == "length"
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_ngrams_alone_say_what_the_target_says(mode: str) -> None:
+    text = PROMPT + tuple(random_text(9)[10:40]) * 8
+    cluster = Cluster(text, None)
+    ended = cluster.run(PROMPT, 200, mode)
+    assert cluster.generated == list(text[10:210])
+    assert ended.timings.ngram_chains > 0
+    assert ended.timings.draft_n_accepted > 80
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kind", [Branches, Drafted, Commit])
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_lost_messages_cost_time_never_text(seed: int, kind: type[Message], mode: str) -> None:
+    rng = random.Random(seed)
+    text = random_text(seed)
+    cluster = Cluster(text, script(text), drop=lambda message: isinstance(message, kind) and rng.random() < 0.3)
+    cluster.run(PROMPT, 80, mode)
+    assert cluster.generated == list(text[10:90])
+
+
+def test_a_drafter_lost_in_the_middle_leaves_the_target_to_finish_alone() -> None:
+    text = random_text(10)
+    cluster = Cluster(text, script(text))
+    turns = iter(range(1000))
+    original = cluster._turn
+
+    def turn() -> None:
+        original()
+        if next(turns) == 5:
+            cluster.rounds.lost_drafter("draft-0", 0)
+            cluster.worker = None
+
+    cluster._turn = turn  # type: ignore[method-assign]
+    ended = cluster.run(PROMPT, 100)
+    assert cluster.generated == list(text[10:110])
+    assert any("lost" in note for note in ended.notes)
+
+
+def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:
+    text = random_text(11)
+    cluster = Cluster(text, script(text))
+    seen: list[Message] = []
+    handle = cluster.rounds.handle
+
+    def twice(sender: str, message: Message, now_ns: int) -> None:
+        seen.append(message)
+        handle(sender, message, now_ns)
+        handle(sender, seen[len(seen) // 2], now_ns)
+
+    cluster.rounds.handle = twice  # type: ignore[method-assign]
+    cluster.run(PROMPT, 60)
+    assert cluster.generated == list(text[10:70])
+    assert cluster.rounds.stale > 0
