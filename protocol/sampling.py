@@ -20,6 +20,9 @@ class SamplingParams:
     `temp` 0 is greedy. `top_p` 1, `min_p` 0, `top_k` 0 and penalties of 0 are off; `repetition_penalty` 1 is off.
     `seed` None means: draw one and report it. Penalties look at the last `*_context_size` tokens, prompt included.
 
+    `max_tokens` and context sizes are at least 1, `temp` is 0 to 100, `top_p` and `min_p` 0 to 1, `top_k` at least 0,
+    `repetition_penalty` 0.01 to 100, the other penalties -100 to 100, a bias -10^6 to 10^6, `seed` 0 to 2^63-1.
+
     Raises:
         InvalidRequest: a value is out of range; the message names the field, the value and what is allowed.
     """

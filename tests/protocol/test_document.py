@@ -1,0 +1,29 @@
+"""docs/protocol.md says what the dataclasses say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from protocol.codec import MESSAGES
+from protocol.document import page
+from protocol.schema import fields_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m protocol.document"
+
+
+def test_every_message_and_every_field_of_it_is_listed_once():
+    sections = {part.partition("\n")[0]: part for part in page().split("\n### ")[1:]}
+    for name, cls in MESSAGES.items():
+        rows = [line for line in sections[name].splitlines() if line.startswith("| `")]
+        assert [row.split("`")[1] for row in rows] == [field.name for field in fields_of(cls)]
+
+
+def test_every_message_and_record_says_what_it_is_for():
+    assert all(not part.split("\n")[2].startswith(("|", "###")) for part in page().split("\n### ")[1:])
+    assert {"Span", "Branch", "Timings", "WorkerStats", "SamplingParams"} <= {
+        part.partition("\n")[0] for part in page().split("\n### ")
+    }
