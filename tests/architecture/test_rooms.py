@@ -1,0 +1,139 @@
+"""The house rules that a reader relies on: imports point one way, only the engine side knows MLX."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAY_IMPORT = {
+    "protocol": set(),
+    "engine": {"protocol"},
+    "target_worker": {"protocol", "engine"},
+    "draft_worker": {"protocol", "engine"},
+    "orchestrator": {"protocol"},
+    "outrider": {"protocol", "orchestrator"},
+}
+ROOMS = set(MAY_IMPORT)
+OUTSIDE = {"launch", "bench", "tests", "models", "docs"}
+WITHOUT_MLX = ("protocol", "orchestrator", "outrider")
+MLX = {"mlx", "mlx_lm"}
+REASON = "# noqa: BLE001 - "
+BROAD = {"Exception", "BaseException"}
+MAY_PRINT = "orchestrator/cli/"
+
+every_room = pytest.mark.parametrize("room", MAY_IMPORT)
+
+
+def sources(room: str) -> dict[str, str]:
+    """The room's files by their path from the root; files of no words left out."""
+    found = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / room).rglob("*.py"))}
+    return {str(path.relative_to(ROOT)): text for path, text in found.items() if text.strip()}
+
+
+def modules(room: str) -> dict[str, ast.Module]:
+    return {path: ast.parse(text) for path, text in sources(room).items()}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The first name of every absolute import, those inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or (isinstance(kind, ast.Name) and kind.id in BROAD) for kind in caught)
+
+
+def loose(source: str, *, may_print: bool) -> list[str]:
+    """Asserts, prints, and broad handlers that don't state their reason ("# noqa: BLE001 - why"), with their lines."""
+    found, lines = [], source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert):
+            found.append(f"line {node.lineno}: assert")
+        elif isinstance(node, ast.ExceptHandler) and is_broad(node) and REASON not in lines[node.lineno - 1]:
+            found.append(f"line {node.lineno}: broad except")
+        elif isinstance(node, ast.Name) and node.id == "print" and not may_print:
+            found.append(f"line {node.lineno}: print")
+    return found
+
+
+@every_room
+def test_imports_point_one_way(room):
+    beyond = (ROOMS | OUTSIDE) - {room} - MAY_IMPORT[room]
+    assert not {path: names for path, tree in modules(room).items() if (names := set(imported(tree)) & beyond)}
+
+
+@pytest.mark.parametrize("room", WITHOUT_MLX)
+def test_only_the_engine_side_names_mlx(room):
+    assert not [path for path, tree in modules(room).items() if set(imported(tree)) & MLX]
+
+
+@every_room
+def test_nothing_is_asserted_swallowed_or_printed(room):
+    complaints = {path: loose(text, may_print=path.startswith(MAY_PRINT)) for path, text in sources(room).items()}
+    assert not {path: lines for path, lines in complaints.items() if lines}
+
+
+@every_room
+def test_every_module_states_its_contract(room):
+    assert not [path for path, tree in modules(room).items() if not ast.get_docstring(tree)]
+
+
+LOAD_ALL = """
+import importlib, pkgutil, sys
+for room in sys.argv[1:]:
+    package = importlib.import_module(room)
+    for module in pkgutil.walk_packages(package.__path__, room + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+sys.exit(", ".join(sorted({"mlx", "mlx_lm"} & set(sys.modules))))
+"""
+
+
+def test_mlx_stays_out_of_the_orchestrators_process():
+    """Not by way of another library either."""
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOAD_ALL, *WITHOUT_MLX],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert loaded.returncode == 0, loaded.stderr
+
+
+def test_the_installed_packages_are_the_rooms_and_nothing_else():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {".".join(path.parent.relative_to(ROOT).parts) for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    assert set(listed) == there and len(listed) == len(set(listed))
+    assert all((ROOT / name.replace(".", "/") / "__init__.py").exists() for name in listed)
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("assert x", "assert"),
+        ("try: pass\nexcept: pass", "broad except"),
+        ("try: pass\nexcept (ValueError, Exception): pass", "broad except"),
+        ("def f():\n print(1)", "print"),
+        ("try: pass\nexcept ValueError: pass", None),
+        ("try: pass\nexcept Exception:  # noqa: BLE001 - the library raises nothing narrower\n pass", None),
+    ],
+)
+def test_the_rules_see_what_they_name(source, complaint):
+    found = loose(source, may_print=False)
+    assert [line.partition(": ")[2] for line in found] == ([complaint] if complaint else [])
+
+
+def test_imports_are_seen_wherever_they_stand():
+    source = "import mlx.core as mx\ndef f():\n from engine.x import y\nfrom . import z"
+    assert set(imported(ast.parse(source))) == {"mlx", "engine"}
