@@ -152,10 +152,10 @@ class Cluster:
                 self.worker.turn()
             except Idle:
                 break
-        while self.link.sent:
-            message = self.link.sent.popleft()
-            if not self._drop(message):
-                self.rounds.handle("draft-0", message, self._now)
+            while self.link.sent:
+                message = self.link.sent.popleft()
+                if not self._drop(message):
+                    self.rounds.handle("draft-0", message, self._now)
 
 
 __all__ = ["Close", "Cluster", "Resync", "Script"]
