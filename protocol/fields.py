@@ -50,6 +50,7 @@ Nanoseconds = Annotated[int, Range(0, 2**63 - 1)]
 RequestId = Annotated[str, Size(64)]
 Name = Annotated[str, Size(4096)]
 Text = Annotated[str, Size(2**26)]
+Line = Annotated[tuple[Token, ...], Size(MAX_TOKENS)]
 Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
 Committed = Annotated[tuple[Token, ...], Size(MAX_CHAIN + 1)]  # a whole chain and the bonus token
 Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)]

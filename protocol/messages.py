@@ -18,6 +18,7 @@ from protocol.fields import (
     Count,
     Floats,
     Ids,
+    Line,
     Mode,
     Name,
     Nanoseconds,
