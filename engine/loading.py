@@ -1,0 +1,153 @@
+"""From a path or a Hugging Face id to a model that is ready to compute, without its tokenizer.
+
+Owns the choice of number format: as stored on a GPU; float32 on a CPU, where half precision and 4-bit arithmetic are
+20 to 80 times slower. Every failure is a `ModelError` in one sentence.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, load_model
+
+from engine import memory, positions
+from protocol.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_UNKNOWN_CONTEXT = 32768
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class LoadedModel:
+    """A model in memory. `vocab_size` is the width of its logits, padding included; sizes are in bytes as held now.
+
+    `attention_only`: all it remembers of a text is keys and values, so any token can be rolled back or masked out.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    model_type: str
+    vocab_size: int
+    context_length: int
+    parameters: int
+    weight_bytes: int
+    attention_only: bool
+
+
+def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None) -> LoadedModel:
+    """Loads a model from a local directory or, by its id, from Hugging Face (offline mode respected).
+
+    Raises:
+        ModelError: there is no such path or id, it holds no model, or mlx-lm has no such architecture.
+    """
+    tell = progress or log.info
+    path = _find(str(path_or_repo), tell)
+    tell(f"loading {path_or_repo}")
+    model, config = _read(path)
+    parameters = get_total_parameters(model)
+    if mx.default_device().type == mx.cpu:
+        tell("converting to float32")
+        model = _to_float32(model, parameters)
+    mx.eval(model.parameters())
+    positions.install(model)
+    weight_bytes = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+    memory.set_limits(weight_bytes)
+    return LoadedModel(
+        model=model,
+        config=config,
+        model_type=config["model_type"],
+        vocab_size=model(mx.array([[0]])).shape[-1],  # lazy: only the shape is computed
+        context_length=_context_length(config),
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        attention_only=all(type(cache) in (KVCache, RotatingKVCache) for cache in make_prompt_cache(model)),
+    )
+
+
+def _find(path_or_repo: str, tell: Callable[[str], None]) -> Path:
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} holds no model: expected config.json and model*.safetensors in it")
+        return path
+    if path.exists():
+        raise ModelError(f"{path} is a file; expected a directory with config.json and model*.safetensors")
+    if path_or_repo.startswith((".", "/", "~")) or path_or_repo.count("/") != 1:
+        raise ModelError(f"no model at {path}: give an existing directory or a Hugging Face id such as org/name")
+    tell(f"fetching {path_or_repo}")
+    try:
+        return Path(snapshot_download(path_or_repo, allow_patterns=_FILES))
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{path_or_repo} is neither a directory here nor a model in the Hugging Face cache, and the hub can't be "
+            "reached: give an existing directory, or download the model first"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelError(
+            f"{path_or_repo} is neither a directory here nor a model on Hugging Face: check the spelling, and log in "
+            "if it is private"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(f"{path_or_repo} can't be downloaded ({_first_line(error)}): try again later") from error
+
+
+def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    try:
+        config: dict[str, Any] = load_config(path)
+    except ValueError as error:
+        raise ModelError(f"{path / 'config.json'} is not JSON ({_first_line(error)}): fetch the model again") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{path / 'config.json'} names no model_type: expected a Hugging Face model's config")
+    try:
+        model, config = load_model(path, lazy=True)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} holds no weights: expected model*.safetensors beside config.json") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
+        reason = _first_line(error)
+        if "not supported" in reason:
+            raise ModelError(f"{path}: mlx-lm has no model type {config['model_type']!r}; choose another") from error
+        raise ModelError(f"{path} can't be loaded as {config['model_type']}: {reason}") from error
+    return model, config
+
+
+def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
+    """Scales first, then the product: dequantising in float16 would round the weights."""
+    model.set_dtype(mx.float32)
+    quantised = any(hasattr(module, "bits") and hasattr(module, "scales") for module in model.modules())
+    if not quantised:
+        return model
+    dense_bytes, physical = 4 * parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if dense_bytes > physical // 2:
+        log.warning(
+            "the model stays quantised: dense float32 weights would take %.1f GiB of %.1f; verifying M tokens will "
+            "cost M times one token", dense_bytes / 2**30, physical / 2**30,
+        )
+        return model
+    return dequantize_model(model)
+
+
+def _context_length(config: dict[str, Any]) -> int:
+    for settings in (config, config.get("text_config") or {}):
+        for key in _CONTEXT_KEYS:
+            if isinstance(settings.get(key), int) and settings[key] > 0:
+                return int(settings[key])
+    log.warning("the model's config does not tell its context length; taking %d", _UNKNOWN_CONTEXT)
+    return _UNKNOWN_CONTEXT
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,42 @@
+"""How much memory this process may wire and keep cached. Only Metal has such limits; elsewhere this does nothing.
+
+MLX-LM would wire three quarters of the machine in each process; two workers must share it, so each asks for what it
+needs. The orchestrator checks the sum.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+log = logging.getLogger(__name__)
+
+_KV_BUDGET = 2 * 2**30
+_MARGIN = 2**29
+_CACHE = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes."""
+
+    wired: int
+    cache: int
+
+
+def plan_limits(weight_bytes: int, recommended: int) -> Limits:
+    """Weights, room for KV caches and a margin, never past what the device recommends for all processes together."""
+    return Limits(min(weight_bytes + _KV_BUDGET + _MARGIN, recommended), _CACHE)
+
+
+def set_limits(weight_bytes: int) -> Limits | None:
+    """Sets this process's limits; None where there is no Metal."""
+    if not mx.metal.is_available():
+        return None
+    limits = plan_limits(weight_bytes, int(mx.device_info()["max_recommended_working_set_size"]))
+    mx.set_wired_limit(limits.wired)
+    mx.set_cache_limit(limits.cache)
+    log.info("wired limit %d MiB, cache limit %d MiB", limits.wired >> 20, limits.cache >> 20)
+    return limits

@@ -1,0 +1,130 @@
+"""A position for each token of one row, which mlx-lm's rope can't do by itself: it takes one offset a row.
+
+`install` wraps every attention's `rope`. A wrapper acts only when a cache's `offset` is a vector with one entry per
+token of a single row; every other call goes to the wrapped rope untouched: plain decoding stays bit for bit mlx-lm's.
+Knows nothing of trees or caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+_CHUNK = 512  # positions whose angles are tabulated at once
+_PROBE = 3  # a position at which every rotated pair has turned
+
+
+class RopeTable:
+    """Cosines and sines of a rope by position, read off the rope itself; all layers with the same rope share one.
+
+    On the CPU MLX composes a rope of some fifteen operations, every layer again; a table makes it five, and what is
+    looked up for the first layer of a forward serves the rest.
+    """
+
+    def __init__(self, rope: nn.Module, width: int, half: int) -> None:
+        """`width` is the head's; dimension i < `half` turns together with i + `half`, those from 2 `half` on stay."""
+        self._rope, self._width, self._half = rope, width, half
+        self._angles = np.zeros((2, 0, width), dtype=np.float32)
+        self._last: tuple[mx.array, tuple[mx.array, mx.array]] | None = None
+
+    @classmethod
+    def of(cls, rope: nn.Module, width: int) -> RopeTable | None:
+        """None when this rope is not of the kind that turns halves by an angle proportional to the position."""
+        if "Dynamic" in type(rope).__name__:  # its angles depend on the length of the text as well
+            return None
+        turned = np.array(rope(mx.eye(width)[:, None, None, :], offset=_PROBE))[:, 0, 0, :]
+        partners = np.argwhere((np.abs(turned) > 0) & ~np.eye(width, dtype=bool))
+        halves = {abs(int(i) - int(j)) for i, j in partners}
+        if len(halves) != 1:
+            return None
+        table = cls(rope, width, halves.pop())
+        x = mx.array(np.random.default_rng(0).standard_normal((1, 1, 2, width)).astype(np.float32))
+        for position in (0, _PROBE, 700):
+            offsets = mx.array([position, position + 1])
+            if not mx.allclose(table(x, offsets), rope(x, offset=position), rtol=1e-4, atol=1e-4):
+                return None
+        return table
+
+    def __call__(self, x: mx.array, offsets: mx.array) -> mx.array:
+        """Ropes x [1, H, L, D], token l at position offsets[l]."""
+        cos, sin = self._at(offsets, x.dtype)
+        half = self._half
+        parts = [x[..., half : 2 * half], x[..., :half]]
+        if 2 * half < self._width:
+            parts.append(x[..., 2 * half :])
+        return x * cos + mx.concatenate(parts, axis=-1) * sin
+
+    def _at(self, offsets: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        if self._last is not None and self._last[0] is offsets:
+            return self._last[1]
+        positions = np.array(offsets)
+        while positions.max() >= self._angles.shape[1]:
+            self._grow()
+        found = (
+            mx.array(self._angles[0, positions]).astype(dtype),
+            mx.array(self._angles[1, positions]).astype(dtype),
+        )
+        self._last = (offsets, found)
+        return found
+
+    def _grow(self) -> None:
+        half, start = self._half, self._angles.shape[1]
+        first = np.zeros((1, 1, _CHUNK, self._width), dtype=np.float32)
+        first[..., :half] = 1.0
+        turned = np.array(self._rope(mx.array(first), offset=start))[0, 0]
+        cos, sin = np.ones_like(turned), np.zeros_like(turned)
+        cos[:, :half] = cos[:, half : 2 * half] = turned[:, :half]
+        sin[:, :half], sin[:, half : 2 * half] = -turned[:, half : 2 * half], turned[:, half : 2 * half]
+        self._angles = np.concatenate([self._angles, np.stack([cos, sin])], axis=1)
+
+
+class TokenRope(nn.Module):  # type: ignore[misc]
+    """A rope that also takes one offset per token when there is one row."""
+
+    def __init__(self, inner: nn.Module, tables: dict[Any, RopeTable | None]) -> None:
+        super().__init__()
+        self.inner = inner
+        self._tables = _Shared(tables, _signature(inner))
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        if not isinstance(offset, mx.array) or (x.shape[0], offset.shape) != (1, (x.shape[-2],)):
+            roped: mx.array = self.inner(x, offset=offset)
+            return roped
+        table = self._tables.of(self.inner, x.shape[-1])
+        if table is not None:
+            return table(x, offset)
+        by_token: mx.array = self.inner(x.swapaxes(0, 2), offset=offset)
+        return by_token.swapaxes(0, 2)
+
+
+class _Shared:
+    """The tables of one model, looked up by what a rope is made of. (A plain dict would become part of the module.)"""
+
+    def __init__(self, tables: dict[Any, RopeTable | None], signature: Any) -> None:
+        self._tables, self._signature = tables, signature
+
+    def of(self, rope: nn.Module, width: int) -> RopeTable | None:
+        key = (self._signature, width)
+        if key not in self._tables:
+            on_cpu = mx.default_device().type == mx.cpu
+            self._tables[key] = RopeTable.of(rope, width) if on_cpu else None
+        return self._tables[key]
+
+
+def install(model: nn.Module) -> None:
+    """Wraps the rope of every attention of `model`, once."""
+    tables: dict[Any, RopeTable | None] = {}
+    for module in model.modules():
+        for name in ("rope", "rotary_emb"):
+            inner = module.get(name) if isinstance(module, dict) else None
+            if isinstance(inner, nn.Module) and not isinstance(inner, TokenRope):
+                module[name] = TokenRope(inner, tables)
+
+
+def _signature(rope: nn.Module) -> Any:
+    plain = {k: v for k, v in vars(rope).items() if isinstance(v, int | float | bool | str)}
+    arrays = {k: np.array(v.astype(mx.float32)).tobytes() for k, v in rope.items() if isinstance(v, mx.array)}
+    return type(rope).__name__, tuple(sorted(plain.items())), tuple(sorted(arrays.items()))

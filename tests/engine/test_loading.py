@@ -1,0 +1,139 @@
+"""Models load ready to compute, and what is no model is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model, save_model
+
+from engine import memory
+from engine.loading import load
+from protocol.errors import ModelError
+from tests.tiny import HYBRIDS, VOCAB_SIZE
+
+TinyModel = Callable[..., Path]
+
+
+def test_what_is_told_about_a_model(tiny_model: TinyModel) -> None:
+    stages: list[str] = []
+    loaded = load(tiny_model("llama", max_position_embeddings=96), progress=stages.append)
+    assert (loaded.model_type, loaded.vocab_size, loaded.context_length) == ("llama", VOCAB_SIZE, 96)
+    assert loaded.parameters == sum(v.size for _, v in tree_flatten(loaded.model.parameters()))
+    assert loaded.weight_bytes == 4 * loaded.parameters
+    assert loaded.attention_only
+    assert stages
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_are_told_apart(tiny_model: TinyModel, family: str) -> None:
+    assert not load(tiny_model(family)).attention_only
+
+
+def test_padded_vocabulary_is_the_logits_width(tiny_model: TinyModel) -> None:
+    assert load(tiny_model("mistral", vocab_size=272)).vocab_size == 272
+
+
+def test_half_precision_is_computed_in_float32_on_a_cpu(tiny_model: TinyModel) -> None:
+    loaded = load(tiny_model("llama", dtype="float16"))
+    assert {value.dtype for _, value in tree_flatten(loaded.model.parameters())} == {mx.float32}
+
+
+def test_quantised_weights_become_dense_float32_on_a_cpu(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("llama", dtype="float16")
+    model, config = load_model(source)
+    model, config = quantize_model(model, config, 32, 4)
+    save_model(tmp_path, model)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load(tmp_path)
+    linear = loaded.model.layers[0].self_attn.q_proj
+    assert type(linear) is nn.Linear
+    assert linear.weight.dtype == mx.float32
+    packed = model.layers[0].self_attn.q_proj
+    exact = mx.dequantize(
+        packed.weight, packed.scales.astype(mx.float32), packed.biases.astype(mx.float32), 32, 4
+    )
+    assert mx.array_equal(linear.weight, exact)
+    text = mx.array([[5, 6, 7, 8]])
+    model.set_dtype(mx.float32)
+    np.testing.assert_allclose(np.array(loaded.model(text)), np.array(model(text)), atol=1e-3)
+    assert loaded.parameters == load(source).parameters
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("./nowhere", "no model at nowhere"),
+        ("/nowhere/at/all", "no model at /nowhere/at/all"),
+        ("nowhere", "no model at nowhere"),
+        ("someone/nothing-of-that-name", "neither a directory here nor"),
+        ("bad id/ x", "neither a directory here nor"),
+    ],
+)
+def test_missing_models(where: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=expected) as caught:
+        load(where)
+    assert "\n" not in str(caught.value)
+
+
+def broken(source: Path, tmp_path: Path, name: str) -> Path:
+    path = tmp_path / name
+    shutil.copytree(source, path)
+    config = json.loads((path / "config.json").read_text())
+    match name:
+        case "no-config":
+            (path / "config.json").unlink()
+        case "no-weights":
+            (path / "model.safetensors").unlink()
+        case "bad-json":
+            (path / "config.json").write_text("{")
+        case "no-type":
+            (path / "config.json").write_text("{}")
+        case "strange-type":
+            (path / "config.json").write_text(json.dumps({**config, "model_type": "frobnicator"}))
+        case "half-config":
+            del config["hidden_size"]
+            (path / "config.json").write_text(json.dumps(config))
+        case "other-shape":
+            (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
+        case "truncated":
+            (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:100])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("no-config", "holds no model"),
+        ("no-weights", "holds no weights"),
+        ("bad-json", "is not JSON"),
+        ("no-type", "names no model_type"),
+        ("strange-type", "no model type 'frobnicator'"),
+        ("half-config", "can't be loaded as llama"),
+        ("other-shape", "can't be loaded as llama"),
+        ("truncated", "can't be loaded as llama"),
+    ],
+)
+def test_what_is_no_model_is_refused(tiny_model: TinyModel, tmp_path: Path, name: str, expected: str) -> None:
+    with pytest.raises(ModelError, match=expected) as caught:
+        load(broken(tiny_model("llama"), tmp_path, name))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_refused(tiny_model: TinyModel) -> None:
+    with pytest.raises(ModelError, match="is a file"):
+        load(tiny_model("llama") / "config.json")
+
+
+def test_limits_leave_room_and_never_pass_the_recommended() -> None:
+    small = memory.plan_limits(2**30, 96 * 2**30)
+    assert 2**30 < small.wired < 8 * 2**30
+    assert memory.plan_limits(95 * 2**30, 96 * 2**30).wired == 96 * 2**30

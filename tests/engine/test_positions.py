@@ -1,0 +1,88 @@
+"""A wrapped rope gives each token of one row its own position, and is the wrapped rope everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.utils import load_model
+
+from engine.positions import RopeTable, TokenRope, install
+
+POSITIONS = [7, 3, 3, 900, 0, 55]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0],
+}
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.5}
+
+ROPES: dict[str, Callable[[], nn.Module]] = {
+    "default": lambda: initialize_rope(16, 10000.0, False),
+    "half of the width": lambda: initialize_rope(8, 10000.0, False),
+    "linear": lambda: initialize_rope(16, 10000.0, False, {"rope_type": "linear", "factor": 4.0}),
+    "llama3": lambda: initialize_rope(16, 10000.0, False, LLAMA3, 512),
+    "yarn": lambda: initialize_rope(16, 10000.0, False, YARN, 512),
+    "longrope": lambda: initialize_rope(16, 10000.0, False, LONG, 512),
+    "proportional": lambda: initialize_rope(16, 10000.0, False, PROPORTIONAL, 512),
+    "traditional": lambda: initialize_rope(16, 10000.0, True),
+}
+
+
+def by_token(rope: nn.Module, x: mx.array) -> mx.array:
+    return mx.concatenate([rope(x[:, :, i : i + 1], offset=p) for i, p in enumerate(POSITIONS)], axis=2)
+
+
+@pytest.mark.parametrize("name", sorted(ROPES))
+@pytest.mark.parametrize("tabulated", [True, False])
+def test_each_token_has_its_position(name: str, tabulated: bool) -> None:
+    rope = ROPES[name]()
+    x = mx.random.normal((1, 3, len(POSITIONS), 16))
+    wrapped = TokenRope(rope, {})
+    if not tabulated:
+        wrapped._tables.of = lambda *_: None  # as on a GPU
+    got = wrapped(x, offset=mx.array(POSITIONS))
+    np.testing.assert_allclose(np.array(got), np.array(by_token(rope, x)), atol=3e-4)
+    assert np.abs(np.array(got) - np.array(rope(x, offset=7))).max() > 0.1
+    assert (RopeTable.of(rope, 16) is None) == (name == "traditional")
+
+
+def test_other_offsets_go_to_the_rope_itself() -> None:
+    rope = ROPES["default"]()
+    wrapped = TokenRope(rope, {})
+    x = mx.random.normal((3, 2, 3, 16))
+    for offset in (0, 5, mx.array(5), mx.array([4, 9, 1])):
+        assert mx.array_equal(wrapped(x, offset=offset), rope(x, offset=offset))
+    assert mx.array_equal(wrapped(x), rope(x))
+
+
+def test_layers_with_one_rope_share_a_table_and_others_do_not() -> None:
+    tables: dict = {}
+    ropes = [TokenRope(initialize_rope(16, base, False), tables) for base in (10000.0, 10000.0, 500.0)]
+    x = mx.random.normal((1, 2, len(POSITIONS), 16))
+    for rope in ropes:
+        rope(x, offset=mx.array(POSITIONS))
+    assert len(tables) == 2
+
+
+def test_installing_changes_nothing_for_plain_decoding(tiny_model: Callable[..., Path]) -> None:
+    for family in ("llama3", "phi3", "gemma3_text"):
+        logits = []
+        for wrap in (False, True):
+            model, _ = load_model(tiny_model(family))
+            if wrap:
+                install(model)
+                install(model)
+            cache = [KVCache() for _ in model.layers]
+            model(mx.array([[5, 6, 7]]), cache=cache)
+            logits.append(model(mx.array([[8, 9]]), cache=cache))
+        assert mx.array_equal(*logits)
