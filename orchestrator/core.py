@@ -14,8 +14,8 @@ import zmq
 from orchestrator.events import Admit, Broke, Quit, Stop, ToCore, ToFront, WorkersChanged
 from orchestrator.hub import Hub, Loss
 from orchestrator.mailbox import Mailbox
-from orchestrator.request import MILLISECOND_NS
-from orchestrator.rounds import Rounds, RoundSettings
+from orchestrator.request import MILLISECOND_NS, RoundSettings
+from orchestrator.rounds import Rounds
 from orchestrator.settings import ServeSettings
 from orchestrator.trace import Trace
 from protocol import clock

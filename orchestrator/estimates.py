@@ -10,6 +10,7 @@ import math
 SMOOTHING = 0.1
 PRIOR_WEIGHT = 8.0
 PRIOR_ACCEPTANCE = 0.7
+PRIOR_HIT_RATE = 0.8
 # Until measured: a row more costs a tenth of the first.
 COST_PER_ROW = 0.1
 MAX_POSITIONS = 64
@@ -59,6 +60,9 @@ class Estimates:
         self._depth_ms = Average()
         self._link_ms = Average()
         self._rate = Average()
+        self._ar_ms = Average()
+        self._hits = Average()
+        self._turnaround_ms = Average()
         self.drafted = Acceptance()
         self.ngram = Acceptance()
 
@@ -84,6 +88,27 @@ class Estimates:
     def saw_round(self, tokens: int, milliseconds: float) -> None:
         if milliseconds > 0:
             self._rate.add(tokens / milliseconds)
+
+    def saw_ar(self, milliseconds: float) -> None:
+        """From one run-ahead token to the next."""
+        self._ar_ms.add(milliseconds)
+
+    def saw_lookup(self, hit: bool) -> None:
+        self._hits.add(float(hit))
+
+    def saw_turnaround(self, milliseconds: float) -> None:
+        """The target's wait between an outcome and the verify of a hit."""
+        self._turnaround_ms.add(milliseconds)
+
+    def ar_ms(self) -> float:
+        """A token of plain decoding in the target, one step pipelined."""
+        return self._ar_ms.value if self._ar_ms.value is not None else self.verify_ms(1)
+
+    def hit_rate(self) -> float:
+        return self._hits.value if self._hits.value is not None else PRIOR_HIT_RATE
+
+    def turnaround_ms(self) -> float:
+        return self._turnaround_ms.value if self._turnaround_ms.value is not None else 0.3
 
     def verify_ms(self, rows: int) -> float:
         """c(M): measured for this many rows, else from the nearest measured by `COST_PER_ROW`."""

@@ -9,12 +9,23 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+from orchestrator.controller import Plan
 from orchestrator.events import Admit
 from orchestrator.ngram import NgramIndex
 from orchestrator.speculation_cache import SpeculationCache
 from protocol.messages import Timings
 
 MILLISECOND_NS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSettings:
+    """`depth` is K, `branches` B. `full_depth`: wait until a round's branches are complete (reproducible rounds)."""
+
+    depth: int
+    branches: int
+    full_depth: bool = False
+    ngrams: bool = True
 
 
 class Source(Enum):
@@ -40,8 +51,8 @@ class Proposal:
 class Waiting:
     """The request waits for a drafter, until `deadline_ns` at the latest.
 
-    With `hit` (accepted, bonus) it waits for that branch to grow, or in full depth for the round to be final; without, for
-    the continuation asked for at `asked_ns`.
+    With `hit` (accepted, bonus) it waits for that branch to grow, or in full depth for the round to be final; without,
+    for the continuation asked for at `asked_ns`.
     """
 
     asked_ns: int
@@ -127,12 +138,12 @@ class Request:
     """A request in flight.
 
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
-    `base_len` committed tokens. `untold` are committed tokens that the drafters, `drafters` by name, do not know yet.
+    `base_len` committed tokens; `plan` says how its rounds are made. `untold` are committed tokens that the drafters,
+    `drafters` by name, do not know yet.
     """
 
     admit: Admit
-    mode: str
-    depth: int
+    plan: Plan
     branches: int
     tokens: list[int]
     ngrams: NgramIndex
@@ -152,6 +163,14 @@ class Request:
     @property
     def id(self) -> str:
         return self.admit.request
+
+    @property
+    def mode(self) -> str:
+        return self.plan.mode
+
+    @property
+    def depth(self) -> int:
+        return self.plan.depth
 
     @property
     def generated(self) -> int:

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
-from orchestrator.estimates import Estimates
 from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
 from orchestrator.fallback import longest_wait_ms
+from orchestrator.ledger import Ledger
 from orchestrator.ngram import NgramIndex
 from orchestrator.proposals import Ask, Linger, Proposer, Step, from_cache, from_drafter
-from orchestrator.request import MILLISECOND_NS, Account, Proposal, Request, Waiting
+from orchestrator.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Waiting
 from orchestrator.trace import Trace
 from protocol.messages import Branches, Close, Commit, Drafted, Fault, Message, Open, Outcome, Prefilled, Resync, Verify
 
 log = logging.getLogger(__name__)
 
-TRACK = "orchestrator"
-# Waits that may include a drafter's first work, or that tests ask for, are given this long before the target goes alone.
+# A wait that may include a drafter's first work, or that full depth asks for, gets this long before the target goes on.
 PATIENCE_MS = 2000.0
 
 
@@ -45,29 +44,19 @@ class Workers(Protocol):
     def send_drafter(self, name: str, message: Message) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RoundSettings:
-    """`depth` is K, `branches` B. `full_depth`: wait until a round's branches are complete (reproducible rounds)."""
-
-    depth: int
-    branches: int
-    full_depth: bool = False
-    ngrams: bool = True
-
-
 class Rounds:
     """All requests in flight, and what comes next for each."""
 
     def __init__(
         self, workers: Workers, settings: RoundSettings, tell: Callable[[ToFront], None], trace: Trace
     ) -> None:
-        self.estimates = Estimates()
         self.stale = 0
         self._workers = workers
         self._settings = settings
         self._tell = tell
-        self._trace = trace
-        self._proposer = Proposer(self.estimates, settings.full_depth)
+        self._ledger = Ledger(settings, trace)
+        self._estimates = self._ledger.estimates
+        self._proposer = Proposer(self._estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
 
     @property
@@ -78,22 +67,21 @@ class Rounds:
 
     def begin(self, admit: Admit, now_ns: int) -> None:
         """OPEN to the target and to the drafters: all read the prompt at once."""
-        drafters = self._workers.drafters()
-        mode, notes = self._mode(admit.mode, bool(drafters))
+        drafters = self._workers.drafters() if admit.mode != "ar" else set()
+        plan, notes = self._ledger.first_plan(admit, bool(drafters))
         request = Request(
             admit,
-            mode,
-            depth=admit.num_draft_tokens or self._settings.depth,
+            plan,
             branches=admit.branches or self._settings.branches,
             tokens=list(admit.tokens),
-            ngrams=NgramIndex(admit.tokens if self._settings.ngrams and mode != "ar" else ()),
-            drafters=drafters if mode != "ar" else set(),
+            ngrams=NgramIndex(admit.tokens if self._settings.ngrams and admit.mode != "ar" else ()),
+            drafters=drafters,
             account=Account(admitted_ns=now_ns),
             notes=notes,
         )
         self._requests[request.id] = request
         self._open(request)
-        self._tell(Began(request.id, mode, tuple(notes)))
+        self._tell(Began(request.id, admit.mode, tuple(notes)))
 
     def stop(self, request_id: str, reason: str) -> None:
         """Ends a request whose text is complete or unwanted; the round in flight is cancelled."""
@@ -158,11 +146,12 @@ class Rounds:
             self.stale += 1
             return
         kept, reason = self._up_to_end(request, [*chain[: outcome.accepted], outcome.bonus])
-        self._book(request, outcome, len(kept), now_ns)
+        self._ledger.outcome(request, outcome, len(kept), now_ns)
         request.tokens += kept
         request.untold += kept
         if reason is None:
-            request.ngrams.extend(kept if self._settings.ngrams and request.mode != "ar" else ())
+            request.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
+            self._ledger.replan(request)
             longest = self._longest(request)
             step = self._proposer.after(request, outcome.accepted, outcome.bonus, longest, now_ns)
             self._take(request, step, now_ns)
@@ -171,27 +160,22 @@ class Rounds:
             self._finish(request, reason)
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
-        self._trace.add(sender, f"depth {message.depth}", message.work, rows=len(message.entries), round=message.round)
+        self._ledger.branches(sender, message)
         if message.round != request.round or message.base_len != request.base_len:
             self.stale += 1
             return
         request.cache.add(message)
         request.branches_at_ns = now_ns
-        if message.entries:
-            self.estimates.saw_depth((message.work.ended_ns - message.work.started_ns) / MILLISECOND_NS)
         if request.waiting and request.waiting.hit:
             step = self._proposer.serve(request, *request.waiting.hit, self._longest(request), now_ns)
             self._take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
-        self._trace.add(sender, "chain", message.work, tokens=len(message.chain), round=message.round)
         waiting = request.waiting
         if waiting is None or waiting.hit or message.round != request.round + 1:
             self.stale += 1
             return
-        work_ms = (message.work.ended_ns - message.work.started_ns) / MILLISECOND_NS
-        self.estimates.saw_draft(len(message.chain), work_ms)
-        self.estimates.saw_link((now_ns - waiting.asked_ns) / MILLISECOND_NS - work_ms)
+        self._ledger.drafted(sender, message, waiting, now_ns)
         self._verify(request, from_drafter(message.chain, self._longest(request)), now_ns)
 
     def _on_resync(self, request: Request, sender: str) -> None:
@@ -236,29 +220,24 @@ class Rounds:
         if request.mode == "ssd" and request.drafters:
             self._commit(request, request.round, proposal.chain, request.depth)
         request.branches_at_ns = now_ns
-        request.account.proposed(proposal)
-        if self._trace.enabled:
-            self._trace.mark(
-                TRACK, f"verify {proposal.source.value}", now_ns, round=request.round, chain=len(proposal.chain)
-            )
+        self._ledger.proposed(request, proposal, now_ns)
 
     def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
-        limit_ms = longest_wait_ms(self.estimates.draft_ms(step.depth))
-        if self._settings.full_depth or not self.estimates.has_drafted:
+        limit_ms = longest_wait_ms(self._estimates.draft_ms(step.depth))
+        if self._settings.full_depth or not self._estimates.has_drafted:
             limit_ms = max(limit_ms, PATIENCE_MS)
-        request.account.waits += 1
-        request.account.misses += step.missed
+        self._ledger.asked(request, step.missed)
         request.waiting = Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
         self._commit(request, request.round + 1, None, step.depth)
 
     def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
         if request.waiting is not None:
             return
-        limit_ms = longest_wait_ms(step.depths * self.estimates.depth_ms())
+        limit_ms = longest_wait_ms(step.depths * self._estimates.depth_ms())
         if self._settings.full_depth:
             limit_ms = PATIENCE_MS
-        request.account.waits += 1
+        self._ledger.asked(request, False)
         request.waiting = Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS), (step.accepted, step.bonus))
 
     def _commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:
@@ -283,12 +262,6 @@ class Rounds:
         """How long a chain may be: the bonus token must still fit the request and the target's context."""
         room = self._workers.target_context - len(request.tokens)
         return min(request.depth, request.remaining - 1, room)
-
-    def _mode(self, wanted: str, has_drafter: bool) -> tuple[str, list[str]]:
-        mode = "ssd" if wanted == "auto" else wanted
-        if mode == "ar" or has_drafter or self._settings.ngrams:
-            return mode, []
-        return "ar", ["speculation is off: there is no drafter"]
 
     # --- opening, booking, ending ---------------------------------------------------------------------------------
 
@@ -322,22 +295,6 @@ class Rounds:
                 return new[: index + 1], "eos"
         return new[:room], "length" if len(new) >= room else None
 
-    def _book(self, request: Request, outcome: Outcome, kept: int, now_ns: int) -> None:
-        """Counts and times; tokens past the end of the request do not count."""
-        chain = request.proposal.chain
-        verify_ns = outcome.work.ended_ns - outcome.work.started_ns
-        request.account.verified(chain if kept > outcome.accepted else chain[:kept], min(outcome.accepted, kept))
-        request.account.took(verify_ns, outcome.idle_ns, now_ns)
-        if request.round > 0:
-            self.estimates.saw_verify(len(chain) + 1, verify_ns / MILLISECOND_NS)
-            self.estimates.saw_round(kept, (now_ns - request.handled_ns) / MILLISECOND_NS)
-            self.estimates.saw_chain(request.proposal.source.value, len(chain), outcome.accepted)
-        request.handled_ns = now_ns
-        if self._trace.enabled:
-            self._trace.add(
-                "target", f"verify {len(chain) + 1}", outcome.work, round=request.round, accepted=outcome.accepted
-            )
-
     def _leave(self, request: Request, drafter: str, why: str, now_ns: int) -> None:
         if drafter not in request.drafters:
             return
@@ -349,7 +306,8 @@ class Rounds:
     def _finish(self, request: Request, reason: str) -> None:
         self._close(request)
         timings = request.account.timings(len(request.admit.tokens), request.generated)
-        self._tell(Ended(request.id, reason, timings, tuple(request.notes)))
+        notes = [*request.notes, *filter(None, [self._ledger.reason(request)])]
+        self._tell(Ended(request.id, reason, timings, tuple(notes)))
 
     def _break(self, request: Request, why: str) -> None:
         self._close(request)

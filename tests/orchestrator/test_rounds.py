@@ -26,7 +26,7 @@ def script(text: tuple[int, ...], acceptance: tuple[float, ...] = (0.7,), ranks:
     return Script((text,), acceptance, ranks, VOCAB)
 
 
-@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
 @pytest.mark.parametrize("depth", [1, 3, 6])
 @pytest.mark.parametrize("branches", [1, 6, 20])
 @pytest.mark.parametrize("policy", ["best-first", "geometric", "uniform"])
@@ -90,7 +90,7 @@ def test_eos_ends_the_text_and_what_follows_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
 def test_the_shortest_requests_end_at_their_length(max_tokens: int, mode: str) -> None:
     text = random_text(7)
     cluster = Cluster(text, script(text))
@@ -99,7 +99,7 @@ def test_the_shortest_requests_end_at_their_length(max_tokens: int, mode: str) -
     assert ended.reason == "length"
 
 
-@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
 def test_generation_ends_where_the_targets_context_ends(mode: str) -> None:
     text = random_text(8)
     cluster = Cluster(text, script(text), context=30)
@@ -120,7 +120,7 @@ def test_ngrams_alone_say_what_the_target_says(mode: str) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("kind", [Branches, Drafted, Commit])
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
 def test_lost_messages_cost_time_never_text(seed: int, kind: type[Message], mode: str) -> None:
     rng = random.Random(seed)
     text = random_text(seed)

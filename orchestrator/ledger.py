@@ -1,0 +1,124 @@
+"""What the rounds write down and learn from: each request's account, the live estimates, the controllers, the trace.
+
+The rounds tell it what was sent and what came; it never sends anything.
+"""
+
+from __future__ import annotations
+
+from orchestrator.controller import Controller, Plan
+from orchestrator.estimates import Estimates
+from orchestrator.events import Admit
+from orchestrator.request import MILLISECOND_NS, Proposal, Request, RoundSettings, Source, Waiting
+from orchestrator.trace import Trace
+from protocol.messages import Branches, Drafted, Outcome, Span
+
+ORCHESTRATOR = "orchestrator"
+TARGET = "target"
+
+
+class Ledger:
+    """One for all requests, so that what one taught serves the next."""
+
+    def __init__(self, settings: RoundSettings, trace: Trace) -> None:
+        self.estimates = Estimates()
+        self._settings = settings
+        self._trace = trace
+        self._controllers: dict[tuple[bool, int], Controller] = {}
+
+    # --- plans ----------------------------------------------------------------------------------------------------
+
+    def first_plan(self, admit: Admit, has_drafter: bool) -> tuple[Plan, list[str]]:
+        """How a request's rounds are made, and the reason when speculation is off."""
+        depth = self._depth(admit)
+        if admit.mode == "auto":
+            return self._controller(has_drafter, depth).plan(), []
+        if admit.mode == "ar" or has_drafter or self._settings.ngrams:
+            return Plan(admit.mode, depth), []
+        return Plan("ar", depth), ["speculation is off: there is no drafter"]
+
+    def replan(self, request: Request) -> None:
+        """In `auto` the controller may change its mind between two rounds."""
+        if request.admit.mode == "auto":
+            request.plan = self._controller(bool(request.drafters), self._depth(request.admit)).plan()
+
+    def reason(self, request: Request) -> str | None:
+        """The controller's latest reason, for a request in `auto`."""
+        if request.admit.mode != "auto":
+            return None
+        return f"auto: {self._controller(bool(request.drafters), self._depth(request.admit)).why}"
+
+    # --- what was sent --------------------------------------------------------------------------------------------
+
+    def asked(self, request: Request, missed: bool) -> None:
+        request.account.waits += 1
+        request.account.misses += missed
+        if missed:
+            self.estimates.saw_lookup(False)
+
+    def proposed(self, request: Request, proposal: Proposal, now_ns: int) -> None:
+        request.account.proposed(proposal)
+        if proposal.source is Source.CACHE or proposal.missed:
+            self.estimates.saw_lookup(not proposal.missed)
+        if self._trace.enabled:
+            name = "miss" if proposal.missed else "hit" if proposal.source is Source.CACHE else proposal.source.value
+            self._trace.mark(ORCHESTRATOR, name, now_ns, round=request.round, chain=len(proposal.chain))
+
+    # --- what came ------------------------------------------------------------------------------------------------
+
+    def branches(self, sender: str, message: Branches) -> None:
+        if message.entries:
+            self.estimates.saw_depth(_milliseconds(message.work))
+        if self._trace.enabled:
+            self._trace.add(
+                sender, f"depth {message.depth}", message.work, rows=len(message.entries), round=message.round
+            )
+
+    def drafted(self, sender: str, message: Drafted, waiting: Waiting, now_ns: int) -> None:
+        work_ms = _milliseconds(message.work)
+        self.estimates.saw_draft(len(message.chain), work_ms)
+        self.estimates.saw_link((now_ns - waiting.asked_ns) / MILLISECOND_NS - work_ms)
+        self._trace.add(sender, "chain", message.work, tokens=len(message.chain), round=message.round)
+
+    def outcome(self, request: Request, outcome: Outcome, kept: int, now_ns: int) -> None:
+        """Counts and times of a round; tokens past the end of the request do not count."""
+        chain = request.proposal.chain
+        counted = chain if kept > outcome.accepted else chain[:kept]
+        request.account.verified(counted, min(outcome.accepted, kept))
+        request.account.took(outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns, now_ns)
+        if request.round > 0:
+            self._learn(request, outcome, kept, (now_ns - request.handled_ns) / MILLISECOND_NS)
+        request.handled_ns = now_ns
+        if self._trace.enabled:
+            self._trace.add(
+                TARGET, f"verify {len(chain) + 1}", outcome.work, round=request.round, accepted=outcome.accepted
+            )
+
+    def _learn(self, request: Request, outcome: Outcome, kept: int, round_ms: float) -> None:
+        """What this round says about costs and odds; a round under way when the plan changed says nothing of AR."""
+        proposal, estimates = request.proposal, self.estimates
+        estimates.saw_round(kept, round_ms)
+        if proposal.run_ahead:
+            estimates.saw_ar(round_ms)
+        elif request.mode != "ar":
+            estimates.saw_verify(len(proposal.chain) + 1, _milliseconds(outcome.work))
+            estimates.saw_chain(proposal.source.value, len(proposal.chain), outcome.accepted)
+        if proposal.source is Source.CACHE:
+            estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
+        if request.admit.mode == "auto":
+            controller = self._controller(bool(request.drafters), self._depth(request.admit))
+            controller.saw_round(request.plan, kept, round_ms)
+
+    def _controller(self, has_drafter: bool, depth: int) -> Controller:
+        """One controller for each set of means, so that what it learned with a drafter is not mixed with the rest."""
+        means = (has_drafter, depth)
+        if means not in self._controllers:
+            modes = ("ar", "sd", "ssd") if has_drafter else ("ar", "sd") if self._settings.ngrams else ("ar",)
+            self._controllers[means] = Controller(self.estimates, modes, depth)
+        return self._controllers[means]
+
+    def _depth(self, admit: Admit) -> int:
+        return admit.num_draft_tokens or self._settings.depth
+
+
+def _milliseconds(span: Span) -> float:
+    return (span.ended_ns - span.started_ns) / MILLISECOND_NS
