@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from protocol.checks import Buffer, dumper, loader, wrong
-from protocol.errors import ProtocolError
+from protocol.errors import InvalidRequest, ProtocolError, RefusedRequest
 from protocol.messages import Message
 from protocol.schema import MAX_ITEMS
 from protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
@@ -51,12 +51,15 @@ def decode(frames: Sequence[Buffer]) -> Message:
     Raises:
         ProtocolError: not a message of this version: another version, an unknown name, missing, unknown or ill-typed
             fields, a value out of range, a sequence or array of a wrong size, a number that is not finite.
-        InvalidRequest: a well-formed message asks for sampling out of range; the words are SamplingParams's own. Use
-            `request_of` to answer whoever sent it.
+        RefusedRequest: (a ProtocolError and an InvalidRequest) a well-formed message asks for sampling out of range;
+            the words are SamplingParams's own. Use `request_of` to answer whoever sent it.
     """
     name, fields = _header(frames)
     rest = iter(frames[1:])
-    message: Message = _LOADERS[name](fields, rest)
+    try:
+        message: Message = _LOADERS[name](fields, rest)
+    except InvalidRequest as error:
+        raise RefusedRequest(str(error)) from None
     extra = sum(1 for _ in rest)
     if extra:
         raise ProtocolError(f"{name} has {extra} frames too many; expected one a present array and no other")

@@ -54,8 +54,9 @@ Whole numbers are never booleans, numbers are finite, and sizes have limits: {MA
 characters where the field states no smaller one, {MAX_FRAME // 2**20} MiB a frame. `encode` holds the sender to all of
 this and `decode` the receiver. What is refused raises `ProtocolError`, one sentence with the field's place, its value
 and what was expected; the receiver drops and counts the message and goes on. One thing differs: a well-formed message
-whose `SamplingParams` are out of range raises `InvalidRequest`, in the words that the Python API uses. A receiver
-answers the sender of either with `Failed` when `request_of` can read the request's id from the refused frames.
+whose `SamplingParams` are out of range raises `RefusedRequest`, which is an `InvalidRequest` too, in the words that the
+Python API uses. The orchestrator answers a client's refused message with `Failed` when `request_of` can read the
+request's id from it.
 
 ## Versions
 

@@ -37,3 +37,7 @@ class ProtocolError(OutriderError):
     """Bytes on a socket are not a message of this protocol version."""
 
     exit_code = 6
+
+
+class RefusedRequest(InvalidRequest, ProtocolError):
+    """A well-formed message asks for something out of range. Who drops bad messages drops it; its sender is told."""
