@@ -1,0 +1,138 @@
+"""A picture of rounds on one clock, from a trace: who worked when, what was hit and missed, who waited.
+
+Reads the trace that `--trace` writes; knows nothing of how it came about.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocol.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {"hit": "#2a9d4e", "miss": "#d1495b", "ngram": "#8d6cc9", "drafter": "#e09f3e", "none": "#9aa5b1"}
+DEPTH_COLOURS = ("#0b4f8a", "#2f77b5", "#5c9fd4", "#8fc1e8", "#bcdcf5")
+CHAIN_COLOUR = "#e09f3e"
+LEGEND = {
+    "hit": "verify of a cached branch",
+    "miss": "verify after a miss (AR step)",
+    "ngram": "verify of an n-gram chain",
+    "drafter": "verify of a just-in-time chain",
+    "none": "verify of nothing (AR step)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Work on a track, milliseconds since the trace's first event; `round` as the messages number it."""
+
+    track: str
+    name: str
+    start: float
+    length: float
+    round: int
+    args: dict[str, Any]
+
+
+def read(path: Path) -> list[Bar]:
+    """The work in a trace file, earliest first.
+
+    Raises:
+        InvalidRequest: the file is no trace.
+    """
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+        work = sorted((event for event in events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
+        origin = float(work[0]["ts"]) if work else 0.0
+        return [
+            Bar(
+                tracks[event["tid"]],
+                event["name"],
+                (event["ts"] - origin) / 1000,
+                event["dur"] / 1000,
+                event["args"].get("round", 0),
+                event["args"],
+            )
+            for event in work
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"{path} is no trace of Outrider's: {error}") from error
+
+
+def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: int) -> None:
+    """Writes a PNG of `rounds` rounds from `first_round`.
+
+    Raises:
+        InvalidRequest: the trace has no such rounds, or the file can't be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    chosen = [bar for bar in bars if first_round <= bar.round < first_round + rounds]
+    verifies = [bar for bar in chosen if bar.track == "target"]
+    if not verifies:
+        raise InvalidRequest(f"the trace has no rounds {first_round} to {first_round + rounds - 1}; generate more tokens")
+    sources = {bar.round: bar.name for bar in bars if bar.track == "orchestrator"}
+    tracks = ["target", *sorted({bar.track for bar in chosen} - {"target", "orchestrator"})]
+    figure = Figure(figsize=(15, 1.6 + 1.1 * len(tracks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    origin = min(bar.start for bar in verifies)
+    _draw_bars(axes, chosen, tracks, sources, origin)
+    end = max(bar.start + bar.length for bar in verifies) - origin
+    busy = sum(bar.length for bar in verifies) / end
+    axes.set_title(f"{title}   (target busy {busy:.0%} of {end:.0f} ms)", loc="left", fontsize=11)
+    axes.set_xlim(-0.01 * end, end * 1.01)
+    axes.set_yticks(range(len(tracks)), tracks)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds, one clock for all processes")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    _draw_legend(axes, {sources.get(bar.round, "none") for bar in verifies}, chosen)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error
+
+
+def _draw_bars(
+    axes: Axes, bars: Sequence[Bar], tracks: Sequence[str], sources: dict[int, str], origin: float
+) -> None:
+    for bar in bars:
+        if bar.track not in tracks:
+            continue
+        row = tracks.index(bar.track)
+        axes.broken_barh(
+            [(bar.start - origin, bar.length)], (row - 0.36, 0.72), color=_colour(bar, sources), edgecolor="white"
+        )
+        label = f"{bar.args['accepted'] + 1}" if bar.track == "target" else bar.name.removeprefix("depth ")
+        axes.text(
+            bar.start - origin + bar.length / 2, row, label, ha="center", va="center", color="white", fontsize=8
+        )
+
+
+def _colour(bar: Bar, sources: dict[int, str]) -> str:
+    if bar.track == "target":
+        return COLOURS.get(sources.get(bar.round, "none"), COLOURS["none"])
+    if bar.name == "chain":
+        return CHAIN_COLOUR
+    depth = int(bar.name.removeprefix("depth "))
+    return DEPTH_COLOURS[min(max(depth - 1, 0), len(DEPTH_COLOURS) - 1)]
+
+
+def _draw_legend(axes: Axes, sources: set[str], bars: Sequence[Bar]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=COLOURS[source], label=LEGEND[source]) for source in LEGEND if source in sources]
+    if any(bar.name.startswith("depth") for bar in bars):
+        patches.append(Patch(color=DEPTH_COLOURS[1], label="all branches one token deeper (the number: how deep)"))
+    if any(bar.name == "chain" for bar in bars):
+        patches.append(Patch(color=CHAIN_COLOUR, label="just-in-time chain"))
+    patches.append(Patch(color="none", label="on the target: tokens committed"))
+    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, frameon=False, fontsize=8)
