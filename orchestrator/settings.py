@@ -5,6 +5,7 @@ Knows names and ranges; touches no file, no socket and no model.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,8 @@ class ServeSettings:
 
     `model` and `draft_model` are Hugging Face ids or folders; both None: the embedded pair. `endpoint` is where clients
     connect; None: a socket of its own in the run directory. `threads`: BLAS threads of each worker. `max_active`:
-    requests in flight at once. `run_dir` None: a fresh one. `replay`: the script of the replay drafter.
+    requests in flight at once. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the script
+    of the replay drafter.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -46,7 +48,6 @@ class ServeSettings:
     trace: Path | None = None
     log_level: str = "warning"
     replay: Path | None = None
-    run_dir: Path | None = None
 
     def __post_init__(self) -> None:
         check_word("mode", self.mode, MODES)
@@ -75,10 +76,24 @@ class ServeSettings:
             raise InvalidRequest(
                 f"draft_model {self.draft_model!r} has no model beside it; name both, or neither for the embedded pair"
             )
+        if self.draft_backend == "ngram" and not self.ngrams:
+            raise InvalidRequest("draft_backend ngram without ngrams drafts nothing; expected one or the other")
         if self.draft_backend == "none" and self.mode in ("sd", "ssd"):
-            raise InvalidRequest(f"mode {self.mode} needs a drafter; expected a draft_backend other than none, or mode ar")
+            raise InvalidRequest(f"mode {self.mode} needs a drafter; expected another draft_backend than none, or mode ar")
         if self.draft_backend == "replay" and self.replay is None:
             raise InvalidRequest("draft_backend replay has no script; expected replay to name the file it plays")
+
+
+def flags(settings: ServeSettings) -> list[str]:
+    """The command line that says these settings; defaults are left out."""
+    line = []
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), field.name.replace("_", "-")
+        if isinstance(value, bool):
+            line += [] if value else [f"--no-{name}"]
+        elif value != field.default:
+            line += [f"--{name}", str(value)]
+    return line
 
 
 def check_draft_tokens(value: object) -> None:

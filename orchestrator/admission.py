@@ -1,0 +1,115 @@
+"""What the front checks before a request may wait, and what it makes of it: tokens, a seed, a text to be.
+
+Every refusal is one sentence with what was expected. Knows the pair's text side and limits; knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+from orchestrator.chat import as_chat
+from orchestrator.events import Admit
+from orchestrator.pairing import PairText
+from orchestrator.settings import check_branches, check_draft_tokens
+from orchestrator.text import TextStream
+from orchestrator.tokenizer import TextCodec
+from protocol.errors import InvalidRequest
+from protocol.messages import Generate
+from protocol.sampling import SamplingParams
+
+SEEDS = 2**32
+
+
+def prompt_tokens(codec: TextCodec, template: str | None, prompt: str) -> tuple[int, ...]:
+    """The tokens that stand for `prompt`: as a user's message when there is a template, as plain text without one."""
+    if template is None:
+        return codec.encode(prompt)
+    return codec.encode(as_chat(template, prompt, codec.special), special=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that may run: what the core is to do, its text to be, and `notes` for whoever asked."""
+
+    admit: Admit
+    text: TextStream
+    notes: tuple[str, ...]
+
+
+class Admission:
+    """Checks requests against one pair of models. The limits are config.json's until a worker has said its own."""
+
+    def __init__(self, text: PairText) -> None:
+        self._text = text
+        self._settings = text.pair.settings
+        self.context_length = text.pair.target.context_length
+        self.vocab_size = text.pair.target.vocab_size
+        draft = text.pair.draft
+        self.draft_context = draft.context_length if draft is not None else None
+
+    def accept(self, asked: Generate, key: str) -> Accepted:
+        """Raises InvalidRequest for what can't run, ModelError when the model's chat template refuses the prompt."""
+        if asked.num_draft_tokens is not None:
+            check_draft_tokens(asked.num_draft_tokens)
+        if asked.branches is not None:
+            check_branches(asked.branches)
+        tokens = self._tokens(asked)
+        self._check_tokens(tokens, asked.sampling)
+        sampling, notes = self._fitted(asked.sampling, len(tokens))
+        eos = frozenset() if sampling.ignore_eos else self._text.codec.eos
+        admit = Admit(
+            request=key,
+            tokens=tokens,
+            sampling=sampling,
+            mode=self._mode(asked.mode),
+            eos=eos,
+            num_draft_tokens=asked.num_draft_tokens,
+            branches=asked.branches,
+        )
+        return Accepted(admit, TextStream(self._text.codec, tokens, sampling.stop, eos), notes)
+
+    def _mode(self, asked: str) -> str:
+        mode = self._settings.mode if asked == "auto" else asked
+        if self._settings.draft_backend == "none":
+            if mode in ("sd", "ssd"):
+                raise InvalidRequest(f"mode {mode} needs a drafter and this server has none; expected auto or ar")
+            return "ar"
+        return mode
+
+    def _tokens(self, asked: Generate) -> tuple[int, ...]:
+        if (asked.prompt is None) == (asked.tokens is None):
+            raise InvalidRequest("the request has a prompt and tokens, or neither; expected exactly one of them")
+        if asked.tokens is not None:
+            return tuple(int(token) for token in asked.tokens)
+        if not asked.prompt:
+            raise InvalidRequest("the prompt is empty; expected at least one character")
+        return prompt_tokens(self._text.codec, self._text.template if asked.chat_template else None, asked.prompt)
+
+    def _check_tokens(self, tokens: tuple[int, ...], sampling: SamplingParams) -> None:
+        if not tokens:
+            raise InvalidRequest("the prompt is empty; expected at least one token")
+        if self.context_length is not None and len(tokens) >= self.context_length:
+            raise InvalidRequest(
+                f"the prompt has {len(tokens)} tokens; expected at most {self.context_length - 1}, one less than the"
+                f" context of {self._text.pair.target.name}"
+            )
+        if self.vocab_size is None:
+            return
+        for what, ids in (("the prompt", tokens), ("logit_bias", (token for token, _ in sampling.logit_bias))):
+            beyond = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+            if beyond is not None:
+                raise InvalidRequest(f"{what} has token {beyond}; expected ids from 0 to {self.vocab_size - 1}")
+
+    def _fitted(self, sampling: SamplingParams, prompt_tokens: int) -> tuple[SamplingParams, tuple[str, ...]]:
+        """With a seed, and no more tokens than the context has room for."""
+        notes = self._text.pair.notes
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbelow(SEEDS))
+        if self.context_length is not None and prompt_tokens + sampling.max_tokens > self.context_length:
+            room = self.context_length - prompt_tokens
+            notes += (f"max tokens is {room} instead of {sampling.max_tokens}: the context ends there",)
+            sampling = replace(sampling, max_tokens=room)
+        if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
+            notes += (f"the draft model's context ends at {self.draft_context} tokens: no model drafts after that",)
+        return sampling, notes

@@ -1,0 +1,127 @@
+"""The Python client for asyncio: the same calls as `Client`, awaited."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from orchestrator.client import FLUSH_MS
+from orchestrator.dialogue import ASK_AFTER_SECONDS, Dialogue, Patience, Wish, client_key
+from orchestrator.result import Chunk, GenerationResult
+from protocol.codec import decode, encode
+from protocol.endpoints import connect
+from protocol.errors import EndpointError
+from protocol.messages import Message, Stats
+from protocol.sampling import SamplingParams
+
+
+class AsyncClient:
+    """A client of the server at `endpoint`; see `Client` for what the calls take, give and raise."""
+
+    def __init__(self, endpoint: str, timeout: float = 10.0, alive: Callable[[], None] | None = None) -> None:
+        self.endpoint = endpoint
+        self.timeout = timeout
+        self._alive = alive
+        self._key = client_key()
+        self._serials = itertools.count()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        mode: str = "auto",
+        num_draft_tokens: int | None = None,
+        branches: int | None = None,
+        chat_template: bool = True,
+    ) -> GenerationResult:
+        """The completion of `prompt`; see `Client.generate`."""
+        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template)
+        stream = AsyncStream(self, Dialogue(wish))
+        async for _ in stream:
+            pass
+        return stream.result
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        mode: str = "auto",
+        num_draft_tokens: int | None = None,
+        branches: int | None = None,
+        chat_template: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> AsyncStream:
+        """The completion of `prompt` as it grows; see `Client.stream`. Leaving the loop cancels."""
+        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template)
+        return AsyncStream(self, Dialogue(wish, progress))
+
+    async def stats(self) -> Stats:
+        """The server's workers and totals."""
+        patience = Patience(self.endpoint, self.timeout, self._alive)
+        socket = self._socket()
+        try:
+            await socket.send_multipart(encode(patience.silent()))
+            while True:
+                answer = await self._receive(socket, patience)
+                if isinstance(answer, Stats):
+                    return answer
+        finally:
+            socket.close(linger=0)
+
+    async def exchange(self, dialogue: Dialogue) -> AsyncIterator[Chunk]:
+        """Runs one dialogue to its end; cancels it when the caller leaves early."""
+        patience = Patience(self.endpoint, self.timeout, self._alive)
+        socket = self._socket()
+        try:
+            await socket.send_multipart(encode(dialogue.opening))
+            while not dialogue.over:
+                chunk = dialogue.take(await self._receive(socket, patience))
+                if chunk is not None:
+                    yield chunk
+        finally:
+            if not dialogue.over:
+                await socket.send_multipart(encode(dialogue.farewell), flags=zmq.NOBLOCK)
+            socket.close(linger=FLUSH_MS)
+
+    async def _receive(self, socket: zmq.asyncio.Socket, patience: Patience) -> Message:
+        while not await socket.poll(int(1000 * ASK_AFTER_SECONDS)):
+            await socket.send_multipart(encode(patience.silent()))
+        patience.heard()
+        return decode(await socket.recv_multipart())
+
+    def _socket(self) -> zmq.asyncio.Socket:
+        socket: Any = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, self._key + next(self._serials).to_bytes(4, "big"))
+        socket.setsockopt(zmq.LINGER, 0)
+        try:
+            connect(socket, self.endpoint)
+        except EndpointError:
+            socket.close()
+            raise
+        return socket  # type: ignore[no-any-return]
+
+
+class AsyncStream:
+    """A completion that grows: iterate once with `async for`, then ask for the `result`."""
+
+    def __init__(self, client: AsyncClient, dialogue: Dialogue) -> None:
+        self._client = client
+        self._dialogue = dialogue
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self._client.exchange(self._dialogue)
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished completion.
+
+        Raises:
+            InvalidRequest: the stream was not read to its end.
+        """
+        return self._dialogue.result()

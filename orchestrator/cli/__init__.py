@@ -1,0 +1,64 @@
+"""The command line: `outrider COMMAND`. One file a command, imported when it is the one asked for.
+
+Here and in the commands are the only prints of Outrider. Text and JSON go to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from orchestrator.cli.parser import Parser
+from protocol.errors import OutriderError
+
+COMMANDS = {
+    "generate": "complete a prompt",
+    "serve": "keep a cluster running for clients",
+    "worker": "run one worker in the foreground",
+    "verify": "prove that an output is the target's own",
+    "pairs": "model pairs that fit, or a check of one",
+}
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of one command; see protocol.errors for what each code means."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] not in COMMANDS:
+        return _without_command(given)
+    command = import_module(f"orchestrator.cli.{given[0]}")
+    parser = Parser(prog=f"outrider {given[0]}", description=command.__doc__)
+    command.add_flags(parser)
+    options = parser.parse_args(given[1:])
+    try:
+        return int(command.run(options))
+    except OutriderError as error:
+        print(f"outrider {given[0]}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _without_command(given: list[str]) -> int:
+    parser = Parser(prog="outrider", description="Speculative speculative decoding on MLX.", epilog=_listing())
+    parser.add_argument("--version", action="store_true", help="print the version and end")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
+    options = parser.parse_args(given)
+    if options.version:
+        from protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
+
+        print(f"outrider {PACKAGE_VERSION} (protocol {PROTOCOL_VERSION})")
+        return 0
+    if options.command is not None:
+        parser.error(f"there is no command {options.command!r}; expected one of {', '.join(COMMANDS)}")
+    parser.print_help()
+    return 0
+
+
+def _listing() -> str:
+    return "commands:\n" + "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())

@@ -1,0 +1,100 @@
+"""Flags that several commands share, and the records they become. Names are mlx-lm's where mlx-lm has the flag."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from orchestrator.settings import BRANCH_DEPTHS, DRAFT_BACKENDS, FAN_OUTS, LOG_LEVELS, MODES, ServeSettings
+from protocol.errors import InvalidRequest
+from protocol.sampling import SamplingParams
+
+_DEFAULTS = ServeSettings()
+_SAMPLING = SamplingParams()
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    """How one request is run; they hold for a server that is running already, too."""
+    group = parser.add_argument_group("speculation")
+    group.add_argument("--mode", metavar="|".join(MODES), help=f"default {_DEFAULTS.mode}")
+    group.add_argument("--num-draft-tokens", type=int, metavar="K", help=f"default {_DEFAULTS.num_draft_tokens}")
+    group.add_argument("--branches", type=int, metavar="B", help=f"outcomes a round, default {_DEFAULTS.branches}")
+
+
+def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
+    """What a cluster is started with."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--model", metavar="ID|PATH", help="target: a Hugging Face id or folder; default: embedded pair")
+    group.add_argument("--draft-model", metavar="ID|PATH", help="a small model of the same family")
+    group.add_argument("--draft-backend", metavar="|".join(DRAFT_BACKENDS), help=f"default {_DEFAULTS.draft_backend}")
+    group.add_argument("--fan-out", metavar="|".join(FAN_OUTS), help=f"default {_DEFAULTS.fan_out}")
+    group.add_argument("--branch-depth", metavar="|".join(BRANCH_DEPTHS), help=f"default {_DEFAULTS.branch_depth}")
+    group.add_argument("--no-ngrams", dest="ngrams", action="store_false", default=None, help="no drafts from the text")
+    group.add_argument("--threads", type=int, metavar="N", help="BLAS threads of each worker, default 1")
+    group.add_argument("--max-active", type=int, metavar="N", help="requests in flight at once, default 1")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing or Perfetto")
+    group.add_argument("--replay", type=Path, metavar="FILE", help="script of the replay drafter")
+    add_log_flag(parser)
+
+
+def add_log_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-level", metavar="|".join(LOG_LEVELS), help=f"default {_DEFAULTS.log_level}")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen and where the text ends."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", "-m", type=int, metavar="N", help=f"default {_SAMPLING.max_tokens}")
+    group.add_argument("--temp", type=float, metavar="T", help="temperature; 0, the default, is greedy")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="N")
+    group.add_argument("--seed", type=int, metavar="N", help="drawn and reported when not given")
+    for name in ("repetition", "presence", "frequency"):
+        group.add_argument(f"--{name}-penalty", type=float, metavar="X")
+        group.add_argument(f"--{name}-context-size", type=int, metavar="N")
+    group.add_argument("--logit-bias", metavar="JSON", help='token ids and what is added, like {"11": -5.0}')
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
+    group.add_argument("--ignore-eos", action="store_true", default=None)
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The cluster settings that were given, as keywords of ServeSettings and LocalCluster. Checks them."""
+    given = _given(options, ServeSettings)
+    ServeSettings(**given)
+    return given
+
+
+def sampling_of(options: argparse.Namespace) -> SamplingParams:
+    """
+    Raises:
+        InvalidRequest: a value is out of range.
+    """
+    given = _given(options, SamplingParams)
+    if "stop" in given:
+        given["stop"] = tuple(given["stop"])
+    if "logit_bias" in given:
+        given["logit_bias"] = _bias(given["logit_bias"])
+    return SamplingParams(**given)
+
+
+def set_up_logging(options: argparse.Namespace) -> None:
+    level = options.log_level if options.log_level in LOG_LEVELS else _DEFAULTS.log_level
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+
+
+def _given(options: argparse.Namespace, record: type[Any]) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(record)]
+    return {name: value for name in names if (value := getattr(options, name, None)) is not None}
+
+
+def _bias(text: str) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = json.loads(text)
+        return tuple((int(token), float(bias)) for token, bias in pairs.items())
+    except (ValueError, AttributeError, TypeError):
+        raise InvalidRequest(f'logit_bias is {text!r}; expected a JSON object like {{"11": -5.0}}') from None

@@ -1,0 +1,35 @@
+"""Progress on stderr: one line that changes on a terminal, one line per stage in a log."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+
+class Screen:
+    """Whoever prints to stdout calls `clear` first, so that no half line stays before the text."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        """The newest state of things."""
+        if text == self._shown:
+            return
+        self._shown = text
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Takes the changing line away."""
+        if self._live and self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self._shown = ""
+
+    @property
+    def live(self) -> bool:
+        return self._live

@@ -1,0 +1,91 @@
+"""Keeps a cluster running in the foreground for clients; Ctrl-C or SIGTERM ends it and everything it started."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from orchestrator.cli import flags
+from orchestrator.cli.screen import Screen
+from orchestrator.failure import kind_of
+from orchestrator.handshake import Announcement, Failure, Ready, Stage, announce
+from orchestrator.settings import ServeSettings
+from protocol.errors import OutriderError
+
+if TYPE_CHECKING:
+    from orchestrator.front import Front
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--endpoint", help="where clients connect, ipc://PATH or tcp://HOST:PORT; default: a fresh one")
+    parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    flags.add_request_flags(parser)
+    flags.add_cluster_flags(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from orchestrator import serve  # deferred: --help needs no sockets
+
+    flags.set_up_logging(options)
+    settings = ServeSettings(**flags.settings_of(options))
+    if options.parent_fd is not None:
+        return _for_parent(settings, socket.socket(fileno=options.parent_fd))
+    board = Board(Screen())
+    try:
+        serve.run(settings, board.tell, status=board.status)
+    finally:
+        board.clear()
+    return 0
+
+
+def _for_parent(settings: ServeSettings, parent: socket.socket) -> int:
+    """Whoever started this process hears of everything on the inherited socket; nothing is printed."""
+    from orchestrator import serve
+
+    try:
+        serve.run(settings, lambda told: announce(parent, told), parent=parent)
+    except OutriderError as error:
+        announce(parent, Failure(kind_of(error), str(error)))
+        return error.exit_code
+    return 0
+
+
+class Board:
+    """What a person sees of a running server: its stages, its endpoints, a live status line."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._ready = False
+        self._tokens = 0
+        self._at = time.monotonic()
+
+    def tell(self, told: Announcement) -> None:
+        match told:
+            case Stage(text=text) if not self._ready:
+                self._screen.show(text)
+            case Ready(endpoint=endpoint, workers=workers, notes=notes):
+                self._ready = True
+                self._screen.clear()
+                print(f"clients: {endpoint}\nworkers: {workers}", flush=True)
+                for note in notes:
+                    print(f"Note: {note}", file=sys.stderr)
+
+    def status(self, front: Front) -> None:
+        """One line that changes, on a terminal only."""
+        now, tokens = time.monotonic(), front.tokens_out
+        rate = (tokens - self._tokens) / (now - self._at)
+        self._at, self._tokens = now, tokens
+        if not (self._ready and self._screen.live):
+            return
+        stats = front.stats("")
+        workers = ", ".join(f"{worker.name} {worker.state}" for worker in stats.workers)
+        self._screen.show(
+            f"{workers} | {stats.active} running, {stats.queued} waiting, {stats.finished} done, {stats.failed} failed"
+            f" | {rate:.0f} tok/s"
+        )
+
+    def clear(self) -> None:
+        self._screen.clear()

@@ -1,0 +1,143 @@
+"""The Python client: asks a running server over ZeroMQ and hands out text. Safe to share between threads.
+
+Each call has a socket of its own, so calls don't wait for each other here; the server queues them fairly by client.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import zmq
+
+from orchestrator.dialogue import ASK_AFTER_SECONDS, Dialogue, Patience, Wish, client_key
+from orchestrator.result import Chunk, GenerationResult
+from protocol.codec import decode, encode
+from protocol.endpoints import connect
+from protocol.errors import EndpointError
+from protocol.messages import Message, Stats
+from protocol.sampling import SamplingParams
+
+FLUSH_MS = 1000
+
+
+class Client:
+    """A client of the server at `endpoint` (`outrider serve` prints it). `timeout`: seconds of silence to bear.
+
+    Raises:
+        EndpointError: on use, when nothing answers there.
+    """
+
+    def __init__(self, endpoint: str, timeout: float = 10.0, alive: Callable[[], None] | None = None) -> None:
+        self.endpoint = endpoint
+        self.timeout = timeout
+        self._alive = alive
+        self._key = client_key()
+        self._serials = itertools.count()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        mode: str = "auto",
+        num_draft_tokens: int | None = None,
+        branches: int | None = None,
+        chat_template: bool = True,
+    ) -> GenerationResult:
+        """The completion of `prompt`, text or token ids.
+
+        `mode` is auto, ar, sd or ssd; None for `num_draft_tokens` and `branches` means the server's own. A model's chat
+        template is applied to text unless `chat_template` is False.
+
+        Raises:
+            InvalidRequest: something is out of range; the message says what was expected.
+            EndpointError: nothing answers.
+            WorkerError: a worker was lost on the way.
+        """
+        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template)
+        stream = Stream(self, Dialogue(wish))
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        mode: str = "auto",
+        num_draft_tokens: int | None = None,
+        branches: int | None = None,
+        chat_template: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Stream:
+        """The completion of `prompt` as it grows; see `generate`. Leaving the loop cancels.
+
+        `progress(done, total)` hears how much of a long prompt has been read.
+        """
+        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template)
+        return Stream(self, Dialogue(wish, progress))
+
+    def stats(self) -> Stats:
+        """The server's workers and totals."""
+        patience = Patience(self.endpoint, self.timeout, self._alive)
+        with self._socket() as socket:
+            query = patience.silent()
+            socket.send_multipart(encode(query))
+            while True:
+                answer = self._receive(socket, patience)
+                if isinstance(answer, Stats):
+                    return answer
+
+    def exchange(self, dialogue: Dialogue) -> Iterator[Chunk]:
+        """Runs one dialogue to its end; cancels it when the caller leaves early."""
+        patience = Patience(self.endpoint, self.timeout, self._alive)
+        socket = self._socket()
+        try:
+            socket.send_multipart(encode(dialogue.opening))
+            while not dialogue.over:
+                chunk = dialogue.take(self._receive(socket, patience))
+                if chunk is not None:
+                    yield chunk
+        finally:
+            if not dialogue.over:
+                socket.send_multipart(encode(dialogue.farewell), flags=zmq.NOBLOCK)
+            socket.close(linger=FLUSH_MS)
+
+    def _receive(self, socket: zmq.Socket[bytes], patience: Patience) -> Message:
+        while not socket.poll(int(1000 * ASK_AFTER_SECONDS)):
+            socket.send_multipart(encode(patience.silent()))
+        patience.heard()
+        return decode(socket.recv_multipart())
+
+    def _socket(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, self._key + next(self._serials).to_bytes(4, "big"))
+        socket.setsockopt(zmq.LINGER, 0)
+        try:
+            connect(socket, self.endpoint)
+        except EndpointError:
+            socket.close()
+            raise
+        return socket
+
+
+class Stream:
+    """A completion that grows: iterate once for its chunks, then ask for the `result`."""
+
+    def __init__(self, client: Client, dialogue: Dialogue) -> None:
+        self._client = client
+        self._dialogue = dialogue
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self._client.exchange(self._dialogue)
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished completion.
+
+        Raises:
+            InvalidRequest: the stream was not read to its end.
+        """
+        return self._dialogue.result()

@@ -1,0 +1,84 @@
+"""The socket that clients connect to: whole messages in, whole messages out, nothing else.
+
+Frames that are no message are counted and, where their request can be read, answered. Knows routing ids; knows nothing
+of what requests are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from orchestrator.failure import kind_of
+from protocol.codec import decode, encode, request_of
+from protocol.endpoints import bind
+from protocol.errors import EndpointError, OutriderError, ProtocolError
+from protocol.messages import Failed, Message
+
+UNREAD_MESSAGES = 20_000
+FLUSH_MS = 500
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message and the routing id it came from."""
+
+    sender: bytes
+    message: Message
+
+
+class ClientSocket:
+    """Bound on creation; used by one thread at a time.
+
+    Raises:
+        EndpointError: the endpoint can't be served.
+    """
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.SNDHWM, UNREAD_MESSAGES)
+        self.rejected = 0
+        try:
+            self._bound = bind(self.socket, endpoint)
+        except EndpointError:
+            self.socket.close(linger=0)
+            raise
+        self.endpoint = self._bound.endpoint
+
+    def receive(self, most: int) -> Iterator[Letter]:
+        """Up to `most` messages that wait here."""
+        for _ in range(most):
+            if not self.socket.poll(0):
+                return
+            sender, *frames = self.socket.recv_multipart()
+            try:
+                yield Letter(sender, decode(frames))
+            except ProtocolError as error:
+                self._reject(sender, frames, error)
+
+    def send(self, to: bytes, message: Message) -> bool:
+        """False when the client is gone or has left too many messages unread."""
+        try:
+            self.socket.send_multipart([to, *encode(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.info("a client can't be told: %s", error.strerror)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends the socket and frees the endpoint; what clients have not got yet is given a moment."""
+        self._bound.close(linger_ms=FLUSH_MS)
+
+    def _reject(self, sender: bytes, frames: list[bytes], error: OutriderError) -> None:
+        self.rejected += 1
+        request = request_of(frames)
+        log.info("rejected a message: %s", error)
+        if request is not None:
+            self.send(sender, Failed(request, kind_of(error), str(error)))

@@ -1,0 +1,103 @@
+"""A cluster of one's own: starts `python -m orchestrator serve` as a process, waits until it is ready, ends it.
+
+The server ends with this process, however this process ends. Knows the handshake; knows nothing of workers.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from orchestrator.async_client import AsyncClient
+from orchestrator.client import Client
+from orchestrator.failure import as_error
+from orchestrator.handshake import Failure, Ready, Stage, announcements
+from orchestrator.settings import ServeSettings, flags
+from orchestrator.spawn import child_environment, python
+from protocol.errors import WorkerError
+
+END_SECONDS = 12.0
+
+
+class LocalCluster:
+    """Target worker, draft worker and orchestrator on this machine, from creation to `close`; a context manager.
+
+    Settings are those of `ServeSettings`, as keywords; without a `model` it runs the embedded pair. `progress` hears the
+    stages of the start.
+
+    Raises:
+        OutriderError: of the class that says what is wrong, when the cluster can't start.
+    """
+
+    def __init__(self, *, progress: Callable[[str], None] | None = None, **settings: Any) -> None:
+        checked = ServeSettings(**settings)
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                python("-m", "orchestrator", "serve", *flags(checked), "--parent-fd", str(theirs.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=child_environment(),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for this process; it ends the server in order
+            )
+        try:
+            ready = self._wait_until_ready(progress)
+        except BaseException:
+            self.close()
+            raise
+        self.endpoint = ready.endpoint
+        self.notes = ready.notes
+
+    @property
+    def pid(self) -> int:
+        """The orchestrator's process id."""
+        return self._process.pid
+
+    def client(self, timeout: float = 10.0) -> Client:
+        """A client that notices at once when the server is gone."""
+        return Client(self.endpoint, timeout, self._check)
+
+    def async_client(self, timeout: float = 10.0) -> AsyncClient:
+        """The same for asyncio."""
+        return AsyncClient(self.endpoint, timeout, self._check)
+
+    def close(self) -> None:
+        """Ends the server and its workers, in order where it can. Again does nothing."""
+        self._line.close()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait_until_ready(self, progress: Callable[[str], None] | None) -> Ready:
+        for told in announcements(self._line):
+            match told:
+                case Ready():
+                    return told
+                case Failure(kind=kind, message=message):
+                    raise as_error(kind, message)
+                case Stage(text=text) if progress is not None:
+                    progress(text)
+        code = self._process.wait()
+        raise WorkerError(f"the server ended with code {code} before it was ready; its stderr tells why")
+
+    def _check(self) -> None:
+        code = self._process.poll()
+        if code is not None:
+            raise WorkerError(f"the server ended with code {code} while it was asked; start it again")

@@ -1,0 +1,31 @@
+"""Which CPU core a process runs on. Only two cores need telling apart: there the drafter has one alone.
+
+Target, orchestrator and text share the other: the target is idle exactly when they work. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from orchestrator.settings import ServeSettings
+
+GIVEN = sorted(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else []
+"""The cores this process was given, before it pins itself."""
+
+
+def core_of(role: str, settings: ServeSettings) -> int | None:
+    """The core for a `target`, `draft` or `orchestrator` process; None: any."""
+    if len(GIVEN) != 2 or settings.threads != 1 or not settings.has_draft_worker:
+        return None
+    return GIVEN[-1] if role == "draft" else GIVEN[0]
+
+
+def pin(pid: int, core: int | None) -> None:
+    """Keeps process `pid` (0: this one), and what it starts from now on, on `core`; None leaves it free."""
+    if core is None or not sys.platform.startswith("linux"):
+        return
+    try:
+        os.sched_setaffinity(pid, {core})
+    except OSError:  # gone already, or not allowed here: it runs where it runs
+        return

@@ -1,0 +1,309 @@
+"""The front thread: clients, the queue of waiting requests, text. The body of the thread is `Front.run`.
+
+Takes GENERATE, CANCEL and STATS from clients, hands requests to the core as `Admit`, and turns what the core commits
+into text. A client that is gone or does not read loses its requests; nobody else notices. Knows no rounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import zmq
+
+from orchestrator import totals
+from orchestrator.admission import Accepted, Admission
+from orchestrator.client_socket import ClientSocket, Letter
+from orchestrator.dialogue import client_of
+from orchestrator.events import Began, Broke, Committed, Ended, PrefillAt, Stop, ToCore, ToFront, WorkersChanged
+from orchestrator.failure import kind_of
+from orchestrator.handshake import Announcement, Failure, Ready, Stage
+from orchestrator.mailbox import Mailbox
+from orchestrator.pairing import ChosenPair
+from orchestrator.text import Piece
+from orchestrator.waiting import FairQueue
+from protocol.errors import InvalidRequest, OutriderError
+from protocol.messages import (
+    Cancel,
+    Chunk,
+    Done,
+    Failed,
+    Generate,
+    Message,
+    Progress,
+    Started,
+    Stats,
+    StatsQuery,
+    Timings,
+    WorkerStats,
+)
+from protocol.version import PACKAGE_VERSION
+
+LETTERS_PER_TURN = 64
+STOPPED = "the server was stopped before the text was complete; ask again when it runs"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Main thread -> front thread: tell everybody and end."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request from the client's word to its end. `ending`: stop or cancelled once the reader wants no more."""
+
+    sender: bytes
+    name: str
+    accepted: Accepted
+    tokens: int = 0
+    ending: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.accepted.admit.request
+
+
+class CoreFacts(Protocol):
+    """What the core tells without being asked through a mailbox."""
+
+    @property
+    def workers_endpoint(self) -> str: ...
+
+    @property
+    def stale_messages(self) -> int: ...
+
+    @property
+    def rejected_frames(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The ways between threads: to the core, from the core, and orders from the main thread."""
+
+    core: Mailbox[ToCore]
+    events: Mailbox[ToFront]
+    orders: Mailbox[End]
+
+    def close(self) -> None:
+        for mailbox in (self.core, self.events, self.orders):
+            mailbox.close()
+
+
+class Front:
+    """Owns the client socket, the queue and every ticket. `announce` hears how the cluster comes up, and its end."""
+
+    def __init__(
+        self,
+        pair: ChosenPair,
+        admission: Admission,
+        clients: ClientSocket,
+        lines: Lines,
+        core: CoreFacts,
+        announce: Callable[[Announcement], None],
+    ) -> None:
+        self._pair = pair
+        self._admission = admission
+        self._clients = clients
+        self._core = lines.core
+        self._events = lines.events
+        self._orders = lines.orders
+        self._facts = core
+        self._announce = announce
+        self._serials = itertools.count(1)
+        self._waiting: FairQueue[Ticket] = FairQueue()
+        self._active: dict[str, Ticket] = {}
+        self._named: dict[tuple[bytes, str], Ticket] = {}
+        self._workers: tuple[WorkerStats, ...] = ()
+        self._ready = False
+        self._fatal = ""
+        self._totals = Timings()
+        self._finished = 0
+        self._failed = 0
+        self.tokens_out = 0
+
+    def run(self) -> None:
+        """Until `End` comes."""
+        poller = zmq.Poller()
+        for socket in (self._clients.socket, self._events.wake, self._orders.wake):
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            poller.poll()
+            if any(True for _ in self._orders.take()):
+                break
+            for event in self._events.take():
+                self._on_event(event)
+            for letter in self._clients.receive(LETTERS_PER_TURN):
+                self._on_letter(letter)
+            self._admit()
+        self._fail_all("WorkerError", STOPPED)
+        self._clients.close()
+
+    def stats(self, request: str) -> Stats:
+        """Workers and totals as of now."""
+        return Stats(
+            request=request,
+            version=PACKAGE_VERSION,
+            workers=self._workers,
+            active=len(self._active),
+            queued=len(self._waiting),
+            finished=self._finished,
+            failed=self._failed,
+            totals=self._totals,
+            stale_messages=self._facts.stale_messages,
+            rejected_frames=self._clients.rejected + self._facts.rejected_frames,
+        )
+
+    # --- what clients say -----------------------------------------------------------------------------------------
+
+    def _on_letter(self, letter: Letter) -> None:
+        match letter.message:
+            case Generate():
+                self._on_generate(letter.sender, letter.message)
+            case Cancel(request=name):
+                self._cancel(self._named.get((letter.sender, name)))
+            case StatsQuery(request=name):
+                self._clients.send(letter.sender, self.stats(name))
+            case other:
+                self._clients.rejected += 1
+                log.info("a client sent %s; expected Generate, Cancel or StatsQuery", type(other).__name__)
+
+    def _on_generate(self, sender: bytes, asked: Generate) -> None:
+        try:
+            if (sender, asked.request) in self._named:
+                raise InvalidRequest(f"request {asked.request} is running already; expected a name of its own")
+            accepted = self._admission.accept(asked, f"r{next(self._serials)}")
+        except OutriderError as error:
+            self._failed += 1
+            self._clients.send(sender, Failed(asked.request, kind_of(error), str(error)))
+            return
+        if self._fatal:
+            self._failed += 1
+            self._clients.send(sender, Failed(asked.request, "WorkerError", self._fatal))
+            return
+        ticket = Ticket(sender, asked.request, accepted)
+        self._named[sender, asked.request] = ticket
+        self._waiting.put(client_of(sender), ticket)
+
+    def _cancel(self, ticket: Ticket | None) -> None:
+        if ticket is None or ticket.ending:
+            return
+        ticket.ending = "cancelled"
+        if ticket.key in self._active:
+            self._core.put(Stop(ticket.key, "cancelled"))
+        elif self._waiting.drop(client_of(ticket.sender), ticket):
+            self._close(ticket, Done(ticket.name, "cancelled", Timings()))
+
+    # --- what the core says ---------------------------------------------------------------------------------------
+
+    def _on_event(self, event: ToFront) -> None:
+        if isinstance(event, WorkersChanged):
+            self._on_workers(event)
+            return
+        ticket = self._active.get(event.request)
+        if ticket is None:
+            log.info("no ticket for %s of %s", type(event).__name__, event.request)
+            return
+        match event:
+            case Began():
+                self._started(ticket, event)
+            case PrefillAt(done=done, total=total):
+                self._tell(ticket, Progress(ticket.name, done, total))
+            case Committed(tokens=tokens):
+                self._committed(ticket, tokens)
+            case Ended():
+                self._ended(ticket, event)
+            case Broke(kind=kind, message=message):
+                self._close(ticket, Failed(ticket.name, kind, message))
+
+    def _on_workers(self, event: WorkersChanged) -> None:
+        self._workers = event.workers
+        for worker in event.workers:
+            if worker.state == "ready" and worker.role == "target":
+                self._admission.context_length, self._admission.vocab_size = worker.context_length, worker.vocab_size
+            elif worker.state == "ready":
+                self._admission.draft_context = worker.context_length
+        if event.stage:
+            self._announce(Stage(event.stage))
+        if event.fatal:
+            self._fatal = event.fatal
+            self._fail_all("WorkerError", event.fatal)
+            self._announce(Failure("WorkerError", event.fatal))
+        elif event.ready and not self._ready:
+            self._announce(Ready(self._clients.endpoint, self._facts.workers_endpoint, self._pair.notes))
+        self._ready = self._ready or event.ready  # a drafter lost later leaves a target that goes on alone
+
+    def _started(self, ticket: Ticket, event: Began) -> None:
+        admit = ticket.accepted.admit
+        draft = self._pair.draft.name if self._pair.draft is not None else self._pair.settings.draft_backend
+        self._tell(
+            ticket,
+            Started(
+                request=ticket.name,
+                prompt_tokens=len(admit.tokens),
+                mode=event.mode,
+                seed=admit.sampling.seed or 0,
+                model=self._pair.target.name,
+                draft_model=draft,
+                notes=(*ticket.accepted.notes, *event.notes),
+            ),
+        )
+
+    def _committed(self, ticket: Ticket, tokens: tuple[int, ...]) -> None:
+        if ticket.ending:
+            return
+        piece = ticket.accepted.text.feed(tokens)
+        self._show(ticket, piece)
+        if piece.stopped and not ticket.ending:
+            ticket.ending = "stop"
+            self._core.put(Stop(ticket.key, "stop"))
+
+    def _ended(self, ticket: Ticket, event: Ended) -> None:
+        if not ticket.ending:
+            piece = ticket.accepted.text.finish()
+            self._show(ticket, piece)
+            ticket.ending = "stop" if piece.stopped else event.reason
+        timings = totals.cut(event.timings, ticket.tokens)
+        self._totals = totals.add(self._totals, timings)
+        self._close(ticket, Done(ticket.name, ticket.ending, timings, event.notes))
+
+    # --- to clients -----------------------------------------------------------------------------------------------
+
+    def _show(self, ticket: Ticket, piece: Piece) -> None:
+        ticket.tokens += len(piece.tokens)
+        self.tokens_out += len(piece.tokens)
+        if piece.text or piece.tokens:
+            self._tell(ticket, Chunk(ticket.name, piece.text, np.array(piece.tokens, dtype=np.int32)))
+
+    def _tell(self, ticket: Ticket, message: Message) -> None:
+        if not self._clients.send(ticket.sender, message):
+            self._cancel(ticket)
+
+    def _close(self, ticket: Ticket, last: Done | Failed) -> None:
+        """The ticket's last message; whether anybody hears it makes no difference."""
+        self._clients.send(ticket.sender, last)
+        if isinstance(last, Done):
+            self._finished += 1
+        else:
+            self._failed += 1
+        self._active.pop(ticket.key, None)
+        del self._named[ticket.sender, ticket.name]
+
+    def _fail_all(self, kind: str, message: str) -> None:
+        for ticket in list(self._named.values()):
+            self._waiting.drop(client_of(ticket.sender), ticket)
+            self._close(ticket, Failed(ticket.name, kind, message))
+
+    def _admit(self) -> None:
+        """Gives the core what it has room for, each client in its turn."""
+        while self._ready and len(self._active) < self._pair.settings.max_active:
+            ticket = self._waiting.take()
+            if ticket is None:
+                return
+            self._active[ticket.key] = ticket
+            self._core.put(ticket.accepted.admit)

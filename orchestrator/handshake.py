@@ -1,0 +1,71 @@
+"""What a starting server tells whoever started it, and how: JSON lines on an inherited socket.
+
+The same socket ends the server when the parent goes: its end of the line is the end of the parent.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How far the start is, for a person to read."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Clients may connect at `endpoint`, further drafters at `workers`; `notes` are worth a line each."""
+
+    endpoint: str
+    workers: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The server can't go on; `kind` names a class of protocol.errors."""
+
+    kind: str
+    message: str
+
+
+Announcement = Stage | Ready | Failure
+_KINDS: dict[str, type[Announcement]] = {cls.__name__: cls for cls in (Stage, Ready, Failure)}
+
+
+def announce(line: socket.socket, announcement: Announcement) -> None:
+    """Tells the parent; a parent that is gone is no error here, its end is noticed by `wait_for_end`."""
+    text = json.dumps([type(announcement).__name__, asdict(announcement)])
+    try:
+        line.sendall(text.encode() + b"\n")
+    except OSError:
+        return
+
+
+def wait_for_end(line: socket.socket) -> None:
+    """Returns when the parent's end of the line is closed, however the parent went."""
+    try:
+        while line.recv(1):
+            pass
+    except OSError:
+        return
+
+
+def announcements(line: socket.socket) -> Iterator[Announcement]:
+    """What the server tells, until it goes. TimeoutError when the socket has a timeout and nothing comes."""
+    rest = b""
+    while data := line.recv(4096):
+        *lines, rest = (rest + data).split(b"\n")
+        for one in lines:
+            kind, fields = json.loads(one, object_hook=_tuples)
+            yield _KINDS[kind](**fields)
+
+
+def _tuples(fields: dict[str, object]) -> dict[str, object]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

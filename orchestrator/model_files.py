@@ -1,0 +1,145 @@
+"""Where a model's files are: a Hugging Face id or a folder becomes a folder, without importing MLX.
+
+A copy in the Hugging Face cache is used as it is; otherwise it is downloaded, unless offline mode is on. Reads
+config.json; knows nothing of weights and tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ModelError
+
+ROOT = Path(__file__).resolve().parent.parent
+EMBEDDED_TARGET = ROOT / "models" / "target"
+EMBEDDED_DRAFT = ROOT / "models" / "draft"
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
+_WEIGHTS = ("model*.safetensors",)
+_CODE = ("*.py",)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's `name` as a person wrote it and its `folder`. Sizes are None when config.json does not tell."""
+
+    name: str
+    folder: Path
+    model_type: str
+    vocab_size: int | None
+    context_length: int | None
+
+
+def find_model(name: str, weights: bool = True) -> ModelFiles:
+    """The files of a Hugging Face id or of a local folder. `weights` False asks for the description alone.
+
+    Raises:
+        ModelError: no such folder, no such repository, or no model in it; the message says which and what to do.
+    """
+    if not name.strip():
+        raise ModelError("the model's name is empty; expected a model's folder or a Hugging Face id such as org/name")
+    path = Path(name).expanduser()
+    folder = path if path.exists() else _from_hub(name, weights)
+    return _described(name, folder, weights)
+
+
+def embedded_pair() -> tuple[str, str]:
+    """The folders of the pair that comes with Outrider, target first.
+
+    Raises:
+        ModelError: this installation has none.
+    """
+    for folder in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"the embedded pair is not at {folder}; name a model, or install from the repository")
+    return str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when there is no such file.
+
+    Raises:
+        ModelError: the file holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read as JSON ({error}); expected a model's description") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds {type(found).__name__}; expected a JSON object")
+    return found
+
+
+def _described(name: str, folder: Path, weights: bool) -> ModelFiles:
+    if not folder.is_dir():
+        raise ModelError(f"{name} is a file; expected a model's folder or a Hugging Face id")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{name} is no model: it has no config.json; expected a folder in Hugging Face layout")
+    if weights and not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{name} has no weights: no *.safetensors file; expected a folder in Hugging Face layout")
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    merged = {**config, **text} if isinstance(text, dict) else config
+    return ModelFiles(
+        name=name,
+        folder=folder.resolve(),
+        model_type=str(config.get("model_type", "")),
+        vocab_size=_whole(merged.get("vocab_size")),
+        context_length=_whole(merged.get("max_position_embeddings")),
+    )
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _from_hub(name: str, weights: bool) -> Path:
+    if name.startswith((".", "/", "~")) or not _REPOSITORY.fullmatch(name):
+        raise ModelError(f"no such path: {name}; expected a model's folder or a Hugging Face id such as org/name")
+    from huggingface_hub import snapshot_download  # deferred: a local model needs none of it
+
+    patterns = [*_DESCRIPTION, *_CODE, *(_WEIGHTS if weights else ())]
+    cached = _cached(name, patterns)
+    if cached is not None and (not weights or _has_all_weights(cached)):
+        return cached
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # what every error of the hub and of the network under it is
+        raise ModelError(f"no model {name}: no such folder here, and {_why(error)}") from None
+
+
+def _cached(name: str, patterns: list[str]) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return None
+
+
+def _has_all_weights(folder: Path) -> bool:
+    index = read_json(folder / "model.safetensors.index.json")
+    names = set(index.get("weight_map", {}).values()) or {"model.safetensors"}
+    return all((folder / str(file)).is_file() for file in names) or (not index and any(folder.glob("*.safetensors")))
+
+
+def _why(error: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "Hugging Face asks for its terms to be accepted first (then `hf auth login`)"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "Hugging Face has no such public repository"
+    if constants.HF_HUB_OFFLINE:
+        return "offline mode is on (HF_HUB_OFFLINE) and the cache has no copy"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return "Hugging Face can't be reached and the cache has no copy"
+    return f"Hugging Face can't be asked ({type(error).__name__})"

@@ -1,0 +1,74 @@
+"""Which two models a cluster runs: settings with names in them become settings with folders, and everything about text.
+
+Loading the tokenizers may go on while the workers load their weights, so it is a step of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from orchestrator.chat import chat_template
+from orchestrator.model_files import ModelFiles, embedded_pair, find_model
+from orchestrator.settings import ServeSettings
+from orchestrator.tokenizer import TextCodec, load_codec
+from orchestrator.vocabulary import require_same
+from protocol.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPair:
+    """The models to run; `settings` name their folders. `notes` say what was chosen for the person."""
+
+    settings: ServeSettings
+    target: ModelFiles
+    draft: ModelFiles | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PairText:
+    """All that the front knows of the pair."""
+
+    pair: ChosenPair
+    codec: TextCodec
+    template: str | None
+
+
+def choose_pair(settings: ServeSettings) -> ChosenPair:
+    """Finds, and downloads where needed, the files of both models.
+
+    Raises:
+        ModelError: a model can't be found or is none.
+    """
+    notes: tuple[str, ...] = ()
+    names = (settings.model, settings.draft_model)
+    if settings.model is None:
+        target, draft = embedded_pair()
+        names = (target, draft)
+    elif settings.draft_model is None and settings.draft_backend == "mlx":
+        settings = replace(settings, draft_backend="ngram")
+        notes = ("no draft model is named (--draft-model), so drafts come from n-grams of the text alone",)
+    if not settings.has_draft_worker:
+        names = (names[0], None)
+    target_files = find_model(names[0] or "")
+    draft_files = find_model(names[1]) if names[1] is not None and settings.draft_backend != "replay" else None
+    if settings.replay is not None and not settings.replay.is_file():
+        raise ModelError(f"no such path: {settings.replay}; expected the replay drafter's script")
+    folders = replace(
+        settings,
+        model=str(target_files.folder),
+        draft_model=str(draft_files.folder) if draft_files else None,
+    )
+    return ChosenPair(folders, target_files, draft_files, notes)
+
+
+def read_pair(pair: ChosenPair) -> PairText:
+    """The target's tokenizer and template; refuses a draft whose tokens mean something else.
+
+    Raises:
+        ModelError: a tokenizer can't be read, or the vocabularies differ; the message says how.
+    """
+    codec = load_codec(pair.target)
+    if pair.draft is not None:
+        require_same(codec, load_codec(pair.draft))
+    return PairText(pair, codec, chat_template(pair.target.folder))

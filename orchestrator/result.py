@@ -1,0 +1,66 @@
+"""What a client gets: chunks while a text grows, a result when it is done.
+
+Knows numbers and words; knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.messages import Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Text that became final, never cut inside a character, and the tokens committed since the last chunk."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A finished completion.
+
+    `token_ids` are the generated tokens, the one that ended the text included. `finish_reason` is eos, stop, length or
+    cancelled. `mode` is what ran, `seed` what gives this text again. `notes` tell why speculation was off, if it was.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    timings: Timings
+    seed: int
+    mode: str
+    prompt_tokens: int
+    model: str
+    draft_model: str
+    notes: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        """mlx-lm's statistics lines, one for speculation, and one for each reason why there was none."""
+        times = self.timings
+        prompt_rate = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
+        lines = [
+            f"Prompt: {times.prompt_n} tokens, {prompt_rate:.3f} tokens-per-sec",
+            f"Generation: {times.predicted_n} tokens, {times.predicted_per_second:.3f} tokens-per-sec",
+            f"Speculation: {speculation(times)}",
+        ]
+        return "\n".join(lines + [f"Note: {note}" for note in self.notes])
+
+
+def speculation(times: Timings) -> str:
+    """Rounds, drafted, accepted, tokens per round and hits in words; "off" when nothing was drafted."""
+    if not times.draft_n:
+        return f"off, {times.rounds} rounds"
+    looked_up = times.cache_hits + times.cache_misses
+    per_round = times.predicted_n / times.rounds if times.rounds else 0.0
+    return (
+        f"{times.rounds} rounds, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
+        f" ({_share(times.draft_n_accepted, times.draft_n)}), {per_round:.2f} tokens per round,"
+        f" {times.cache_hits} hits ({_share(times.cache_hits, looked_up)})"
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"

@@ -1,0 +1,167 @@
+"""One server in the foreground: core and front threads, signals, and an orderly end.
+
+Owns the run directory and the order in which things start and end. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
+
+import zmq
+
+from orchestrator import blas, cores
+from orchestrator.admission import Admission
+from orchestrator.client_socket import ClientSocket
+from orchestrator.core import Core
+from orchestrator.events import Quit, ToCore, ToFront
+from orchestrator.failure import as_error, kind_of
+from orchestrator.front import End, Front, Lines
+from orchestrator.handshake import Announcement, Failure, Ready, Stage, wait_for_end
+from orchestrator.mailbox import Mailbox
+from orchestrator.pairing import ChosenPair, choose_pair, read_pair
+from orchestrator.settings import ServeSettings
+from orchestrator.sweeper import Sweeper
+from protocol.directory import PrivateDirectory, private_directory
+from protocol.endpoints import Ipc, parse
+from protocol.errors import OutriderError
+
+STATUS_SECONDS = 1.0
+THREAD_END_SECONDS = 15.0
+# Threads hand over the interpreter this often: the core must not wait 5 ms (the default) while the front makes text.
+SWITCH_SECONDS = 0.0002
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Enough:
+    """Somebody wants the server to end: a signal, or the end of its parent."""
+
+
+Happening = Announcement | Enough
+
+
+def run(
+    settings: ServeSettings,
+    tell: Callable[[Announcement], None],
+    parent: socket.socket | None = None,
+    status: Callable[[Front], None] | None = None,
+) -> None:
+    """Serves until a signal or the parent's end. `tell` hears how the start goes, `status` is called once a second.
+
+    Raises:
+        OutriderError: the cluster can't start or can't go on; everything it started is ended.
+    """
+    tell(Stage("finding the models"))
+    pair = choose_pair(settings)
+    happenings: SimpleQueue[Happening] = SimpleQueue()
+    cores.pin(0, cores.core_of("orchestrator", settings))
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with ExitStack() as stack:
+        stack.enter_context(_end_on_signals(happenings))
+        stack.enter_context(_notice_crashes(happenings))
+        if parent is not None:
+            threading.Thread(target=_end_with_parent, args=(parent, happenings), daemon=True, name="parent").start()
+        directory = stack.enter_context(private_directory())
+        front = stack.enter_context(_threads(pair, directory, happenings))
+        _watch(happenings, tell, lambda: status(front) if status is not None else None)
+
+
+def _watch(happenings: SimpleQueue[Happening], tell: Callable[[Announcement], None], tick: Callable[[], None]) -> None:
+    while True:
+        try:
+            happening = happenings.get(timeout=STATUS_SECONDS)
+        except Empty:
+            tick()
+            continue
+        if isinstance(happening, Enough):
+            return
+        if isinstance(happening, Failure):
+            raise as_error(happening.kind, happening.message)
+        tell(replace(happening, notes=(*happening.notes, *blas.notes())) if isinstance(happening, Ready) else happening)
+
+
+@contextmanager
+def _threads(pair: ChosenPair, directory: PrivateDirectory, happenings: SimpleQueue[Happening]) -> Iterator[Front]:
+    """Both threads and their sockets; the workers load while the tokenizers are read here."""
+    context: zmq.Context[Any] = zmq.Context()
+    clients = ClientSocket(context, pair.settings.endpoint or directory.endpoint("clients"))
+    with ExitStack() as stack:
+        stack.callback(clients.close)
+        stack.callback(Sweeper([directory.path, *_files_of(clients.endpoint)]).dismiss)
+        lines = Lines(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[End](context))
+        core = Core(pair.settings, context, lines.core, lines.events, directory.path)
+        threads = [_start(core.run, "core")]
+        try:
+            front = Front(pair, Admission(read_pair(pair)), clients, lines, core, happenings.put)
+            threads.insert(0, _start(front.run, "front"))
+            yield front
+        finally:
+            lines.orders.put(End())
+            threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)
+            lines.core.put(Quit())
+            threads[-1].join(THREAD_END_SECONDS)
+    if not any(thread.is_alive() for thread in threads):
+        lines.close()
+        context.term()
+
+
+def _start(body: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _files_of(endpoint: str) -> list[Path]:
+    """What a killed server leaves at a client endpoint that is not in its run directory."""
+    where = parse(endpoint)
+    return [Path(where.path), Path(f"{where.path}.lock")] if isinstance(where, Ipc) else []
+
+
+def _end_with_parent(parent: socket.socket, happenings: SimpleQueue[Happening]) -> None:
+    wait_for_end(parent)
+    happenings.put(Enough())
+
+
+@contextmanager
+def _end_on_signals(happenings: SimpleQueue[Happening]) -> Iterator[None]:
+    def end(_number: int, _frame: FrameType | None) -> None:
+        happenings.put(Enough())  # a SimpleQueue may be put to from a signal handler
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _notice_crashes(happenings: SimpleQueue[Happening]) -> Iterator[None]:
+    """A thread that ends with an exception ends the server, in order."""
+
+    def notice(crash: threading.ExceptHookArgs) -> None:
+        error = crash.exc_value
+        name = crash.thread.name if crash.thread is not None else "a"
+        if isinstance(error, OutriderError):
+            happenings.put(Failure(kind_of(error), str(error)))
+            return
+        log.error("the %s thread failed", name, exc_info=error)
+        happenings.put(Failure("OutriderError", f"the {name} thread failed ({error!r}); the log above tells where"))
+
+    before, threading.excepthook = threading.excepthook, notice
+    try:
+        yield
+    finally:
+        threading.excepthook = before

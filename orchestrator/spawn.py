@@ -1,0 +1,131 @@
+"""Worker processes: started in a session of their own, ended with the orchestrator however it goes.
+
+A worker holds the read end of a pipe whose end of file ends it; its stderr is a log in the run directory. Knows command
+lines and process ids; knows nothing of messages.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from orchestrator import blas, cores
+from orchestrator.model_files import ROOT
+from orchestrator.settings import ServeSettings
+from protocol.errors import WorkerError
+
+TAIL_BYTES = 4096
+TAIL_LINES = 3
+MODULES = {"target": "target_worker", "draft": "draft_worker"}
+
+
+class SpawnedWorker:
+    """A worker process that this process started and may end."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], lifeline: int, log: Path) -> None:
+        self.name = name
+        self._process = process
+        self._lifeline: int | None = lifeline
+        self._log = log
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.poll()
+
+    def log_tail(self) -> str:
+        """The last lines of its log as one line, for an error message."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return " | ".join(line.strip() for line in lines[-TAIL_LINES:] if line.strip())
+
+    def terminate(self) -> None:
+        """Asks it to end in order; it has the same word from the closed pipe should it miss the signal."""
+        self._signal(signal.SIGTERM)
+        self._let_go()
+
+    def kill(self) -> None:
+        """Ends it and whatever it started, at once."""
+        self._signal(signal.SIGKILL)
+        self._let_go()
+
+    def wait(self, grace: float) -> int:
+        """Its exit code; it is killed when it has not ended within `grace` seconds."""
+        try:
+            return self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:  # reaped only here, so the id is still its own
+            os.killpg(self._process.pid, number)
+
+    def _let_go(self) -> None:
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)
+
+
+def spawn_worker(role: str, name: str, endpoint: str, settings: ServeSettings, run_dir: Path) -> SpawnedWorker:
+    """Starts the `role` worker (target or draft) of this cluster; it connects to `endpoint` by itself.
+
+    Raises:
+        WorkerError: the process can't be started.
+    """
+    log = run_dir / f"{name}.log"
+    theirs, lifeline = os.pipe()
+    command = worker_command(role, name, endpoint, settings, theirs)
+    try:
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                env=blas.environment(child_environment(), settings.threads),
+                pass_fds=(theirs,),
+                start_new_session=True,
+            )
+    except OSError as error:
+        os.close(lifeline)
+        raise WorkerError(f"the {role} worker can't be started ({error}); expected {sys.executable} to run") from None
+    finally:
+        os.close(theirs)
+    cores.pin(process.pid, cores.core_of(role, settings))
+    return SpawnedWorker(name, process, lifeline, log)
+
+
+def worker_command(
+    role: str, name: str, endpoint: str, settings: ServeSettings, parent_fd: int | None = None
+) -> list[str]:
+    """The command line of a worker; `settings` must name folders (see `pairing`)."""
+    replay = role == "draft" and settings.draft_backend == "replay"
+    model = settings.replay if replay else settings.model if role == "target" else settings.draft_model
+    options = ["--endpoint", endpoint, "--name", name, "--model", str(model), "--log-level", settings.log_level]
+    if role == "draft":
+        options += ["--backend", settings.draft_backend, "--fan-out", settings.fan_out]
+    if parent_fd is not None:
+        options += ["--parent-fd", str(parent_fd)]
+    return [*python("-m", MODULES[role]), *options]
+
+
+def python(*arguments: str) -> list[str]:
+    """This interpreter, without the current directory on its path: a folder of the user's may be named like a room."""
+    return [sys.executable, "-P", *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, in which our rooms are found wherever it was started."""
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "TOKENIZERS_PARALLELISM": "false"}

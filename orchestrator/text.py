@@ -1,0 +1,120 @@
+"""Committed tokens to text for a reader: whole characters only, and nothing of a stop string.
+
+One `TextStream` a request. Tokens are taken one by one, so that the text is the same however they were committed.
+Knows one request's tokens; knows nothing of sockets and rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.tokenizer import TextCodec
+
+CONTEXT_TOKENS = 6
+BROKEN = "\ufffd"
+LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens at most
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a reader may see now, the tokens it took, and whether a stop string ended the text here."""
+
+    text: str
+    tokens: tuple[int, ...]
+    stopped: bool = False
+
+
+class TextStream:
+    """One request's tokens as text. `prompt` gives the first token its surroundings; `ends` have no text."""
+
+    def __init__(self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str], ends: frozenset[int]) -> None:
+        self._detokenizer = Detokenizer(codec, prompt)
+        self._stops = StopFinder(stop)
+        self._ends = ends
+
+    def feed(self, tokens: Sequence[int]) -> Piece:
+        """The text that `tokens` complete. Tokens after the one that completed a stop string are dropped."""
+        shown = ""
+        for count, token in enumerate(tokens, start=1):
+            if token not in self._ends:
+                shown += self._stops.feed(self._detokenizer.feed(token))
+            if self._stops.found:
+                return Piece(shown, tuple(tokens[:count]), stopped=True)
+        return Piece(shown, tuple(tokens))
+
+    def finish(self) -> Piece:
+        """What was held back, now that no more will come."""
+        shown = self._stops.feed(self._detokenizer.finish())
+        return Piece(shown + self._stops.finish(), (), self._stops.found)
+
+
+class Detokenizer:
+    """Tokens to text, holding back a character whose bytes have not all come.
+
+    Decodes a window: the tokens shown last, which give the new ones their surroundings, and those not yet shown.
+    """
+
+    def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
+        self._codec = codec
+        self._window = list(prompt[-CONTEXT_TOKENS:])
+        self._shown = len(self._text().rstrip(BROKEN))
+        self._fresh = 0
+        self._held = 0
+
+    def feed(self, token: int) -> str:
+        """The text that `token` completes, often none."""
+        self._window.append(token)
+        self._fresh += 1
+        text = self._text()
+        end = len(text.rstrip(BROKEN))
+        new = text[self._shown : end]
+        self._held = 0 if end == len(text) else 1 if new else self._held + 1
+        if self._held == LONGEST_CHARACTER:  # no character is that long: its bytes are wrong, not early
+            self._held, end, new = 0, len(text), text[self._shown :]
+        if new and end == len(text):
+            self._window = self._window[-self._fresh :]
+            self._fresh = 0
+            self._shown = len(self._text())
+        else:
+            self._shown += len(new)
+        return new
+
+    def finish(self) -> str:
+        """The bytes of a character that never came to its end, as U+FFFD."""
+        return self._text()[self._shown :] if self._held else ""
+
+    def _text(self) -> str:
+        return self._codec.decode(tuple(self._window))
+
+
+class StopFinder:
+    """Passes text on, holding back what may be the beginning of a stop string; `found` once one is complete."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def feed(self, text: str) -> str:
+        """What may be shown; nothing from the first stop string on."""
+        if self.found or not self._stops:
+            return "" if self.found else text
+        self._held += text
+        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        self.found = bool(places)
+        end = min(places) if places else len(self._held) - self._begun()
+        shown, self._held = self._held[:end], self._held[end:]
+        return shown
+
+    def finish(self) -> str:
+        """What was held back for a stop string that never came."""
+        return "" if self.found else self._held
+
+    def _begun(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max(len(stop) for stop in self._stops) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0

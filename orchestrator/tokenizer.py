@@ -1,0 +1,110 @@
+"""Text to tokens and which tokens end a text. Uses `tokenizers` alone where the model has a tokenizer.json.
+
+Knows a model's folder; knows nothing of requests or streams (`text`) and of chat templates (`chat`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from orchestrator.model_files import ModelFiles, read_json
+from protocol.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class TextCodec:
+    """A model's tokenizer. `eos` ends a text; `bos` begins one if `add_bos` says so (None: tokenizer.json says)."""
+
+    model: ModelFiles
+    tokenizer: Tokenizer
+    eos: frozenset[int]
+    special: dict[str, str]
+    bos: int | None
+    add_bos: bool | None
+
+    def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
+        """The tokens of `text`. `special` adds what the model wants around a text (mostly a first token)."""
+        if not special or text.startswith(self.special.get("bos_token") or "\0"):
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        if self.add_bos is None:
+            return tuple(self.tokenizer.encode(text).ids)
+        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return (self.bos, *ids) if self.add_bos and self.bos is not None else ids
+
+    def decode(self, tokens: tuple[int, ...]) -> str:
+        """The text of `tokens`, special ones spelled out."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def load_codec(model: ModelFiles) -> TextCodec:
+    """The tokenizer in a model's folder.
+
+    Raises:
+        ModelError: there is none, or it can't be read.
+    """
+    config = read_json(model.folder / "tokenizer_config.json")
+    tokenizer = _tokenizer(model)
+    special = _special_tokens(model.folder, config)
+    bos, eos = special.get("bos_token"), special.get("eos_token")
+    ends = _ids(read_json(model.folder / "generation_config.json").get("eos_token_id"))
+    ends = ends or _ids(read_json(model.folder / "config.json").get("eos_token_id"))
+    if eos is not None:
+        ends |= _ids(tokenizer.token_to_id(eos))
+    add_bos = config.get("add_bos_token")
+    return TextCodec(
+        model=model,
+        tokenizer=tokenizer,
+        eos=ends,
+        special=special,
+        bos=tokenizer.token_to_id(bos) if bos is not None else None,
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+    )
+
+
+def _tokenizer(model: ModelFiles) -> Tokenizer:
+    path = model.folder / "tokenizer.json"
+    if not path.is_file():
+        return _converted(model)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ModelError(f"{path} can't be read ({error}); expected a tokenizer of the tokenizers library") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _converted(model: ModelFiles) -> Tokenizer:
+    """For a model without tokenizer.json: transformers makes one from the older files, if it can."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import AutoTokenizer  # deferred: takes more than a second
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(model.folder))
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise ModelError(f"{model.name} has no readable tokenizer ({str(error).splitlines()[0]})") from None
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ModelError(f"{model.name} has a tokenizer without a tokenizer.json; convert it to one first")
+    return backend
+
+
+def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    merged = {**read_json(folder / "special_tokens_map.json"), **config}
+    found = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = merged.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _ids(value: object) -> frozenset[int]:
+    many = value if isinstance(value, list) else [value]
+    return frozenset(one for one in many if isinstance(one, int) and not isinstance(one, bool))

@@ -1,0 +1,45 @@
+"""The sum of all requests since the start, as the statistics tell it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import zip_longest
+
+from protocol.messages import Timings
+
+
+def add(total: Timings, one: Timings) -> Timings:
+    """Counts and times add up; the rate is that of the sum. Turnarounds are a request's own and are left out."""
+    predicted_ms = total.predicted_ms + one.predicted_ms
+    predicted_n = total.predicted_n + one.predicted_n
+    return Timings(
+        prompt_n=total.prompt_n + one.prompt_n,
+        prompt_ms=total.prompt_ms + one.prompt_ms,
+        predicted_n=predicted_n,
+        predicted_ms=predicted_ms,
+        predicted_per_second=1000 * predicted_n / predicted_ms if predicted_ms > 0 else 0.0,
+        draft_n=total.draft_n + one.draft_n,
+        draft_n_accepted=total.draft_n_accepted + one.draft_n_accepted,
+        draft_rounds=total.draft_rounds + one.draft_rounds,
+        rounds=total.rounds + one.rounds,
+        cache_hits=total.cache_hits + one.cache_hits,
+        cache_misses=total.cache_misses + one.cache_misses,
+        ngram_chains=total.ngram_chains + one.ngram_chains,
+        draft_waits=total.draft_waits + one.draft_waits,
+        accepted_by_position=_each(total.accepted_by_position, one.accepted_by_position),
+        drafted_by_position=_each(total.drafted_by_position, one.drafted_by_position),
+        verify_ms=total.verify_ms + one.verify_ms,
+        idle_ms=total.idle_ms + one.idle_ms,
+    )
+
+
+def cut(timings: Timings, tokens: int) -> Timings:
+    """The same with `tokens` generated: what was committed after a stop string does not count."""
+    if timings.predicted_n == tokens:
+        return timings
+    rate = 1000 * (tokens - 1) / timings.predicted_ms if timings.predicted_ms > 0 and tokens else 0.0
+    return replace(timings, predicted_n=tokens, predicted_per_second=rate)
+
+
+def _each(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))

@@ -1,0 +1,57 @@
+"""Fixtures of the orchestrator's tests: the embedded pair's tokenizer, fronts with a scripted core, model folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.model_files import EMBEDDED_TARGET, find_model
+from orchestrator.pairing import choose_pair, read_pair
+from orchestrator.settings import ServeSettings
+from orchestrator.tokenizer import TextCodec, load_codec
+from protocol.directory import private_directory
+from tests.orchestrator.stand import Stand
+
+
+@pytest.fixture(scope="session")
+def codec() -> TextCodec:
+    return load_codec(find_model(str(EMBEDDED_TARGET)))
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with private_directory() as directory:
+        yield directory.endpoint("clients")
+
+
+@pytest.fixture
+def make_stand(endpoint: str) -> Iterator[Callable[..., Stand]]:
+    """`make_stand(**settings) -> Stand`, not started yet."""
+    stands: list[Stand] = []
+
+    def make(**settings: object) -> Stand:
+        text = read_pair(choose_pair(ServeSettings(**settings)))  # type: ignore[arg-type]
+        stands.append(Stand(text, endpoint))
+        return stands[-1]
+
+    yield make
+    for stand in stands:
+        stand.stop()
+
+
+@pytest.fixture
+def stand(make_stand: Callable[..., Stand]) -> Stand:
+    return make_stand().start()
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder with a model's description and tokenizer, and no weights worth reading."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((EMBEDDED_TARGET / name).read_bytes())
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder

@@ -1,0 +1,124 @@
+"""A running front whose core plays a script, so that clients over real sockets can be tested without models."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import zmq
+
+from orchestrator.admission import Admission
+from orchestrator.client import Client
+from orchestrator.client_socket import ClientSocket
+from orchestrator.events import Admit, Began, Committed, Ended, Quit, Stop, ToCore, ToFront, WorkersChanged
+from orchestrator.front import End, Front, Lines
+from orchestrator.handshake import Announcement
+from orchestrator.mailbox import Mailbox
+from orchestrator.pairing import PairText
+from orchestrator.tokenizer import TextCodec
+from protocol.messages import Timings, WorkerStats
+
+JOIN_SECONDS = 20.0
+Play = Callable[[Admit], list[ToFront]]
+
+
+def worker_stats(role: str, state: str = "ready") -> WorkerStats:
+    return WorkerStats(role, f"{role}-0", state, 1, "mlx", "m", 4096, 1024, 1, 1, "")
+
+
+class ScriptedCore:
+    """Answers each Admit with what `play` says and each Stop with Ended; keeps everything it was told."""
+
+    workers_endpoint = "ipc:///none"
+    stale_messages = 3
+    rejected_frames = 2
+
+    def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
+        self.inbox, self.outbox = inbox, outbox
+        self.told: list[ToCore] = []
+        self.heard = threading.Condition()
+        self.play: Play = lambda admit: []
+
+    def run(self) -> None:
+        while True:
+            self.inbox.wake.poll()
+            for event in self.inbox.take():
+                with self.heard:
+                    self.told.append(event)
+                    self.heard.notify_all()
+                match event:
+                    case Admit():
+                        for answer in self.play(event):
+                            self.outbox.put(answer)
+                    case Stop(request=request, reason=reason):
+                        self.outbox.put(Ended(request, reason, Timings(predicted_n=99, predicted_ms=10.0)))
+                    case Quit():
+                        return
+
+    def wait_for(self, kind: type[object], count: int = 1) -> list[object]:
+        """The first `count` events of a kind; fails when they don't come."""
+
+        def found() -> list[object]:
+            return [event for event in self.told if isinstance(event, kind)]
+
+        with self.heard:
+            if not self.heard.wait_for(lambda: len(found()) >= count, JOIN_SECONDS):
+                pytest.fail(f"expected {count} {kind.__name__}, the core was told {self.told}")
+        return found()
+
+
+class Stand:
+    """A running front, its scripted core, and the way to reach them."""
+
+    def __init__(self, text: PairText, endpoint: str) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.sockets = ClientSocket(self.context, endpoint)
+        self.endpoint = self.sockets.endpoint
+        self.codec = text.codec
+        self.lines = Lines(Mailbox[ToCore](self.context), Mailbox[ToFront](self.context), Mailbox[End](self.context))
+        self.core = ScriptedCore(self.lines.core, self.lines.events)
+        self.announced: list[Announcement] = []
+        self.admission = Admission(text)
+        self.front = Front(text.pair, self.admission, self.sockets, self.lines, self.core, self.announced.append)
+        self._threads = [threading.Thread(target=body, daemon=True) for body in (self.core.run, self.front.run)]
+
+    def start(self, ready: bool = True) -> Stand:
+        if ready:
+            self.lines.events.put(WorkersChanged((worker_stats("target"), worker_stats("draft")), True))
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def client(self, timeout: float = 10.0) -> Client:
+        return Client(self.endpoint, timeout)
+
+    def stop(self) -> None:
+        """Ends the front as the server does. Again does nothing."""
+        if self.context.closed:
+            return
+        if self._threads[1].is_alive():
+            self.lines.orders.put(End())
+            self._threads[1].join(JOIN_SECONDS)
+        self.lines.core.put(Quit())
+        self._threads[0].join(JOIN_SECONDS)
+        self.lines.close()
+        self.context.destroy(linger=0)
+
+
+def says(codec: TextCodec, text: str, reason: str = "eos", size: int = 3) -> Play:
+    """A core that commits `text`, `size` tokens at a time, and ends."""
+
+    def play(admit: Admit) -> list[ToFront]:
+        tokens = codec.encode(text, special=False)
+        if reason == "eos":
+            tokens += (0,)
+        groups = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+        timings = Timings(prompt_n=len(admit.tokens), predicted_n=len(tokens), predicted_ms=10.0)
+        return [
+            Began(admit.request, "ssd"),
+            *(Committed(admit.request, group) for group in groups),
+            Ended(admit.request, reason, timings),
+        ]
+
+    return play

@@ -1,0 +1,348 @@
+"""What a client gets from the front, and what the front asks of the core; the core plays a script."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from orchestrator.dialogue import client_key
+from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, Stop, WorkersChanged
+from orchestrator.failure import as_error
+from orchestrator.handshake import Failure, Ready, Stage
+from protocol.codec import decode, encode
+from protocol.errors import InvalidRequest, ModelError, OutriderError, WorkerError
+from protocol.messages import Cancel, Chunk, Done, Failed, Generate, Hello, Started, Stats, StatsQuery, Timings
+from protocol.sampling import SamplingParams
+from tests.orchestrator.stand import says, worker_stats
+
+WAIT_MS = 20_000
+
+
+class RawClient:
+    """A DEALER of its own, to say things that Client never says."""
+
+    def __init__(self, endpoint, routing_id=None):
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if routing_id is not None:
+            self.socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        self.socket.connect(endpoint)
+
+    def say(self, message):
+        self.socket.send_multipart(encode(message))
+
+    def hear(self):
+        assert self.socket.poll(WAIT_MS), "nothing came"
+        return decode(self.socket.recv_multipart())
+
+    def hear_until(self, kind):
+        heard = [self.hear()]
+        while not isinstance(heard[-1], kind):
+            heard.append(self.hear())
+        return heard
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.socket.close()
+
+
+def ask(request="q", prompt="def f(", **changes):
+    return Generate(request, prompt, None, changes.pop("sampling", SamplingParams()), **changes)
+
+
+def test_text_tokens_and_settings_reach_the_client(stand, codec):
+    stand.core.play = says(codec, "return 'héllo 你好'\n")
+    result = stand.client().generate("def f(", SamplingParams(seed=7), mode="ssd")
+    assert result.text == "return 'héllo 你好'\n"
+    assert result.token_ids == (*codec.encode("return 'héllo 你好'\n", special=False), 0)
+    assert (result.finish_reason, result.seed, result.mode) == ("eos", 7, "ssd")
+    assert result.prompt_tokens == len(codec.encode("def f("))
+    assert result.model.endswith("models/target") and result.draft_model.endswith("models/draft")
+    assert result.timings.predicted_n == len(result.token_ids)
+
+
+def test_the_core_is_told_tokens_seed_and_ends(stand, codec):
+    stand.core.play = says(codec, "x")
+    stand.client().generate("def f(", SamplingParams(temp=0.5), mode="sd", num_draft_tokens=3, branches=7)
+    admit = stand.core.wait_for(Admit)[0]
+    assert admit.tokens == codec.encode("def f(") and admit.eos == frozenset({0})
+    assert admit.sampling.seed is not None and admit.sampling.temp == 0.5
+    assert (admit.mode, admit.num_draft_tokens, admit.branches) == ("sd", 3, 7)
+
+
+def test_ignored_ends_are_not_the_cores_business(stand, codec):
+    stand.core.play = says(codec, "x", "length")
+    stand.client().generate("def f(", SamplingParams(ignore_eos=True))
+    assert stand.core.wait_for(Admit)[0].eos == frozenset()
+
+
+def test_seeds_differ_when_none_is_given(stand, codec):
+    stand.core.play = says(codec, "x")
+    assert len({stand.client().generate("a").seed for _ in range(4)}) == 4
+
+
+def test_a_stop_string_ends_the_text_before_it_and_stops_the_core(stand, codec):
+    text = "abc def ghi"
+    stand.core.play = lambda admit: [
+        Began(admit.request, "ssd"), Committed(admit.request, codec.encode(text, special=False))
+    ]  # fmt: skip
+    result = stand.client().generate("x", SamplingParams(stop=("c d",)))
+    assert (result.text, result.finish_reason) == ("ab", "stop")
+    assert stand.core.wait_for(Stop)[0].reason == "stop"
+    kept = codec.encode(text, special=False)[: len(result.token_ids)]
+    assert result.token_ids == kept and "c d" in codec.decode(kept) and "c d" not in codec.decode(kept[:-1])
+    assert result.timings.predicted_n == len(kept), "tokens past the stop string count"
+
+
+def test_a_text_that_only_begins_like_a_stop_string_comes_out_whole(stand, codec):
+    stand.core.play = says(codec, "abc", "length")
+    assert stand.client().generate("x", SamplingParams(stop=("c d",))).text == "abc"
+
+
+def test_progress_of_a_long_prompt_is_told(stand, codec):
+    told = []
+    stand.core.play = lambda admit: [PrefillAt(admit.request, 5, 9), *says(codec, "x")(admit)]
+    for _ in stand.client().stream("def f(", progress=lambda done, total: told.append((done, total))):
+        pass
+    assert told == [(5, 9)]
+
+
+def test_notes_of_the_start_and_of_the_end_are_both_told(stand):
+    stand.core.play = lambda admit: [
+        Began(admit.request, "ar", ("no drafter",)), Ended(admit.request, "length", Timings(), ("too late",))
+    ]  # fmt: skip
+    result = stand.client().generate("x")
+    assert result.notes == ("no drafter", "too late")
+    assert "Note: no drafter\nNote: too late" in result.summary()
+
+
+def test_a_request_that_broke_raises_the_named_error(stand):
+    stand.core.play = lambda admit: [Broke(admit.request, "WorkerError", "the target died")]
+    with pytest.raises(WorkerError, match="the target died"):
+        stand.client().generate("x")
+
+
+def test_leaving_the_loop_cancels(stand, codec):
+    stand.core.play = lambda admit: [Began(admit.request, "ssd"), Committed(admit.request, codec.encode("a b c"))]
+    for _ in stand.client().stream("x"):
+        break
+    stop = stand.core.wait_for(Stop)[0]
+    assert stop == Stop(stand.core.wait_for(Admit)[0].request, "cancelled")
+
+
+def test_a_client_that_is_gone_is_cancelled(stand):
+    with RawClient(stand.endpoint) as client:
+        client.say(ask())
+        admit = stand.core.wait_for(Admit)[0]
+        stand.core.outbox.put(Began(admit.request, "ssd"))
+        client.hear_until(Started)
+    for _ in range(2000):
+        stand.core.outbox.put(Committed(admit.request, (5,)))
+        if any(isinstance(event, Stop) for event in stand.core.told):
+            break
+        stand.core.heard.acquire()
+        stand.core.heard.wait(0.01)
+        stand.core.heard.release()
+    assert stand.core.wait_for(Stop)[0].reason == "cancelled"
+
+
+def test_a_waiting_request_can_be_cancelled_and_never_runs(stand):
+    with RawClient(stand.endpoint) as client:
+        client.say(ask("first"))
+        client.say(ask("second"))
+        stand.core.wait_for(Admit)
+        client.say(Cancel("second"))
+        done = client.hear_until(Done)[-1]
+        assert (done.request, done.reason) == ("second", "cancelled")
+        client.say(Cancel("first"))
+        client.hear_until(Done)
+        assert len([event for event in stand.core.told if isinstance(event, Admit)]) == 1
+
+
+def test_clients_take_turns(stand):
+    many, one = client_key(), client_key()
+    with RawClient(stand.endpoint, many + b"1") as greedy, RawClient(stand.endpoint, one + b"1") as modest:
+        for serial in range(3):
+            greedy.say(ask(f"g{serial}", prompt="def g("))
+        stand.core.wait_for(Admit)
+        greedy.say(StatsQuery("s"))
+        greedy.hear_until(Stats)
+        modest.say(ask("m0", prompt="def m("))
+        modest.say(StatsQuery("s"))
+        modest.hear_until(Stats)
+        for count in range(1, 5):
+            admits = stand.core.wait_for(Admit, count)
+            stand.core.outbox.put(Ended(admits[-1].request, "length", Timings()))
+        order = [stand.codec.decode(admit.tokens[1:]) for admit in stand.core.wait_for(Admit, 4)]
+    assert order == ["def g(", "def g(", "def m(", "def g("] or order == ["def g(", "def m(", "def g(", "def g("]
+
+
+def test_no_more_than_max_active_run_at_once(make_stand):
+    stand = make_stand(max_active=2).start()
+    with RawClient(stand.endpoint) as client:
+        for serial in range(3):
+            client.say(ask(f"q{serial}"))
+        stand.core.wait_for(Admit, 2)
+        client.say(StatsQuery("s"))
+        stats = client.hear_until(Stats)[-1]
+        assert (stats.active, stats.queued) == (2, 1)
+
+
+def test_nothing_runs_before_the_workers_are_ready(make_stand, codec):
+    stand = make_stand().start(ready=False)
+    stand.core.play = says(codec, "x")
+    with RawClient(stand.endpoint) as client:
+        client.say(ask())
+        client.say(StatsQuery("s"))
+        assert client.hear_until(Stats)[-1].queued == 1
+        stand.core.outbox.put(WorkersChanged((worker_stats("target"),), False, "target: reading weights"))
+        stand.core.outbox.put(WorkersChanged((worker_stats("target"),), True))
+        client.hear_until(Done)
+    assert stand.announced[0] == Stage("target: reading weights") and isinstance(stand.announced[1], Ready)
+
+
+def test_a_drafter_lost_later_does_not_close_the_front(stand, codec):
+    stand.core.play = says(codec, "x")
+    stand.core.outbox.put(WorkersChanged((worker_stats("target"), worker_stats("draft", "lost")), False))
+    assert stand.client().generate("x").text == "x"
+
+
+def test_a_fatal_loss_fails_all_that_run_and_all_that_wait(stand):
+    with RawClient(stand.endpoint) as client:
+        client.say(ask("runs"))
+        client.say(ask("waits"))
+        stand.core.wait_for(Admit)
+        stand.core.outbox.put(WorkersChanged((), False, fatal="the target is gone"))
+        failed = {client.hear_until(Failed)[-1].request for _ in range(2)}
+        assert failed == {"runs", "waits"}
+        client.say(ask("late"))
+        assert client.hear_until(Failed)[-1].message == "the target is gone"
+    assert stand.announced[-1] == Failure("WorkerError", "the target is gone")
+
+
+def test_the_end_of_the_server_is_an_error_and_no_hang(stand):
+    errors = []
+
+    def wait():
+        try:
+            stand.client().generate("x")
+        except OutriderError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    stand.core.wait_for(Admit)
+    stand.stop()
+    thread.join(20)
+    assert isinstance(errors[0], WorkerError) and "stopped" in str(errors[0])
+
+
+def test_stats_tell_workers_totals_and_what_was_dropped(stand, codec):
+    stand.core.play = says(codec, "a b c")
+    stand.client().generate("x")
+    with pytest.raises(InvalidRequest):
+        stand.client().generate([99999])
+    with RawClient(stand.endpoint) as client:
+        client.socket.send_multipart([b"rubbish"])
+        client.say(Hello("target", "t", 1, 1, "mlx", "m", 1, 1, 1, 1))
+        client.say(StatsQuery("s"))
+        stats = client.hear_until(Stats)[-1]
+    assert [worker.name for worker in stats.workers] == ["target-0", "draft-0"]
+    assert (stats.finished, stats.failed, stats.active, stats.queued) == (1, 1, 0, 0)
+    assert stats.totals.predicted_n == len(codec.encode("a b c", special=False)) + 1
+    assert stats.stale_messages == 3 and stats.rejected_frames == 2 + 2
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (Generate("q", None, None, SamplingParams()), "exactly one"),
+        (Generate("q", "", None, SamplingParams()), "prompt is empty"),
+        (Generate("q", None, np.zeros(0, np.int32), SamplingParams()), "prompt is empty"),
+        (Generate("q", None, np.array([4096], np.int32), SamplingParams()), "expected ids from 0 to 4095"),
+        (Generate("q", "x " * 2000, None, SamplingParams()), "expected at most 1023"),
+        (Generate("q", "x", None, SamplingParams(logit_bias=((5000, 1.0),))), "logit_bias has token 5000"),
+        (Generate("q", "x", None, SamplingParams(), num_draft_tokens=0), "num_draft_tokens is 0"),
+        (Generate("q", "x", None, SamplingParams(), num_draft_tokens=1000), "from 1 to 32"),
+        (Generate("q", "x", None, SamplingParams(), branches=100000), "from 1 to 256"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_in_a_sentence(stand, message, words):
+    with RawClient(stand.endpoint) as client:
+        client.say(message)
+        failed = client.hear()
+    assert isinstance(failed, Failed) and failed.kind == "InvalidRequest"
+    assert words in failed.message
+
+
+def test_the_last_prompt_that_fits_gets_the_room_that_is_left(stand, codec):
+    stand.core.play = says(codec, "x", "length")
+    result = stand.client().generate([5] * 1023, SamplingParams(max_tokens=50))
+    assert stand.core.wait_for(Admit)[0].sampling.max_tokens == 1
+    assert any("context ends there" in note for note in result.notes)
+
+
+def test_modes_that_need_a_drafter_are_refused_without_one(make_stand, codec):
+    stand = make_stand(draft_backend="none").start()
+    stand.core.play = says(codec, "x")
+    with pytest.raises(InvalidRequest, match="this server has none"):
+        stand.client().generate("x", mode="ssd")
+    stand.client().generate("x")
+    assert stand.core.wait_for(Admit)[0].mode == "ar"
+
+
+def test_out_of_range_sampling_from_another_client_is_answered(stand):
+    header = msgpack.unpackb(bytes(encode(ask())[0]))
+    header[2]["sampling"]["temp"] = -1.0
+    with RawClient(stand.endpoint) as client:
+        client.socket.send_multipart([msgpack.packb(header)])
+        failed = client.hear()
+    assert failed.request == "q" and "temp is -1.0" in failed.message
+    assert isinstance(as_error(failed.kind, failed.message), InvalidRequest)
+
+
+def test_another_protocol_version_is_answered_in_a_sentence(stand):
+    header = msgpack.unpackb(bytes(encode(ask())[0]))
+    header[0] = 999
+    with RawClient(stand.endpoint) as client:
+        client.socket.send_multipart([msgpack.packb(header)])
+        failed = client.hear()
+    assert failed.kind == "ProtocolError" and "999" in failed.message
+
+
+def test_random_frames_disturb_nobody(stand, codec):
+    stand.core.play = says(codec, "fine")
+    with RawClient(stand.endpoint) as client:
+        for length in (0, 1, 7, 300):
+            client.socket.send_multipart([os.urandom(length), os.urandom(5)])
+        client.socket.send_multipart([bytes(encode(ask())[0])[:-9]])
+        client.say(StatsQuery("s"))
+        client.hear_until(Stats)
+    assert stand.client().generate("x").text == "fine"
+
+
+def test_a_name_in_use_is_refused_and_its_request_goes_on(stand, codec):
+    with RawClient(stand.endpoint) as client:
+        client.say(ask("same"))
+        admit = stand.core.wait_for(Admit)[0]
+        client.say(ask("same"))
+        assert "running already" in client.hear_until(Failed)[-1].message
+        stand.core.outbox.put(Committed(admit.request, codec.encode("on", special=False)))
+        stand.core.outbox.put(Ended(admit.request, "length", Timings()))
+        assert "".join(m.text for m in client.hear_until(Done) if isinstance(m, Chunk)) == "on"
+
+
+def test_a_chat_template_that_refuses_is_a_sentence(stand):
+    object.__setattr__(stand.admission._text, "template", "{{ raise_exception('no users here') }}")
+    with pytest.raises(ModelError, match="no users here"):
+        stand.client().generate("x")
