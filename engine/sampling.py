@@ -67,6 +67,11 @@ class Sampler:
         """True when `scores` must be given histories."""
         return self.params.has_penalties
 
+    @property
+    def reach(self) -> int:
+        """How many of the tokens before it a choice can depend on through penalties."""
+        return _reach(self.params)
+
     def scores(
         self, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None = None
     ) -> mx.array:
@@ -145,13 +150,16 @@ def _processors(params: SamplingParams, vocab_size: int) -> list[Any]:
 
 def _tail(history: History, params: SamplingParams, vocab_size: int) -> mx.array:
     """The tokens penalties can see; ids beyond a narrower vocabulary are dropped where they are known."""
-    longest = max(params.repetition_context_size, params.presence_context_size, params.frequency_context_size)
     if isinstance(history, mx.array):
-        return history[-longest:]
-    tail = list(history[-longest:])
+        return history[-_reach(params) :]
+    tail = list(history[-_reach(params) :])
     if tail and max(tail) >= vocab_size:
         tail = [token for token in tail if token < vocab_size]
     return mx.array(tail, dtype=mx.int32)
+
+
+def _reach(params: SamplingParams) -> int:
+    return max(params.repetition_context_size, params.presence_context_size, params.frequency_context_size)
 
 
 def _filter(logprobs: mx.array, params: SamplingParams) -> mx.array:

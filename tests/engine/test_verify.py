@@ -1,0 +1,227 @@
+"""Whatever is proposed, the target's text is what it would have decoded alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache
+from mlx_lm.sample_utils import make_logits_processors
+
+from engine.cache import History, LengthCache, RollbackError
+from engine.loading import LoadedModel
+from engine.slots import Slot, open_slots
+from engine.verify import RunAhead, verify
+from protocol.errors import InvalidRequest
+from protocol.sampling import SamplingParams
+from tests.tiny import FAMILIES, HYBRIDS
+
+Loaded = Callable[..., LoadedModel]
+PROMPT = [40, 41, 42, 43, 44, 60, 61, 40, 41]
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temp=1.0, top_p=0.95, seed=2**40 + 5)
+PENALISED = SamplingParams(
+    temp=0.8, seed=3, top_k=50, repetition_penalty=1.2, repetition_context_size=7, presence_penalty=0.3,
+    frequency_penalty=0.2, logit_bias=((50, 1.5),),
+)  # fmt: skip
+SETTINGS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}
+
+
+def slot_of(model: LoadedModel, params: SamplingParams = GREEDY, prompt: list[int] = PROMPT) -> Slot:
+    return open_slots(model, [prompt], [params])[0]
+
+
+def decoded(model: LoadedModel, params: SamplingParams, count: int, prompt: list[int] = PROMPT) -> list[int]:
+    """Plain decoding, one verify of an empty chain a token."""
+    slot = slot_of(model, params, prompt)
+    return [verify(model, [slot], [()])[0].bonus for _ in range(count)]
+
+
+def spoilt(truth: list[int], right: int) -> list[int]:
+    return [token if i < right else (token + 1) % 258 for i, token in enumerate(truth)]
+
+
+def check_slot(slot: Slot) -> None:
+    assert slot.fed < len(slot.tokens)
+    if slot.history.exact:
+        assert slot.fed == len(slot.tokens) - 1
+        assert all(cache.offset == slot.fed for cache in slot.history.caches)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("setting", sorted(SETTINGS))
+def test_verified_text_is_the_decoded_text(loaded: Loaded, family: str, setting: str) -> None:
+    model, params = loaded(family), SETTINGS[setting]
+    truth = decoded(model, params, 60)
+    draws = random.Random(f"{family}{setting}")
+    slot, done = slot_of(model, params), 0
+    while done < 48:
+        length = draws.randrange(7)
+        right = draws.choice([0, length, draws.randint(0, length)])
+        chain = spoilt(truth[done : done + length], right)
+        verdict = verify(model, [slot], [chain])[0]
+        assert (verdict.accepted, verdict.bonus) == (right, truth[done + right])
+        done += right + 1
+        assert slot.tokens == PROMPT + truth[:done]
+        check_slot(slot)
+
+
+@pytest.mark.parametrize("length", range(9))
+def test_every_length_and_every_acceptance(loaded: Loaded, length: int) -> None:
+    model = loaded("llama")
+    truth = decoded(model, SAMPLED, 20)
+    for right in range(length + 1):
+        slot = slot_of(model, SAMPLED)
+        verdict = verify(model, [slot], [spoilt(truth[:length], right)])[0]
+        assert (verdict.accepted, verdict.bonus) == (right, truth[right])
+        assert [verify(model, [slot], [()])[0].bonus for _ in range(3)] == truth[right + 1 : right + 4]
+
+
+def test_a_right_token_after_a_wrong_one_does_not_count(loaded: Loaded) -> None:
+    model = loaded("llama")
+    truth = decoded(model, GREEDY, 6)
+    chain = [truth[0], truth[1] + 1, truth[2], truth[3]]
+    assert verify(model, [slot_of(model)], [chain])[0].accepted == 1
+
+
+def test_slots_do_not_mix(loaded: Loaded) -> None:
+    model = loaded("llama")
+    prompts, params = [PROMPT, PROMPT[:4]], [GREEDY, SAMPLED]
+    truths = [decoded(model, p, 12, prompt) for p, prompt in zip(params, prompts, strict=True)]
+    slots = open_slots(model, prompts, params)
+    for _ in range(3):
+        chains = [truth[len(s.tokens) - len(p) :][:2] for truth, s, p in zip(truths, slots, prompts, strict=True)]
+        verify(model, slots, [chains[0], spoilt(chains[1], 1)])
+    for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
+        assert slot.tokens[len(prompt) :] == truth[: len(slot.tokens) - len(prompt)]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2"])
+def test_greedy_text_is_mlx_lms(loaded: Loaded, family: str) -> None:
+    model = loaded(family)
+    theirs = [token for token, _ in generate_step(mx.array(PROMPT), model.model, max_tokens=60)]
+    assert decoded(model, GREEDY, 60) == theirs
+    ahead = RunAhead(model, slot_of(model))
+    assert [ahead.next() for _ in range(60)] == theirs
+
+
+def test_penalised_greedy_text_is_mlx_lms(loaded: Loaded) -> None:
+    model = loaded("llama")
+    params = SamplingParams(repetition_penalty=1.3, repetition_context_size=5, presence_penalty=0.4)
+    processors = make_logits_processors(None, 1.3, 5, 0.4)
+    theirs = [t for t, _ in generate_step(mx.array(PROMPT), model.model, max_tokens=40, logits_processors=processors)]
+    assert theirs != decoded(model, GREEDY, 40)
+    assert decoded(model, params, 40) == theirs
+    ahead = RunAhead(model, slot_of(model, params))
+    assert [ahead.next() for _ in range(40)] == theirs
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", *HYBRIDS])
+@pytest.mark.parametrize("setting", sorted(SETTINGS))
+def test_running_ahead_and_stopping_changes_nothing(loaded: Loaded, family: str, setting: str) -> None:
+    model, params = loaded(family), SETTINGS[setting]
+    truth = decoded(model, params, 40)
+    slot, done = slot_of(model, params), 0
+    for steps in (1, 3, 7, 2):
+        ahead = RunAhead(model, slot)
+        assert [ahead.next() for _ in range(steps)] == truth[done : done + steps]
+        ahead.stop()
+        ahead.stop()
+        done += steps
+        check_slot(slot)
+        chain = spoilt(truth[done : done + 3], 1)
+        verdict = verify(model, [slot], [chain])[0]
+        assert (verdict.accepted, verdict.bonus) == (1, truth[done + 1])
+        done += 2
+    assert slot.tokens == PROMPT + truth[:done]
+
+
+def test_stopping_before_starting(loaded: Loaded) -> None:
+    slot = slot_of(loaded("llama"))
+    RunAhead(loaded("llama"), slot).stop()
+    check_slot(slot)
+
+
+def test_a_long_prompt_is_read_in_pieces_and_reported(loaded: Loaded) -> None:
+    model, seen = loaded("llama"), []
+    prompt = [2 + i * 7 % 256 for i in range(1025)]
+    slot = open_slots(model, [prompt], [GREEDY], lambda done, total: seen.append((done, total)))[0]
+    assert seen == [(512, 1025), (1024, 1025)]
+    theirs = [token for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=12)]
+    assert [verify(model, [slot], [()])[0].bonus for _ in range(12)] == theirs
+
+
+def test_a_prefill_ends_when_progress_raises(loaded: Loaded) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyError(done)
+
+    with pytest.raises(KeyError):
+        open_slots(loaded("llama"), [[5] * 2000], [GREEDY], stop)
+
+
+@pytest.mark.parametrize("prompt", [[], [1, 258], [-1]])
+def test_bad_prompts(loaded: Loaded, prompt: list[int]) -> None:
+    with pytest.raises(InvalidRequest):
+        open_slots(loaded("llama"), [prompt], [GREEDY])
+
+
+def test_the_buffer_grows_past_every_boundary(loaded: Loaded) -> None:
+    model = loaded("llama")
+    slot = slot_of(model, GREEDY, [2 + i % 250 for i in range(250)])
+    while len(slot.tokens) < 1000:
+        before = len(slot.tokens)
+        verify(model, [slot], [list(range(60, 92))])
+        assert len(slot.tokens) > before
+        slot.tokens += [5] * 100
+        check_rows = slot.forward(mx.array(slot.unfed))[-1]
+        whole = model.model(mx.array([slot.tokens]))[0, -1]
+        assert mx.allclose(check_rows, whole, atol=1e-4)
+        slot.history.roll_back(len(slot.tokens) - 1)
+
+
+def test_rollback_never_fails_in_silence(loaded: Loaded) -> None:
+    slot = slot_of(loaded("llama"))
+    with pytest.raises(RollbackError, match="only 8"):
+        slot.history.roll_back(9)
+
+    hybrid = slot_of(loaded("qwen3_5"))
+    with pytest.raises(RollbackError, match="no state was marked"):
+        hybrid.history.roll_back(4)
+
+
+class Chunked:
+    """A model whose cache forgets old chunks."""
+
+    def make_cache(self) -> list[ChunkedKVCache]:
+        return [ChunkedKVCache(16)]
+
+
+class Nested:
+    """A model that keeps several caches a layer."""
+
+    def make_cache(self) -> list[CacheList]:
+        return [CacheList(ArraysCache(1), LengthCache())]
+
+
+def test_a_cache_that_cannot_be_rolled_back_says_so() -> None:
+    history = History(Chunked())
+    history.length = 5
+    assert not history.can_roll_back
+    history.roll_back(5)
+    with pytest.raises(RollbackError, match="ChunkedKVCache"):
+        history.roll_back(4)
+
+
+def test_nested_caches_are_rolled_back_too() -> None:
+    history = History(Nested())
+    state, keys = history.caches[0].caches
+    state[0] = mx.array([1.0])
+    history.length = keys.offset = 3
+    history.mark()
+    state[0] = mx.array([2.0])
+    history.length = keys.offset = 6
+    history.roll_back(4)
+    assert (history.length, keys.offset, state[0].item()) == (3, 3, 1.0)
