@@ -16,6 +16,8 @@ from orchestrator.speculation_cache import SpeculationCache
 from protocol.messages import Timings
 
 MILLISECOND_NS = 1_000_000
+# A request tells at most this many single turnarounds; the sums go on.
+MAX_TURNAROUNDS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ class Account:
             return
         self.verify_ns += verify_ns
         self.idle_ns += idle_ns
-        self.turnarounds_ns.append(idle_ns)
+        if len(self.turnarounds_ns) < MAX_TURNAROUNDS:
+            self.turnarounds_ns.append(idle_ns)
 
     def timings(self, prompt_n: int, predicted_n: int) -> Timings:
         predicted_ms = max(self.last_ns - self.first_ns, 0) / MILLISECOND_NS

@@ -21,6 +21,7 @@ from orchestrator.ngram import NgramIndex
 from orchestrator.proposals import Ask, Linger, Proposer, Step, from_cache, from_drafter
 from orchestrator.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Waiting
 from orchestrator.trace import Trace
+from protocol.fields import MAX_COMMIT
 from protocol.messages import Branches, Close, Commit, Drafted, Fault, Message, Open, Outcome, Prefilled, Resync, Verify
 
 log = logging.getLogger(__name__)
@@ -241,19 +242,27 @@ class Rounds:
         request.waiting = Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS), (step.accepted, step.bonus))
 
     def _commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:
-        tokens, request.untold = tuple(request.untold), []
+        """COMMIT; drafters that were not told for longer than a message holds are opened anew first."""
+        if len(request.untold) > MAX_COMMIT:
+            self._open_drafters(request, None)
         message = Commit(
             request.id,
             request.epoch,
             round_number,
             len(request.tokens),
-            tokens,
+            tuple(request.untold),
             verifying,
             depth,
             request.branches,
         )
+        request.untold = []
         for name in request.drafters:
             self._workers.send_drafter(name, message)
+
+    def _open_drafters(self, request: Request, verifying: tuple[int, ...] | None) -> None:
+        request.untold = []
+        for name in request.drafters:
+            self._workers.send_drafter(name, self._opening(request, verifying))
 
     def _verifying(self, request: Request) -> tuple[int, ...] | None:
         return request.proposal.chain if request.mode == "ssd" else None
@@ -267,11 +276,9 @@ class Rounds:
 
     def _open(self, request: Request) -> None:
         request.base_len = len(request.tokens)
-        request.untold = []
         request.cache.start()
         self._workers.send_target(self._opening(request, None))
-        for name in request.drafters:
-            self._workers.send_drafter(name, self._opening(request, self._verifying(request)))
+        self._open_drafters(request, self._verifying(request))
 
     def _opening(self, request: Request, verifying: tuple[int, ...] | None) -> Open:
         tokens, eos = np.asarray(request.tokens, np.int32), tuple(sorted(request.admit.eos))

@@ -40,6 +40,8 @@ class Array:
 
 
 MAX_TOKENS = 2**24
+# Usually a chain and its bonus token; more when a drafter was not told for a while.
+MAX_COMMIT = 4096
 MAX_CHAIN = 64
 MAX_BRANCHES = 1024
 
@@ -50,9 +52,8 @@ Nanoseconds = Annotated[int, Range(0, 2**63 - 1)]
 RequestId = Annotated[str, Size(64)]
 Name = Annotated[str, Size(4096)]
 Text = Annotated[str, Size(2**26)]
-Line = Annotated[tuple[Token, ...], Size(MAX_TOKENS)]
 Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
-Committed = Annotated[tuple[Token, ...], Size(MAX_CHAIN + 1)]  # a whole chain and the bonus token
+Committed = Annotated[tuple[Token, ...], Size(MAX_COMMIT)]
 Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)]
 Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]
 Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]

@@ -18,7 +18,6 @@ from protocol.fields import (
     Count,
     Floats,
     Ids,
-    Line,
     Mode,
     Name,
     Nanoseconds,

@@ -18,6 +18,7 @@ from types import FrameType
 import zmq
 
 from protocol.codec import decode, encode
+from protocol.endpoints import connect
 from protocol.errors import ProtocolError
 from protocol.messages import Message, Ping, Pong
 
@@ -87,7 +88,7 @@ class WorkerLink:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, identity.encode())
         socket.setsockopt(zmq.LINGER, 500)
-        socket.connect(endpoint)
+        connect(socket, endpoint)
         return socket
 
     def _answer_pings(self) -> None:
