@@ -60,7 +60,7 @@ class Constants:
         return const
 
     def _uint4(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return _kernel(data.astype(self._mil.types.np_uint4_dtype))
+        return _kernel(data.view(self._mil.types.np_uint4_dtype))  # a label, no copy
 
 
 def _kernel(matrix: NDArray[Any]) -> NDArray[Any]:

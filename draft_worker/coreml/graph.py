@@ -68,7 +68,7 @@ class _GraphBuilder:
                 fresh = self._fresh(f"{name}.self_attn", normed, rows)
                 keys.append(fresh.keys)
                 values.append(fresh.values)
-                if self._function.logits or not last:  # a prefill wants the cache only
+                if self._function.logits or not last or layer == 0:  # a prefill wants the cache only
                     x = self._layer(name, x, normed, rows, memory, fresh)
             self._store(inputs, memories, keys, values)
             wanted = {tensor.name for tensor in self._layout.outputs(self._function)}

@@ -6,6 +6,7 @@ conversion for each function takes minutes. Needs coremltools, on any system.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import tempfile
 from collections.abc import Callable
@@ -40,7 +41,10 @@ def write(
     export = importlib.import_module("coremltools.converters.mil.backend.mil.load").load
     # weight.bin grows here first, so it must be on the disk whose space was looked at
     with tempfile.TemporaryDirectory(dir=destination.parent) as weights_dir:
-        spec = export(program, weights_dir, specification_version=coremltools.target.iOS18.value)
-        coremltools.utils.save_spec(spec, str(destination), weights_dir=weights_dir)
+        try:
+            spec = export(program, weights_dir, specification_version=coremltools.target.iOS18.value)
+            coremltools.utils.save_spec(spec, str(destination), weights_dir=weights_dir)
+        except RuntimeError as error:  # what coremltools' own writers make of a full disk
+            raise OSError(errno.EIO, str(error)) from error
     if progress:
         progress(steps, steps)

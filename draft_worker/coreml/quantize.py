@@ -7,6 +7,7 @@ significant bits that every product is exact in float16's eleven. Knows matrices
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +18,8 @@ from protocol.errors import ModelError
 GROUP = 64
 _INT4_SCALE_BITS = 7  # times a 4-bit number: 11 bits
 _INT8_SCALE_BITS = 3  # times an 8-bit number: 11 bits
-_SMALLEST = 2.0**-24  # float16's finest step
+_FINEST = -24  # the exponent of float16's smallest number
+_BLOCK = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,10 @@ class Int8:
 
     @property
     def values(self) -> NDArray[np.float16]:
-        return self.data.astype(np.float16) * self.scale
+        values = np.empty(self.data.shape, np.float16)
+        for rows in _blocks(self.data):
+            values[rows] = self.data[rows].astype(np.float32) * self.scale[rows].astype(np.float32)  # exact: eleven bits
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,12 @@ class Int4:
 
     @property
     def values(self) -> NDArray[np.float16]:
-        scale, zero = (np.repeat(x.astype(np.float16), GROUP, axis=1) for x in (self.scale, self.zero))
-        return scale * (self.data.astype(np.float16) - zero)
+        values = np.empty(self.data.shape, np.float16)
+        for rows in _blocks(self.data):
+            wide = self.data[rows].reshape(-1, self.scale.shape[1], GROUP).astype(np.float32)
+            wide = (wide - self.zero[rows, :, None]) * self.scale[rows, :, None].astype(np.float32)
+            values[rows] = wide.reshape(-1, self.data.shape[1])  # exact: eleven bits
+        return values
 
 
 Form = Dense | Int8 | Int4
@@ -80,10 +89,12 @@ class MlxTriple:
 
 def int8(dense: NDArray[np.floating]) -> Int8:
     """`dense` [rows, columns] with one scale a row, of three significant bits."""
-    wide = dense.astype(np.float32)
-    scale = _significant(np.abs(wide).max(axis=1, keepdims=True) / 127, _INT8_SCALE_BITS, np.ceil)
-    scale = np.maximum(scale, np.float16(_SMALLEST))
-    data = np.clip(np.rint(wide / scale.astype(np.float32)), -127, 127).astype(np.int8)
+    data, scale = np.empty(dense.shape, np.int8), np.empty((dense.shape[0], 1), np.float16)
+    for rows in _blocks(dense):
+        wide = dense[rows].astype(np.float32)
+        step = np.abs(wide).max(axis=1, keepdims=True) / 127
+        scale[rows] = _significant(step, _INT8_SCALE_BITS, np.ceil)
+        data[rows] = np.clip(np.rint(wide / scale[rows].astype(np.float32)), -127, 127)
     return Int8(data, scale)
 
 
@@ -93,20 +104,30 @@ def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | N
     Raises:
         ModelError: the columns do not divide into groups.
     """
-    rows, columns = dense.shape
+    count, columns = dense.shape
     if columns % GROUP:
         raise ModelError(f"{name} has {columns} columns; int4 needs a multiple of {GROUP} (use int8 or fp16)")
-    grouped = dense.astype(np.float32).reshape(rows, columns // GROUP, GROUP)
-    grid = grid or _grid(grouped)
-    scale = np.maximum(_significant(grid.step, _INT4_SCALE_BITS, np.rint), np.float16(_SMALLEST))
-    wide = scale.astype(np.float32)
-    zero = np.clip(np.rint(-grid.low / wide), 0, 15)
-    data = np.clip(np.rint(grouped / wide[..., None]) + zero[..., None], 0, 15)
-    return Int4(data.reshape(rows, columns).astype(np.uint8), scale, zero.astype(np.uint8))
+    data, scale = np.empty(dense.shape, np.uint8), np.empty((count, columns // GROUP), np.float16)
+    zero = np.empty(scale.shape, np.uint8)
+    for rows in _blocks(dense):
+        grouped = dense[rows].astype(np.float32).reshape(-1, columns // GROUP, GROUP)
+        levels = _levels(grouped) if grid is None else Int4Grid(grid.step[rows], grid.low[rows])
+        scale[rows] = _significant(levels.step, _INT4_SCALE_BITS, np.rint)
+        step = scale[rows].astype(np.float32)
+        zero[rows] = np.clip(np.rint(-levels.low / step), 0, 15)
+        steps = np.rint(grouped / step[..., None]) + zero[rows, :, None]
+        data[rows] = np.clip(steps, 0, 15).reshape(-1, columns)
+    return Int4(data, scale, zero)
 
 
-def _grid(grouped: NDArray[np.float32]) -> Int4Grid:
-    """Step and lowest value of each group, so that sixteen steps span it and zero."""
+def _blocks(matrix: NDArray[Any]) -> list[slice]:
+    """Rows a few million numbers at a time, so that the float32 in between stays small."""
+    rows = max(1, _BLOCK // matrix.shape[1])
+    return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
+
+
+def _levels(grouped: NDArray[np.float32]) -> Int4Grid:
+    """Sixteen levels of each group that span it and zero."""
     low, high = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
     return Int4Grid((high - low) / 15, low)
 
@@ -129,7 +150,8 @@ def _pack(data: NDArray[np.uint32], bits: int) -> mx.array:
 
 
 def _significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDArray[np.float16]:
-    """`x` >= 0 rounded to `bits` significant bits, on float16's grid."""
+    """`x` >= 0 rounded to `bits` significant bits on float16's grid; never 0."""
     mantissa, exponent = np.frexp(x.astype(np.float64))
-    floor = np.maximum(exponent - bits, -24)
-    return np.ldexp(rounding(np.ldexp(mantissa, exponent - floor)), floor).astype(np.float16)
+    floor = np.maximum(exponent - bits, _FINEST)
+    rounded = np.ldexp(rounding(np.ldexp(mantissa, exponent - floor)), floor)
+    return np.maximum(rounded, 2.0**_FINEST).astype(np.float16)

@@ -41,6 +41,14 @@ class Weights:
     vectors: dict[str, NDArray[np.floating]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def parameters(self) -> int:
+        numbers = self.embedding.size + sum(vector.size for vector in self.vectors.values())
+        for name, form in self.matrices.items():
+            if name != HEAD or not self.architecture.tied:
+                numbers += form.values.size if isinstance(form, Dense) else form.data.size
+        return numbers
+
 
 @dataclass(slots=True)
 class _Range:
