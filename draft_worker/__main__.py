@@ -6,10 +6,14 @@ import argparse
 import logging
 import os
 import time
+from pathlib import Path
 
 from draft_worker.backends import BACKENDS, make
 from draft_worker.fan_out import POLICIES
-from draft_worker.worker import DraftWorker
+from draft_worker.paced import PacedDrafter
+from draft_worker.slow_link import SlowLink
+from draft_worker.worker import DraftWorker, Link
+from engine.pace import Profile
 from protocol.errors import OutriderError
 from protocol.messages import Fault, Hello, Loading
 from protocol.worker_link import WorkerLink
@@ -22,6 +26,11 @@ def main() -> int:
         try:
             link.send(Loading("draft", f"starting the {options.backend} drafter"))
             drafter = make(options.backend, options.model, lambda stage: link.send(Loading("draft", stage)))
+            far: Link = link
+            if options.simulate:
+                profile = Profile.read(options.simulate)
+                far = slow = SlowLink(link, profile.link_ms)
+                drafter = PacedDrafter(drafter, profile, slow.nap)
         except OutriderError as error:
             link.send(Fault(options.name, None, str(error)))
             return error.exit_code
@@ -38,7 +47,7 @@ def main() -> int:
             drafter.weight_bytes,
         )
         link.send(hello)
-        DraftWorker(link, drafter, POLICIES[options.fan_out]).run()
+        DraftWorker(far, drafter, POLICIES[options.fan_out]).run()
     return 0
 
 
@@ -49,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=sorted(BACKENDS), default="mlx")
     parser.add_argument("--model", required=True, help="a model directory; for replay, its script")
     parser.add_argument("--fan-out", choices=sorted(POLICIES), default="best-first")
+    parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--parent-fd", type=int, default=None)
     parser.add_argument("--log-level", default="warning")
     return parser

@@ -26,7 +26,8 @@ class Calibration:
         self._seen = {False: 0.0, True: 0.0}
 
     def learn(self, chain_length: int, accepted: int, rank: int | None) -> None:
-        """One outcome: `accepted` of `chain_length` held, and the bonus stood at `rank` (None: beyond the candidates)."""
+        """One outcome: `accepted` of `chain_length` held, and the bonus stood at `rank` (None: beyond the candidates).
+        """
         while len(self._tried) < chain_length:
             self._tried.append(0.0)
             self._held.append(0.0)
@@ -48,7 +49,8 @@ class Calibration:
         return (held + PRIOR_ROUNDS * PRIOR_ACCEPTANCE) / (tried + PRIOR_ROUNDS)
 
     def rank_share(self, full: bool, rank: int) -> float:
-        """Probability that the bonus token is the drafter's candidate number `rank` (its chain's own token left out)."""
+        """Probability that the bonus token is the drafter's candidate number `rank` (its chain's own token left out).
+        """
         prior = (PRIOR_RANKS_FULL if full else PRIOR_RANKS_REJECTED)[min(rank, MAX_RANK - 1)]
         counted = self._ranks[full][rank] if rank < MAX_RANK else 0.0
         return (counted + PRIOR_ROUNDS * prior) / (self._seen[full] + PRIOR_ROUNDS)

@@ -25,8 +25,8 @@ class TokenTree(Protocol):
     """One request's committed tokens and the drafted tokens that grow from them.
 
     A *node* is a token that has been fed, so that what follows it is known. Nodes are ints, numbered from 0 in feeding
-    order over the tree's life: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's node.
-    Scores are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling).
+    order over the tree's life: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's
+    node. Scores are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling).
     """
 
     @property

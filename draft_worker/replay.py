@@ -1,8 +1,8 @@
 """The drafter `replay`: proposes a known text with a prescribed acceptance, for tests and for simulated machines.
 
 It holds the true continuations and errs on purpose: a proposal at chain position i is right with probability
-`acceptance[i]`, and after a wrong one the true token stands at a rank drawn from `bonus_ranks`. Every draw is a function
-of (seed, position), so a run repeats exactly. Knows no model.
+`acceptance[i]`, and after a wrong one the true token stands at a rank drawn from `bonus_ranks`. Every draw is a
+function of (seed, position), so a run repeats exactly. Knows no model.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What `replay` proposes. `texts` are whole token sequences, prompt included; the last `acceptance` and `bonus_ranks`
-    entries hold for all that follow (a rank beyond the list: never found)."""
+    """What `replay` proposes. `texts` are whole token sequences, prompt included; the last `acceptance` and
+    `bonus_ranks` entries hold for all that follow (a rank beyond the list: never found).
+    """
 
     texts: tuple[tuple[int, ...], ...]
     acceptance: tuple[float, ...]
@@ -54,7 +55,8 @@ class Script:
             )
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise InvalidRequest(
-                f"replay script {path} can't be used ({error}); expected JSON with texts, acceptance, bonus_ranks, vocab_size"
+                f"replay script {path} can't be used ({error});"
+                " expected JSON with texts, acceptance, bonus_ranks, vocab_size"
             ) from error
 
 

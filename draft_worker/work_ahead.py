@@ -1,7 +1,7 @@
 """The drafter's work ahead for one request: which tokens to feed next, and what is ready to be pushed.
 
-Works on a `TokenTree` and on commits; knows nothing of sockets. One `advance` is one forward of the drafter, so that its
-caller can look for news between two. Paper sections 3 and 4; the words are docs/architecture.md's.
+Works on a `TokenTree` and on commits; knows nothing of sockets. One `advance` is one forward of the drafter, so that
+its caller can look for news between two. Paper sections 3 and 4; the words are docs/architecture.md's.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Ready:
 class Plan:
     """The work for one chain under verification.
 
-    `spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes as far
-    as they are fed; `unfed` is the rest of the chain. `counts[k]` is F_k; `unforked` are the k whose branches are not begun.
+    `spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes as
+    far as they are fed; `unfed` is the rest of the chain. `counts[k]` is F_k; `unforked` are the k whose branches are
+    not begun.
     """
 
     chain: tuple[int, ...]
@@ -98,7 +99,7 @@ class WorkAhead:
         return self.tree.best(nodes)
 
     def advance(self) -> Ready:
-        """One forward: what the chain still lacks is fed, every growing branch gets one token deeper, new forks begin."""
+        """One forward: what the chain still lacks is fed, every branch grows one token, new forks begin."""
         plan = self._plan
         if plan is None:
             return Ready((), 0, True)
@@ -120,7 +121,7 @@ class WorkAhead:
         return plan
 
     def _feed(self, plan: Plan) -> list[int]:
-        """The forward of `advance`: the unfed chain and every growing branch's next token. Returns the branches' bests."""
+        """The forward of `advance`: the unfed chain and the next token of every growing branch, whose bests it returns."""
         first, line = self.tree.next_node, plan.unfed
         parents = [plan.spine[-1], *range(first, first + len(line) - 1)] if line else []
         parents += [plan.spine[g.accepted] if g.tip is None else g.tip for g in plan.growing]

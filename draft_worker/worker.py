@@ -1,13 +1,14 @@
 """The draft worker's loop: OPEN and COMMIT in, BRANCHES and DRAFTED out, one forward at a time.
 
-Between two forwards it looks for news, so an outcome that arrives early redirects the work at once. Owns one token tree a
-request; acts only on the newest commit; says RESYNC when it missed one. Knows nothing of models.
+Between two forwards it looks for news, so an outcome that arrives early redirects the work at once. Owns one token tree
+a request; acts only on the newest commit; says RESYNC when it missed one. Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Protocol
 
 from draft_worker.calibration import Calibration
 from draft_worker.drafter import Drafter, DrafterFault
@@ -16,9 +17,18 @@ from draft_worker.work_ahead import WorkAhead
 from protocol import clock
 from protocol.errors import OutriderError
 from protocol.messages import Branches, Close, Commit, Drafted, Fault, Message, Open, Prefilled, Resync, Shutdown
-from protocol.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    """The wire as the worker sees it: `protocol.worker_link.WorkerLink`, or something that stands for it."""
+
+    name: str
+
+    def send(self, message: Message) -> None: ...
+
+    def receive(self, wait: bool) -> Message | None: ...
 
 
 @dataclass(slots=True)
@@ -34,7 +44,7 @@ class Drafting:
 class DraftWorker:
     """Serves requests from `link` with `drafter` until told to shut down."""
 
-    def __init__(self, link: WorkerLink, drafter: Drafter, fan_out: FanOut) -> None:
+    def __init__(self, link: Link, drafter: Drafter, fan_out: FanOut) -> None:
         self._link = link
         self._drafter = drafter
         self._fan_out = fan_out

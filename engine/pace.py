@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import InvalidRequest, WorkerError
+
+# A simulated forward may end this much late before it counts as failed: the system's own jitter.
+SLACK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class Latency:
 class Profile:
     """A machine we don't have. `link_ms` is the one-way time of a message to or from its drafter.
 
-    `acceptance` by chain position and `bonus_ranks` are for the replay drafter; `sources` say where the numbers are from.
+    `acceptance` by chain position and `bonus_ranks` are for the replay drafter; `sources` say where the numbers are
+    from.
     """
 
     name: str
@@ -64,46 +69,43 @@ class Profile:
                 bonus_ranks=tuple(_share("bonus_ranks", share) for share in fields["bonus_ranks"]),
             )
         except KeyError as error:
-            raise InvalidRequest(f"profile {path} has no {error.args[0]}; see docs/simulation.md for its fields") from error
+            raise InvalidRequest(
+                f"profile {path} has no {error.args[0]}; see docs/simulation.md for its fields"
+            ) from error
         except (OSError, ValueError, TypeError) as error:
             raise InvalidRequest(f"profile {path} can't be read: {error}") from error
 
 
 class Pace:
-    """Holds a worker to a latency. `begin` before the work, `end` after it with its rows."""
+    """Holds a worker to a latency. `begin` before a forward is built, `end` after it with its rows, `wait` when its
+    result has been read; `nap(seconds)` is how it waits.
+    """
 
-    def __init__(self, latency: Latency) -> None:
+    def __init__(self, latency: Latency, nap: Callable[[float], None] = time.sleep) -> None:
         self._latency = latency
+        self._nap = nap
         self._due = 0.0
-        self._spent = 0.0
-        self._allowed = 0.0
-        self._began = 0.0
 
     def begin(self) -> None:
-        self._began = time.perf_counter()
+        self._due = max(self._due, time.perf_counter())
 
     def end(self, rows: int) -> None:
-        """Counts the work since `begin` against the profile's time for `rows`."""
-        now = time.perf_counter()
-        allowed = self._latency.milliseconds(rows) / 1000
-        self._spent += now - self._began
-        self._allowed += allowed
-        self._due = max(self._due, self._began) + allowed
+        self._due += self._latency.milliseconds(rows) / 1000
 
     def wait(self) -> None:
-        """Sleeps until all counted work is due.
+        """Sleeps until all forwards since are due.
 
         Raises:
-            WorkerError: the real work took longer than the profile allows over the last stretch.
+            WorkerError: the real work ended after the profile's machine would have.
         """
-        late = self._spent - self._allowed
-        self._spent = self._allowed = 0.0
-        if late > 0.0005:
+        left = self._due - time.perf_counter()
+        if left < -SLACK_SECONDS and self._due > 0:
             raise WorkerError(
-                f"the simulated forward would have ended {late * 1000:.1f} ms before the real one;"
+                f"the real forward ended {-left * 1000:.1f} ms after the simulated one would have;"
                 " use a smaller model or a slower profile"
             )
-        time.sleep(max(self._due - time.perf_counter(), 0.0))
+        self._due = 0.0
+        self._nap(max(left, 0.0))
 
 
 def _latency(name: str, points: object) -> Latency:

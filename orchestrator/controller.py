@@ -1,8 +1,8 @@
 """The controller of `--mode auto`: which mode and which K the next rounds use, by expected tokens per second.
 
-It predicts with the formula (orchestrator.speedup), trusts what it measured over what it predicts, tries what it has not
-measured lately when the prediction says it might pay, and goes back to AR when nothing does. Shared by all requests, so
-it remembers. It has no clock and no chance: what it is told decides what it says.
+It predicts with the formula (orchestrator.speedup), trusts what it measured over what it predicts, tries what it has
+not measured lately when the prediction says it might pay, and goes back to AR when nothing does. Shared by all
+requests, so it remembers. It has no clock and no chance: what it is told decides what it says.
 """
 
 from __future__ import annotations

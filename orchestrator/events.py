@@ -16,7 +16,8 @@ from protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Run this request now. `sampling.seed` is drawn already; `mode` is ar, sd, ssd or auto; `eos` is empty when ignored.
+    """Run this request now. `sampling.seed` is drawn already; `mode` is ar, sd, ssd or auto; `eos` is empty when
+    ignored.
 
     `num_draft_tokens` and `branches` None: as the core's settings say.
     """

@@ -15,7 +15,8 @@ from orchestrator.request import MILLISECOND_NS, Proposal, Request, Source
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask the drafters for the continuation of the committed text, `depth` tokens. `missed`: the lookup found nothing."""
+    """Ask the drafters for the continuation of the committed text, `depth` tokens. `missed`: the lookup found nothing.
+    """
 
     depth: int
     missed: bool = False

@@ -78,7 +78,8 @@ def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: 
     chosen = [bar for bar in bars if first_round <= bar.round < first_round + rounds]
     verifies = [bar for bar in chosen if bar.track == "target"]
     if not verifies:
-        raise InvalidRequest(f"the trace has no rounds {first_round} to {first_round + rounds - 1}; generate more tokens")
+        last = first_round + rounds - 1
+        raise InvalidRequest(f"the trace has no rounds {first_round} to {last}; generate more tokens")
     sources = {bar.round: bar.name for bar in bars if bar.track == "orchestrator"}
     tracks = ["target", *sorted({bar.track for bar in chosen} - {"target", "orchestrator"})]
     figure = Figure(figsize=(15, 1.6 + 1.1 * len(tracks)), layout="constrained")

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import time
+from pathlib import Path
 
 from protocol.errors import OutriderError
 from protocol.messages import Fault, Hello, Loading
@@ -19,12 +20,15 @@ def main() -> int:
         try:
             link.send(Loading("target", "importing MLX"))
             from engine.loading import load
+            from engine.pace import Pace, Profile
             from target_worker.worker import TargetWorker
 
+            profile = Profile.read(options.simulate) if options.simulate else None
             model = load(options.model, progress=lambda stage: link.send(Loading("target", stage)))
         except OutriderError as error:
             link.send(Fault(options.name, None, str(error)))
             return error.exit_code
+        note = f"simulating {profile.name}" if profile else ""
         hello = Hello(
             "target",
             options.name,
@@ -36,9 +40,10 @@ def main() -> int:
             model.context_length,
             model.parameters,
             model.weight_bytes,
+            note,
         )
         link.send(hello)
-        TargetWorker(link, model).run()
+        TargetWorker(link, model, Pace(profile.target) if profile else None).run()
     return 0
 
 
@@ -47,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--name", default="target-0")
     parser.add_argument("--model", required=True)
+    parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--parent-fd", type=int, default=None)
     parser.add_argument("--log-level", default="warning")
     return parser

@@ -7,9 +7,12 @@ committed lengths disagree. Knows nothing of drafters or text.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from engine.loading import LoadedModel
+from engine.pace import Pace
 from engine.slots import Slot, open_slots
 from engine.verify import RunAhead, verify
 from protocol import clock
@@ -37,11 +40,12 @@ class _PrefillCancelled(Exception):
 
 
 class TargetWorker:
-    """Serves requests from `link` with `model` until told to shut down."""
+    """Serves requests from `link` with `model` until told to shut down; `pace` holds its forwards to a profile."""
 
-    def __init__(self, link: WorkerLink, model: LoadedModel) -> None:
+    def __init__(self, link: WorkerLink, model: LoadedModel, pace: Pace | None = None) -> None:
         self._link = link
         self._model = model
+        self._pace = pace
         self._running: dict[str, Running] = {}
         self._stale = 0
 
@@ -128,7 +132,8 @@ class TargetWorker:
             self._start_ahead(running, message)
             return
         started_ns = clock.now()
-        verdict = verify(self._model, [running.slot], [message.chain])[0]
+        with self._paced(1 + len(message.chain)):
+            verdict = verify(self._model, [running.slot], [message.chain])[0]
         outcome = Outcome(
             message.request,
             message.epoch,
@@ -140,6 +145,17 @@ class TargetWorker:
             received_ns - running.sent_ns,
         )
         self._answer(running, outcome)
+
+    @contextmanager
+    def _paced(self, rows: int) -> Iterator[None]:
+        """A forward of `rows`: as long as it takes, or as long as the simulated machine would."""
+        if self._pace is None:
+            yield
+            return
+        self._pace.begin()
+        yield
+        self._pace.end(rows)
+        self._pace.wait()
 
     def _answer(self, running: Running, outcome: Outcome) -> None:
         running.last = outcome
@@ -157,7 +173,8 @@ class TargetWorker:
         if running.ahead is None:
             return
         started_ns, base_len = clock.now(), len(running.slot.tokens)
-        token = running.ahead.next()
+        with self._paced(1):
+            token = running.ahead.next()
         last = running.last
         self._answer(
             running,

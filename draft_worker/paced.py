@@ -1,0 +1,84 @@
+"""A drafter held to a latency profile: each forward of its trees takes as long as the profile says for its rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from draft_worker.drafter import Candidate, Drafter, TokenTree
+from engine.pace import Pace, Profile
+from protocol.sampling import SamplingParams
+
+
+class PacedDrafter:
+    """Wraps `drafter`; `nap(seconds)` is how it waits."""
+
+    def __init__(self, drafter: Drafter, profile: Profile, nap: Callable[[float], None] = time.sleep) -> None:
+        self._drafter = drafter
+        self._profile = profile
+        self._nap = nap
+        self.backend = f"{drafter.backend}, simulating {profile.name}"
+        self.vocab_size = drafter.vocab_size
+        self.context_length = drafter.context_length
+        self.parameters = drafter.parameters
+        self.weight_bytes = drafter.weight_bytes
+
+    def open(
+        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> TokenTree:
+        return PacedTree(self._drafter.open(tokens, sampling, progress), Pace(self._profile.draft, self._nap))
+
+
+class PacedTree:
+    """A `TokenTree` whose answers come when the profile's machine would give them."""
+
+    def __init__(self, tree: TokenTree, pace: Pace) -> None:
+        self._tree = tree
+        self._pace = pace
+
+    @property
+    def root(self) -> int:
+        return self._tree.root
+
+    @property
+    def next_node(self) -> int:
+        return self._tree.next_node
+
+    @property
+    def committed_len(self) -> int:
+        return self._tree.committed_len
+
+    @property
+    def room(self) -> int:
+        return self._tree.room
+
+    def column_tokens(self) -> list[int]:
+        return self._tree.column_tokens()
+
+    def child(self, node: int, token: int) -> int | None:
+        return self._tree.child(node, token)
+
+    def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        self._pace.begin()
+        nodes = self._tree.feed(parents, tokens)
+        self._pace.end(len(nodes))
+        return nodes
+
+    def start(self, nodes: Sequence[int]) -> None:
+        self._tree.start(nodes)
+
+    def best(self, nodes: Sequence[int]) -> list[int]:
+        best = self._tree.best(nodes)
+        self._pace.wait()
+        return best
+
+    def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
+        candidates = self._tree.candidates(nodes, count)
+        self._pace.wait()
+        return candidates
+
+    def commit(self, path: Sequence[int]) -> None:
+        self._tree.commit(path)
+
+    def close(self) -> None:
+        self._tree.close()
