@@ -26,7 +26,7 @@ END_SECONDS = 12.0
 class LocalCluster:
     """Target worker, draft worker and orchestrator on this machine, from creation to `close`; a context manager.
 
-    Settings are those of `ServeSettings`, as keywords; without a `model` it runs the embedded pair. `progress` hears the
+    Settings are those of `ServeSettings`, as keywords; without a `model` it is the embedded pair. `progress` hears the
     stages of the start.
 
     Raises:

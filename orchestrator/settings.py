@@ -79,7 +79,7 @@ class ServeSettings:
         if self.draft_backend == "ngram" and not self.ngrams:
             raise InvalidRequest("draft_backend ngram without ngrams drafts nothing; expected one or the other")
         if self.draft_backend == "none" and self.mode in ("sd", "ssd"):
-            raise InvalidRequest(f"mode {self.mode} needs a drafter; expected another draft_backend than none, or mode ar")
+            raise InvalidRequest(f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar")
         if self.draft_backend == "replay" and self.replay is None:
             raise InvalidRequest("draft_backend replay has no script; expected replay to name the file it plays")
 

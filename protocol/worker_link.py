@@ -39,7 +39,7 @@ class WorkerLink:
         self._socket = self._connect(endpoint, name)
         self._endpoint = endpoint
         self._put_back: deque[Message] = deque()
-        _end_on_signals()
+        _end_on_signals(by_hand=parent_fd is None)
         if parent_fd is not None:
             threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()
         threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
@@ -105,11 +105,13 @@ class WorkerLink:
                 socket.send_multipart(encode(Pong(self.name, message.serial, self._progress)))
 
 
-def _end_on_signals() -> None:
+def _end_on_signals(by_hand: bool) -> None:
+    """SIGTERM ends the worker, Ctrl-C only one that a person started: a spawned one's end is its orchestrator's word."""
+
     def end(_signum: int, _frame: FrameType | None) -> None:
         sys.exit(0)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, end if by_hand else signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
 
 

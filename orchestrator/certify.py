@@ -1,0 +1,105 @@
+"""Asks the target itself whether an output is its own: runs `target_worker.certificate` as a process.
+
+Knows the claim and the report; the replay, and MLX with it, stay in the other process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from orchestrator import blas
+from orchestrator.failure import as_error
+from orchestrator.spawn import child_environment, python
+from protocol.errors import WorkerError
+from protocol.sampling import SamplingParams
+
+THREADS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """At absolute `position` the target says `expected` and the output has `token`, `margin` below it in score."""
+
+    position: int
+    token: int
+    expected: int
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`positions` tokens replayed, `identical` as the target alone says; what differs is a tie or a mismatch."""
+
+    positions: int
+    identical: int
+    ties: tuple[Difference, ...]
+    mismatches: tuple[Difference, ...]
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        return not self.mismatches
+
+
+def certify(
+    folder: Path,
+    tokens: Sequence[int],
+    generated: Sequence[int],
+    sampling: SamplingParams,
+    progress: Callable[[str], None],
+) -> Report:
+    """Replays `generated`, said to follow `tokens`, through the model in `folder`. `progress` hears the stages.
+
+    Raises:
+        OutriderError: of the class the process named; WorkerError when it ends without a word.
+    """
+    claim = {
+        "model": os.fspath(folder),
+        "tokens": list(tokens),
+        "generated": list(generated),
+        "sampling": dataclasses.asdict(sampling),
+    }
+    environment = blas.environment(child_environment(), THREADS)
+    command = python("-m", "target_worker.certificate")
+    with (
+        tempfile.TemporaryFile("w+") as stdin,
+        subprocess.Popen(
+            command, stdin=_written(stdin, claim), stdout=subprocess.PIPE, env=environment, text=True,
+            start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
+        try:
+            report = _listen(process.stdout or (), progress)
+        finally:
+            process.kill()  # it has said all it had to say, or nobody listens any more
+    if report is None:
+        raise WorkerError(f"the replay ended with code {process.returncode} before its report; its stderr tells why")
+    return report
+
+
+def _written(file: IO[str], claim: dict[str, Any]) -> IO[str]:
+    json.dump(claim, file)
+    file.seek(0)
+    return file
+
+
+def _listen(lines: Iterable[str], progress: Callable[[str], None]) -> Report | None:
+    return next((report for line in lines if (report := _take(json.loads(line), progress)) is not None), None)
+
+
+def _take(told: dict[str, Any], progress: Callable[[str], None]) -> Report | None:
+    if "error" in told:
+        raise as_error(told["kind"], told["error"])
+    if "positions" in told:
+        ties, mismatches = (tuple(Difference(**one) for one in told[name]) for name in ("ties", "mismatches"))
+        return Report(told["positions"], told["identical"], ties, mismatches, told["tolerance"])
+    progress(told.get("stage") or f"replaying: {told['position']} of {told['of']} tokens")
+    return None

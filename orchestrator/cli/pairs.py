@@ -1,0 +1,64 @@
+"""Lists model pairs that fit, with sizes; with two models named, checks whether those two fit."""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrator.known_pairs import BILLION, KNOWN_PAIRS
+from orchestrator.model_files import ModelFiles, embedded_pair, find_model
+from orchestrator.tokenizer import load_codec
+from orchestrator.vocabulary import compare
+from protocol.errors import InvalidRequest, ModelError
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", nargs="?", help="a Hugging Face id or folder; its weights are not downloaded")
+    parser.add_argument("draft", nargs="?", help="the same for the draft")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.target is None:
+        print(_listing())
+        return 0
+    if options.draft is None:
+        raise InvalidRequest("only one model is named; expected a target and a draft, or neither for the list")
+    target, draft = find_model(options.target, weights=False), find_model(options.draft, weights=False)
+    found = compare(load_codec(target), load_codec(draft))
+    for line in _facts(target, draft):
+        print(line)
+    if found.difference:
+        raise ModelError(f"{options.draft} can't draft for {options.target}: {found.difference}")
+    print(f"fits: the same {found.shared} tokens mean the same in both")
+    return 0
+
+
+def _facts(target: ModelFiles, draft: ModelFiles) -> list[str]:
+    lines = [
+        f"{role}: {model.name} ({model.model_type}, vocabulary {model.vocab_size}, context {model.context_length})"
+        for role, model in (("target", target), ("draft", draft))
+    ]
+    if draft.context_length is not None and draft.context_length < (target.context_length or 0):
+        lines.append(f"the draft stops drafting at {draft.context_length} tokens, where its context ends")
+    return lines
+
+
+def _listing() -> str:
+    rows = [("TARGET", "DRAFT", "SIZES", "NOTE")]
+    rows += [
+        (
+            pair.target,
+            pair.draft,
+            f"{pair.target_parameters / BILLION:g}B / {pair.draft_parameters / BILLION:g}B ({pair.ratio:.0f}x)",
+            pair.note,
+        )
+        for pair in KNOWN_PAIRS
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row[3]]).rstrip() for row in rows]
+    target, draft = embedded_pair()
+    return "\n".join([
+        *lines,
+        "",
+        f"embedded, used when no model is named: {target} and {draft}",
+        "Same family and tokenizer as published; `outrider pairs TARGET DRAFT` compares the vocabularies of any two.",
+    ])  # fmt: skip

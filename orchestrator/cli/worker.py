@@ -1,0 +1,36 @@
+"""Runs one worker in the foreground, such as a further drafter for a cluster that is running (`serve` prints where)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+
+from orchestrator import blas
+from orchestrator.cli import flags
+from orchestrator.pairing import choose_pair
+from orchestrator.settings import ServeSettings
+from orchestrator.spawn import MODULES, child_environment, worker_command
+from protocol.endpoints import parse
+from protocol.errors import InvalidRequest
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("role", choices=list(MODULES))
+    parser.add_argument("--connect", metavar="ENDPOINT", required=True, help="the cluster's endpoint for workers")
+    parser.add_argument("--name", help="default: the role, this host and the process id")
+    flags.add_cluster_flags(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Becomes the worker: this process is replaced, so signals and the exit code are the worker's own."""
+    settings = ServeSettings(**flags.settings_of(options))
+    if options.role == "draft" and not settings.has_draft_worker:
+        raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx, coreml or replay")
+    endpoint = str(parse(options.connect))
+    pair = choose_pair(settings)
+    if options.role == "draft" and not pair.settings.has_draft_worker:
+        raise InvalidRequest("no draft model is named; expected --model and --draft-model, or neither")
+    name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"
+    command = worker_command(options.role, name, endpoint, pair.settings)
+    os.execve(command[0], command, blas.environment(child_environment(), settings.threads))
