@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 
@@ -43,7 +44,7 @@ def _verify(slot: Slot, chain: list[int]) -> Verdict:
     base = len(slot.tokens)
     histories = [slot.tokens + chain[:i] for i in range(len(chain) + 1)] if slot.sampler.needs_history else None
     scores = slot.sampler.scores(logits, range(base, base + len(chain) + 1), histories)
-    choices: list[int] = mx.argmax(scores, axis=-1).tolist()
+    choices = _ints(mx.argmax(scores, axis=-1))
     accepted = 0
     while accepted < len(chain) and choices[accepted] == chain[accepted]:
         accepted += 1
@@ -74,7 +75,7 @@ class RunAhead:
         if self._pipelined:
             self._queued = self._step(chosen)
             mx.async_eval(self._queued)  # type: ignore[no-untyped-call]
-        token: int = chosen.tolist()[0]
+        token = _ints(chosen)[0]
         slot.tokens.append(token)
         if len(slot.tokens) % 256 == 0:
             mx.clear_cache()
@@ -98,3 +99,8 @@ class RunAhead:
         scores = slot.sampler.scores(logits, [self._position], histories)
         self._position += 1
         return mx.argmax(scores, axis=-1)
+
+
+def _ints(array: mx.array) -> list[int]:
+    """Waits for `array` [N]."""
+    return cast(list[int], array.tolist())
