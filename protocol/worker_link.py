@@ -106,7 +106,7 @@ class WorkerLink:
 
 
 def _end_on_signals(by_hand: bool) -> None:
-    """SIGTERM ends the worker, Ctrl-C only one that a person started: a spawned one's end is its orchestrator's word."""
+    """SIGTERM ends the worker; Ctrl-C only one that a person started, for a spawned one waits for its orchestrator."""
 
     def end(_signum: int, _frame: FrameType | None) -> None:
         sys.exit(0)

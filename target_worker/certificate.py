@@ -72,7 +72,9 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
     slot.feed_all_but(1)
-    ties, mismatches, tolerance = [], [], TOLERANCES[mx.float32]
+    ties: list[Difference] = []
+    mismatches: list[Difference] = []
+    tolerance = TOLERANCES[mx.float32]
     for done, token in enumerate(claim.generated, start=1):
         logits = slot.forward(mx.array(slot.unfed))[-1:]
         tolerance = TOLERANCES.get(logits.dtype, tolerance)
@@ -102,9 +104,13 @@ def _margin(logits: mx.array, slot: Slot, sampler: Sampler, token: int) -> tuple
     """How far `token` lies below the best score, and the best token. Infinite for a token that was filtered out."""
     history = [slot.tokens] if sampler.needs_history else None
     scores = sampler.scores(logits, [len(slot.tokens)], history)[0].astype(mx.float32)
-    best = mx.argmax(scores)
-    found: float = (scores[best] - scores[token]).item()
-    return found, int(best.item())
+    best = int(_number(mx.argmax(scores)))
+    return _number(scores[best] - scores[token]), best
+
+
+def _number(scalar: mx.array) -> float:
+    value: Any = scalar.item()
+    return float(value)
 
 
 def _moved_borders(slot: Slot, logits: mx.array, tolerance: float) -> Iterator[SamplingParams]:
@@ -121,7 +127,7 @@ def _moved_borders(slot: Slot, logits: mx.array, tolerance: float) -> Iterator[S
     if 0 < params.top_k < logits.shape[-1]:
         plain = replace(params, temp=1.0, top_p=1.0, min_p=0.0, top_k=0)
         falling = -mx.sort(-warp(logits, [slot.tokens], plain)[0].astype(mx.float32))
-        if (falling[params.top_k - 1] - falling[params.top_k]).item() < tolerance:
+        if _number(falling[params.top_k - 1] - falling[params.top_k]) < tolerance:
             yield replace(params, top_k=params.top_k + 1)
             yield replace(params, top_k=max(params.top_k - 1, 1))
 

@@ -1,0 +1,86 @@
+# Sourced by the scripts beside it: makes .venv when it is missing or out of date, and finds an OpenBLAS on Linux.
+# Runs in bash 3.2. Everything it says goes to stderr; stdout belongs to the program that follows.
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$root/.venv"
+python="$venv/bin/python"
+
+say() { printf '%s\n' "$*" >&2; }
+
+fail() {
+    say "outrider: $*"
+    exit 1
+}
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3 python; do
+        if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && is_new_enough "$candidate"; then
+            printf '%s\n' "$candidate"
+            return 0
+        fi
+    done
+    return 1
+}
+
+make_venv() {
+    local found
+    if command -v uv >/dev/null 2>&1; then
+        uv venv --quiet --allow-existing --python '>=3.11' "$venv" >&2 || fail "uv can't make $venv; its words are above"
+        return
+    fi
+    found="$(find_python)" || fail "Python 3.11 or newer is needed, and $(python3 --version 2>&1 || true) is what is here;" \
+        "install a newer one (python.org, your package manager) or uv"
+    "$found" -m venv "$venv" >&2 || fail "$found can't make a virtual environment (on Debian and Ubuntu:" \
+        "apt install python3-venv)"
+}
+
+install_project() {
+    local what="$root$1"
+    say "installing outrider and what it needs into .venv (once)"
+    if command -v uv >/dev/null 2>&1; then
+        uv pip install --quiet --python "$python" -e "$what" >&2 || fail "the installation failed; its words are above"
+        return
+    fi
+    "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >&2
+    "$python" -m pip install --quiet --disable-pip-version-check -e "$what" >&2 \
+        || fail "the installation failed; its words are above"
+}
+
+# set_up EXTRA: EXTRA is empty, or "test". A stamp says what was installed, so that the next start takes no time.
+set_up() {
+    local extra="$1" stamp wanted
+    stamp="$venv/.outrider-installed${extra:+-$extra}"
+    wanted="$(cksum <"$root/pyproject.toml")"
+    exec 9>"$root/.venv.lock"
+    if command -v flock >/dev/null 2>&1; then flock 9; fi # two first starts at once: one installs, the other waits
+    if [ ! -x "$python" ] || ! is_new_enough "$python"; then make_venv; fi
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        install_project "${extra:+[$extra]}"
+        printf '%s\n' "$wanted" >"$stamp"
+        printf '%s\n' "$wanted" >"$venv/.outrider-installed"
+    fi
+    find_openblas
+    exec 9>&-
+}
+
+has_openblas() { "$python" -P -c 'from orchestrator.blas import notes; raise SystemExit(bool(notes()))'; }
+
+# MLX's CPU wheel on Linux carries the reference BLAS; the workers preload OpenBLAS when the system has one.
+find_openblas() {
+    local tried="$venv/.openblas-tried"
+    if [ "$(uname -s)" != Linux ] || has_openblas; then return; fi
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && [ ! -e "$tried" ]; then
+        say "installing libopenblas0-pthread: with it, verifying several tokens costs little more than one"
+        : >"$tried"
+        if install_openblas >/dev/null 2>&1 && has_openblas; then return; fi
+    fi
+    "$python" -P -c 'import sys; from orchestrator.blas import MISSING; print("outrider:", MISSING, file=sys.stderr)'
+}
+
+install_openblas() {
+    DEBIAN_FRONTEND=noninteractive apt-get install -y libopenblas0-pthread && return
+    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y libopenblas0-pthread
+}
