@@ -1,0 +1,109 @@
+"""The training text: which Python files, in which order, and which are held out.
+
+A file's place depends on the seed and its name alone, so that the same Python always gives the same split. Knows files
+and characters; knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import InvalidRequest
+
+MIN_CHARACTERS = 200
+MAX_CHARACTERS = 400_000
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file; `name` is its path under the folder it was found in, with forward slashes."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Training files in training order, and the standard library's held-out files."""
+
+    train: tuple[Source, ...]
+    held_out: tuple[Source, ...]
+
+    @property
+    def characters(self) -> int:
+        """Of the training text."""
+        return sum(len(source.text) for source in self.train)
+
+    def digest(self) -> str:
+        """Names every file and byte of both parts, in order."""
+        digest = hashlib.sha256()
+        for source in (*self.train, *self.held_out):
+            digest.update(f"{source.name}\0{source.text}\0".encode())
+        return digest.hexdigest()
+
+
+def standard_library() -> Path:
+    """This Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def gather(
+    library: Path, extra: Sequence[Path] = (), *, seed: int, held_out: int, max_characters: int | None = None
+) -> Corpus:
+    """Read `library` and every folder of `extra`; hold out `held_out` files of the library.
+
+    A text that occurs twice is taken once, so that no copy of a held-out file is trained on. `max_characters` ends the
+    training text early. Raises InvalidRequest for a folder that is missing or holds no Python, or too small a library.
+    """
+    ranked = sorted(python_files(library), key=lambda source: _rank(seed, source.name))
+    if len(ranked) <= held_out:
+        raise InvalidRequest(
+            f"{library} holds {len(ranked)} usable Python files, expected more than the {held_out} to hold out; "
+            "run a Python that comes with its standard library's sources"
+        )
+    kept, rest = ranked[:held_out], ranked[held_out:]
+    for folder in extra:
+        found = list(python_files(folder))
+        if not found:
+            raise InvalidRequest(f"no .py file of {MIN_CHARACTERS} to {MAX_CHARACTERS} characters lies in {folder}")
+        rest += found
+    rest.sort(key=lambda source: _rank(seed, source.name))
+    return Corpus(tuple(_distinct(rest, kept, max_characters)), tuple(kept))
+
+
+def _rank(seed: int, name: str) -> bytes:
+    return hashlib.sha256(f"{seed}:{name}".encode()).digest()
+
+
+def python_files(folder: Path) -> Iterator[Source]:
+    """Usable files under `folder`, by name. Files that are not UTF-8 (a few tests of encodings) are passed over."""
+    if not folder.is_dir():
+        raise InvalidRequest(f"{folder} is not a folder; expected one that holds .py files")
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder)
+        if not _SKIPPED_FOLDERS.isdisjoint(name.parts) or not path.is_file():
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS:
+            yield Source(name.as_posix(), text)
+
+
+def _distinct(sources: Sequence[Source], excluded: Sequence[Source], limit: int | None) -> Iterator[Source]:
+    seen = {source.text for source in excluded}
+    characters = 0
+    for source in sources:
+        if source.text in seen:
+            continue
+        if limit is not None and characters >= limit:
+            return
+        seen.add(source.text)
+        characters += len(source.text)
+        yield source

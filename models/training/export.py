@@ -1,0 +1,64 @@
+"""A trained pair as Hugging Face folders that plain `mlx_lm.load` opens: float16 weights, config, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from models.training.llama import NORM_EPSILON, ROPE_BASE, Llama
+from models.training.recipe import Shape
+from models.training.tokenizer import END_OF_TEXT
+
+
+def write_model(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
+    """Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json into the new `folder`."""
+    folder.mkdir(parents=True)
+    weights = {
+        f"model.{name}": tensor.detach().to("cpu", torch.float16).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_json(folder / "config.json", _config(model.shape))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "model_max_length": model.shape.context,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def _config(shape: Shape) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "intermediate_size": shape.mlp,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": NORM_EPSILON,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": True,
+        "rope_theta": ROPE_BASE,
+        "max_position_embeddings": shape.context,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "float16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")

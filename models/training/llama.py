@@ -1,0 +1,113 @@
+"""A Llama in PyTorch whose parameters carry Hugging Face's names. Trains only: no KV cache, no generation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.training.recipe import Shape
+
+NORM_EPSILON = 1e-5
+ROPE_BASE = 10_000.0
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+
+        def heads(projected: Tensor) -> Tensor:
+            return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)
+
+        queries, keys, values = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        mixed = functional.scaled_dot_product_attention(
+            rotate(queries, cos, sin), rotate(keys, cos, sin), values, is_causal=True, enable_gqa=True
+        )
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
+        self.down_proj = nn.Linear(shape.mlp, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm attention, then MLP, each added to its input."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = Mlp(shape)
+        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPSILON)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPSILON)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Llama(nn.Module):
+    """tokens [batch, length] int64 -> logits [batch, length, vocab]; length up to the shape's context."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=NORM_EPSILON)
+        angles = torch.outer(torch.arange(shape.context).float(), _frequencies(shape.head_dim)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self._initialise(seed)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return functional.linear(self.norm(x), self.embed_tokens.weight)
+
+    def _initialise(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            # Projections that end in the residual stream start smaller, so that depth doesn't raise its variance.
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = 0.02 / (2 * self.shape.layers) ** 0.5 if residual else 0.02
+            nn.init.normal_(parameter, std=scale, generator=generator)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on x [..., length, head_dim]; dimension i turns together with i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def _frequencies(head_dim: int) -> Tensor:
+    return ROPE_BASE ** (-torch.arange(0, head_dim, 2).float() / head_dim)

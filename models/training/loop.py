@@ -1,0 +1,137 @@
+"""The training loop both models share: AdamW, a cosine per phase, bfloat16 autocast, checkpoints it can go on from.
+
+Knows neither text nor teacher: a loss function turns (phase, draws) into a loss. A step depends only on the recipe and
+its number, so a run that was stopped ends where an unbroken one ends.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from models.training.progress import Progress
+from models.training.recipe import Phase
+from models.training.storage import replacing
+
+CHECKPOINT_PERIOD_S = 120.0
+_WEIGHT_DECAY = 0.1
+_CLIP = 1.0
+_BETAS = (0.9, 0.95)
+_WARMUP_SHARE = 0.03
+_FLOOR = 0.1  # of the peak rate, where the cosine ends
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Windows a step asks for: draws `first` to `first + size` of phase number `phase`."""
+
+    phase: int
+    length: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where the loop stands: step `number` of `count` in phase number `phase`."""
+
+    phase: int
+    number: int
+    count: int
+
+    def rate(self, peak: float) -> float:
+        """The learning rate: linear up over the warm-up, then down along a cosine to a tenth of the peak."""
+        warmup = max(1, round(self.count * _WARMUP_SHARE))
+        if self.number < warmup:
+            return peak * (self.number + 1) / warmup
+        done = (self.number - warmup) / max(1, self.count - warmup)
+        return peak * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def pick_device() -> torch.device:
+    """CUDA when there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """Matrix products in bfloat16."""
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+class Loop:
+    """Trains `model` through `phases`; goes on from `checkpoint` when that file is there."""
+
+    def __init__(self, name: str, model: nn.Module, phases: tuple[Phase, ...], batch_tokens: int) -> None:
+        self._name, self._model, self._phases, self._batch_tokens = name, model, phases, batch_tokens
+        self._optimizer = _optimizer(model)
+
+    def run(
+        self, loss_of: Callable[[Draws], Tensor], checkpoint: Path, *, period_s: float = CHECKPOINT_PERIOD_S
+    ) -> None:
+        """Take every step that is left; a checkpoint at least every `period_s` seconds and at the end of each phase."""
+        phase, number = self._restore(checkpoint)
+        self._model.train()
+        while phase < len(self._phases):
+            self._run_phase(phase, number, loss_of, checkpoint, period_s)
+            phase, number = phase + 1, 0
+            self._save(checkpoint, phase, number)
+
+    def tokens_seen(self) -> int:
+        """Tokens a whole run sees: the phases' tokens, cut to whole batches."""
+        return sum(
+            phase.steps(self._batch_tokens) * phase.windows(self._batch_tokens) * phase.length for phase in self._phases
+        )
+
+    def _run_phase(
+        self, index: int, number: int, loss_of: Callable[[Draws], Tensor], checkpoint: Path, period_s: float
+    ) -> None:
+        phase = self._phases[index]
+        size, count = phase.windows(self._batch_tokens), phase.steps(self._batch_tokens)
+        progress = Progress(f"{self._name} at {phase.length}", count, "steps")
+        saved = time.monotonic()
+        for step in range(number, count):
+            loss = self._step(Step(index, step, count), loss_of(Draws(index, phase.length, step * size, size)))
+            progress.update(step + 1, f"loss {loss:.3f}")
+            if time.monotonic() - saved >= period_s:
+                self._save(checkpoint, index, step + 1)
+                saved = time.monotonic()
+
+    def _step(self, step: Step, loss: Tensor) -> float:
+        for group in self._optimizer.param_groups:
+            group["lr"] = step.rate(self._phases[step.phase].rate)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._model.parameters(), _CLIP)
+        self._optimizer.step()
+        return loss.item()
+
+    def _save(self, checkpoint: Path, phase: int, number: int) -> None:
+        state = {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "phase": phase,
+            "number": number,
+        }
+        with replacing(checkpoint) as temporary:
+            torch.save(state, temporary)
+
+    def _restore(self, checkpoint: Path) -> tuple[int, int]:
+        if not checkpoint.exists():
+            return 0, 0
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        return int(state["phase"]), int(state["number"])
+
+
+def _optimizer(model: nn.Module) -> torch.optim.AdamW:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=_BETAS)

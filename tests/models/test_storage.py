@@ -1,0 +1,81 @@
+"""Half a pair never appears, a stopped run goes on, and nobody's files are touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from models.training.storage import replacing, workspace
+from protocol.errors import InvalidRequest
+
+IDENTITY: dict[str, object] = {"seed": 1}
+
+
+def test_a_file_appears_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
+        temporary.write_text("hal")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+    assert path.read_text() == "new"
+
+
+def test_the_pair_appears_when_it_is_published_and_nothing_else_stays(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "pair"
+    with workspace(out, IDENTITY) as space:
+        (space.pair / "target").mkdir(parents=True)
+        assert not out.exists()
+        space.publish()
+    assert [entry.name for entry in out.iterdir()] == ["target"]
+    assert [entry.name for entry in out.parent.iterdir()] == ["pair"]
+
+
+def test_a_stopped_run_finds_its_files_again(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), workspace(tmp_path / "pair", IDENTITY) as space:
+        (space.partial / "target.pt").write_text("weights")
+        raise KeyboardInterrupt
+    with workspace(tmp_path / "pair", IDENTITY) as space:
+        assert (space.partial / "target.pt").read_text() == "weights"
+
+
+def test_an_unfinished_run_with_other_settings_is_left_alone(tmp_path: Path) -> None:
+    with workspace(tmp_path / "pair", IDENTITY) as space:
+        kept = space.partial
+    with pytest.raises(InvalidRequest, match="other settings"), workspace(tmp_path / "pair", {"seed": 2}):
+        pass
+    assert (kept / "run.json").exists()
+
+
+def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
+    with (
+        workspace(tmp_path / "pair", IDENTITY),
+        pytest.raises(InvalidRequest, match="another run"),
+        workspace(tmp_path / "pair", IDENTITY),
+    ):
+        pass
+
+
+def test_a_full_out_folder_and_a_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pair").mkdir()
+    (tmp_path / "pair" / "mine").write_text("mine")
+    for out in (tmp_path / "pair", tmp_path / "pair" / "mine"):
+        with pytest.raises(InvalidRequest, match="exists already"), workspace(out, IDENTITY):
+            pass
+
+
+def test_a_folder_that_happens_to_be_called_partial_is_not_ours_to_clear(tmp_path: Path) -> None:
+    (tmp_path / "pair.partial").mkdir()
+    (tmp_path / "pair.partial" / "mine").write_text("mine")
+    with pytest.raises(InvalidRequest, match="another origin"), workspace(tmp_path / "pair", IDENTITY):
+        pass
+    assert (tmp_path / "pair.partial" / "mine").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="can't write"), workspace(tmp_path / "file" / "pair", IDENTITY):
+        pass
