@@ -102,9 +102,7 @@ def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: 
         raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error
 
 
-def _draw_bars(
-    axes: Axes, bars: Sequence[Bar], tracks: Sequence[str], sources: dict[int, str], origin: float
-) -> None:
+def _draw_bars(axes: Axes, bars: Sequence[Bar], tracks: Sequence[str], sources: dict[int, str], origin: float) -> None:
     for bar in bars:
         if bar.track not in tracks:
             continue
@@ -113,9 +111,7 @@ def _draw_bars(
             [(bar.start - origin, bar.length)], (row - 0.36, 0.72), color=_colour(bar, sources), edgecolor="white"
         )
         label = f"{bar.args['accepted'] + 1}" if bar.track == "target" else bar.name.removeprefix("depth ")
-        axes.text(
-            bar.start - origin + bar.length / 2, row, label, ha="center", va="center", color="white", fontsize=8
-        )
+        axes.text(bar.start - origin + bar.length / 2, row, label, ha="center", va="center", color="white", fontsize=8)
 
 
 def _colour(bar: Bar, sources: dict[int, str]) -> str:

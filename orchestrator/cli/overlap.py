@@ -1,0 +1,101 @@
+"""Times what working ahead can hide: verify alone, work ahead alone, both at once; draws real rounds on one clock."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import zmq
+
+from orchestrator.cli import flags
+from orchestrator.cli.screen import Screen
+from orchestrator.client import Client
+from orchestrator.cluster import LocalCluster
+from orchestrator.hub import Hub
+from orchestrator.pairing import choose_pair
+from orchestrator.settings import ServeSettings
+from orchestrator.study.overlap import Overlap, measure
+from orchestrator.study.timeline import draw, read
+from orchestrator.study.workbench import Workbench
+from orchestrator.tokenizer import load_codec
+from protocol.directory import private_directory
+from protocol.errors import InvalidRequest
+from protocol.sampling import SamplingParams
+
+PROMPT = "def read_lines(path):\n"
+# The picture begins here: the first rounds of a request are its warm-up.
+FIRST_ROUND = 8
+PICTURE_TOKENS = 96
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", "-p", default=PROMPT, help="the text to go on from; - reads it from stdin")
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds of each kind, default 40")
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for the picture and the trace")
+    parser.add_argument("--temp", type=float, default=0.0, metavar="T")
+    flags.add_request_flags(parser)
+    flags.add_cluster_flags(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    flags.set_up_logging(options)
+    if not 1 <= options.rounds <= 1000:
+        raise InvalidRequest(f"rounds is {options.rounds}; expected a whole number from 1 to 1000")
+    settings = ServeSettings(**flags.settings_of(options))
+    out = _folder(options.out)
+    screen = Screen()
+    measured = _measure(settings, options.prompt, options.rounds, screen)
+    picture = _picture(options, settings, out, screen)
+    screen.clear()
+    print(_table(measured))
+    print(f"ten rounds: {picture}\ntrace:      {out / 'rounds.json'} (open it at ui.perfetto.dev)")
+    return 0
+
+
+def _measure(settings: ServeSettings, prompt: str, rounds: int, screen: Screen) -> Overlap:
+    pair = choose_pair(settings)
+    tokens = load_codec(pair.target).encode(prompt)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with private_directory() as directory:
+        hub = Hub(context, pair.settings, directory.path)
+        with Workbench(hub, screen.show) as bench:
+            screen.show("timing rounds")
+            return measure(bench, tokens, rounds, settings.num_draft_tokens, settings.branches)
+
+
+def _picture(options: argparse.Namespace, settings: ServeSettings, out: Path, screen: Screen) -> Path:
+    """Generates with SSD under a trace, then draws ten of its rounds."""
+    trace, picture = out / "rounds.json", out / "rounds.png"
+    chosen = {**flags.settings_of(options), "trace": trace}
+    with LocalCluster(progress=screen.show, **chosen) as cluster:
+        _generate(cluster.client(), options, screen)
+    title = f"SSD, K = {settings.num_draft_tokens}, B = {settings.branches}, T = {options.temp:g}"
+    draw(read(trace), picture, title, FIRST_ROUND, 10)
+    return picture
+
+
+def _generate(client: Client, options: argparse.Namespace, screen: Screen) -> None:
+    screen.show("generating real rounds")
+    sampling = SamplingParams(max_tokens=PICTURE_TOKENS, temp=options.temp, seed=7, ignore_eos=True)
+    client.generate(options.prompt, sampling, mode="ssd")
+
+
+def _table(o: Overlap) -> str:
+    rows = [
+        ("verify alone", f"{o.verify:.2f} ms", f"one forward over {o.depth + 1} tokens"),
+        ("work ahead alone", f"{o.ahead:.2f} ms", f"{o.branches} branches, {o.depth} tokens deep"),
+        ("both at once", f"{o.both:.2f} ms", f"verify {o.verify_beside:.2f}, work ahead {o.ahead_beside:.2f}"),
+        ("overlap efficiency", f"{o.efficiency:.2f}", "1: the shorter hides fully; 0: they take turns"),
+        ("speedup", f"{o.speedup:.2f}x", "sequential time over parallel time"),
+    ]
+    return f"medians of {o.rounds} rounds\n" + "\n".join(
+        f"  {name:20}{value:>10}   {note}" for name, value, note in rows
+    )
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"the folder {path} can't be made: {error.strerror}; choose another with --out") from None
+    return path

@@ -1,0 +1,186 @@
+"""The workers on a bench: real processes and real messages without the rounds, so that each can be timed by itself.
+
+All times are spans the workers measured around evaluated work, on this machine's one clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import zmq
+
+from orchestrator.hub import Hub
+from protocol import clock
+from protocol.errors import WorkerError
+from protocol.messages import (
+    Branch,
+    Branches,
+    Close,
+    Commit,
+    Drafted,
+    Fault,
+    Hello,
+    Loading,
+    Message,
+    Open,
+    Outcome,
+    Pong,
+    Span,
+    Verify,
+)
+from protocol.sampling import SamplingParams
+
+REQUEST = "bench"
+PATIENCE_MS = 120_000
+
+M = TypeVar("M")
+
+
+class Workbench:
+    """Starts and owns the workers of `hub`; a context manager. One request at a time: `open`, rounds, `close`."""
+
+    def __init__(self, hub: Hub, tell: Callable[[str], None]) -> None:
+        self._hub = hub
+        self._tell = tell
+        self._arrived: deque[Message] = deque()
+        self._poller = zmq.Poller()
+        self._poller.register(hub.socket, zmq.POLLIN)
+
+    def __enter__(self) -> Workbench:
+        self._hub.start()
+        while not self._hub.ready:
+            self._wait(Hello)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._hub.close()
+
+    def need_drafter(self) -> None:
+        """
+        Raises:
+            WorkerError: this cluster has no draft worker.
+        """
+        if not self._hub.drafters():
+            raise WorkerError("this measurement needs a draft worker; choose a draft backend other than ngram and none")
+
+    # --- a request ------------------------------------------------------------------------------------------------
+
+    def open(self, tokens: Sequence[int], sampling: SamplingParams, *, target: bool, drafter: bool) -> int | None:
+        """OPEN to the workers meant; the target's first token after `tokens`, if it was meant."""
+        opening = Open(REQUEST, 0, 0, np.asarray(tokens, np.int32), sampling)
+        if drafter:
+            self._to_drafters(opening)
+        if not target:
+            return None
+        self._hub.send_target(opening)
+        return self._wait(Outcome).bonus
+
+    def close(self) -> None:
+        self._hub.send_target(Close(REQUEST))
+        self._to_drafters(Close(REQUEST))
+
+    def text(self, prompt: Sequence[int], length: int, sampling: SamplingParams) -> tuple[tuple[int, ...], list[Span]]:
+        """The prompt and `length` tokens that the target says after it, and the span of each run-ahead step."""
+        first = self.open(prompt, sampling, target=True, drafter=False)
+        text, spans = [*prompt, first or 0], []
+        self._hub.send_target(Verify(REQUEST, 0, 1, len(text), (), run_ahead=length - 2))
+        while len(text) < len(prompt) + length:
+            outcome = self._wait(Outcome)
+            text.append(outcome.bonus)
+            spans.append(outcome.work)
+        self.close()
+        return tuple(text), spans
+
+    # --- rounds ---------------------------------------------------------------------------------------------------
+
+    def verify(self, number: int, base_len: int, chain: Sequence[int]) -> Outcome:
+        """One VERIFY by itself."""
+        self._hub.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
+        return self._wait(Outcome)
+
+    def work_ahead(
+        self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
+    ) -> tuple[list[Branch], list[Span]]:
+        """One COMMIT by itself: the branches at full depth, and the span of each forward."""
+        self._commit(number, base_len, new, tuple(chain), depth, branches)
+        found: dict[tuple[int, int], Branch] = {}
+        spans = []
+        while True:
+            message = self._wait(Branches)
+            spans.append(message.work)
+            found |= {(entry.accepted, entry.bonus): entry for entry in message.entries}
+            if message.final:
+                return list(found.values()), spans
+
+    def both(
+        self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
+    ) -> tuple[Span, Span]:
+        """VERIFY and COMMIT at once: the span of the verify, and from the first forward of the drafter to its last."""
+        self._hub.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
+        self._commit(number, base_len, new, tuple(chain), depth, branches)
+        verify: Span | None = None
+        pieces: list[Branches] = []
+        while verify is None or not pieces or not pieces[-1].final:
+            message = self._wait((Outcome, Branches))
+            if isinstance(message, Outcome):
+                verify = message.work
+            elif isinstance(message, Branches):
+                pieces.append(message)
+        return verify, Span(pieces[0].work.started_ns, pieces[-1].work.ended_ns)
+
+    def chain(self, number: int, base_len: int, new: Sequence[int], depth: int) -> tuple[Drafted, float]:
+        """A just-in-time chain, and the milliseconds from asking to having it."""
+        asked_ns = clock.now()
+        self._commit(number, base_len, new, None, depth, 0)
+        drafted = self._wait(Drafted)
+        return drafted, (clock.now() - asked_ns) / 1e6
+
+    def _commit(
+        self, number: int, base_len: int, new: Sequence[int], chain: tuple[int, ...] | None, depth: int, branches: int
+    ) -> None:
+        self._to_drafters(Commit(REQUEST, 0, number, base_len, tuple(new), chain, depth, branches))
+
+    def _to_drafters(self, message: Message) -> None:
+        for name in self._hub.drafters():
+            self._hub.send_drafter(name, message)
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+
+    def _wait(self, wanted: type[M] | tuple[type[M], ...]) -> M:
+        """The next message of a wanted class; unwanted ones before it are dropped.
+
+        Raises:
+            WorkerError: a worker was lost or failed, or did not answer in time.
+        """
+        deadline_ns = clock.now() + PATIENCE_MS * 1_000_000
+        while clock.now() < deadline_ns:
+            while self._arrived:
+                message = self._arrived.popleft()
+                if isinstance(message, wanted):
+                    return message
+            self._poller.poll(250)
+            self._arrived += self._arrivals()
+            for loss in self._hub.losses(clock.now()):
+                raise WorkerError(loss.why)
+        raise WorkerError(f"no answer from the workers within {PATIENCE_MS // 1000} s")
+
+    def _arrivals(self) -> Iterator[Message]:
+        now_ns = clock.now()
+        for name, message in self._hub.receive():
+            match message:
+                case Hello():
+                    self._hub.hello(name, message, now_ns)
+                case Loading():
+                    self._hub.loading(message)
+                    self._tell(self._hub.stage)
+                case Pong():
+                    self._hub.pong(name, message, now_ns)
+                case Fault(request=None):
+                    self._hub.fault(name, message)
+                case Fault():
+                    raise WorkerError(message.message)
+            yield message
+        self._hub.ping(now_ns)
