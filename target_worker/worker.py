@@ -50,16 +50,21 @@ class TargetWorker:
         self._stale = 0
 
     def run(self) -> None:
-        while True:
-            ahead = [r for r in self._running.values() if r.ahead is not None]
-            message = self._link.receive(wait=not ahead)
-            if isinstance(message, Shutdown):
-                return
-            if message is not None:
-                self._handle(message)
-                continue
-            for running in ahead:
-                self._step_ahead(running)
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Handles one message if there is one, else takes every run-ahead one step on; False: shut down."""
+        ahead = [r for r in self._running.values() if r.ahead is not None]
+        message = self._link.receive(wait=not ahead)
+        if isinstance(message, Shutdown):
+            return False
+        if message is not None:
+            self._handle(message)
+            return True
+        for running in ahead:
+            self._step_ahead(running)
+        return True
 
     def _handle(self, message: Message) -> None:
         received_ns = clock.now()
