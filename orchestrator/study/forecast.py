@@ -27,24 +27,12 @@ class Forecast:
 
 def forecasts(probe: Probe, turnaround_ms: float) -> list[Forecast]:
     """All modes and settings the probe tried, the fastest first."""
-    plain = Forecast("ar", 0, 0, 1000 / probe.step_ms, f"one token a forward, {probe.step_ms:.1f} ms each")
-    found = [plain]
+    found = [Forecast("ar", 0, 0, 1000 / probe.step_ms, f"one token a forward, {probe.step_ms:.1f} ms each")]
     for trial in probe.trials:
         costs, odds = costs_of(probe, trial.branches, turnaround_ms), odds_of(trial)
-        found.append(
-            Forecast(
-                "sd", trial.depth, 0, 1000 * sd_rate(costs, odds, trial.depth), _sd_limit(costs, odds, trial.depth)
-            )
-        )
-        found.append(
-            Forecast(
-                "ssd",
-                trial.depth,
-                trial.branches,
-                1000 * ssd_rate(costs, odds, trial.depth),
-                _ssd_limit(costs, trial),
-            )
-        )
+        sd, ssd = sd_rate(costs, odds, trial.depth), ssd_rate(costs, odds, trial.depth)
+        found.append(Forecast("sd", trial.depth, 0, 1000 * sd, _sd_limit(costs, odds, trial.depth)))
+        found.append(Forecast("ssd", trial.depth, trial.branches, 1000 * ssd, _ssd_limit(costs, trial)))
     return sorted(found, key=lambda forecast: -forecast.tokens_per_second)
 
 

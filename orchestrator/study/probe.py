@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from orchestrator.study.workbench import Workbench
 from protocol.messages import Branch, Span
@@ -38,7 +39,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Chains and branches of one (K, B) on known text: `accepted` of each round, and whether its outcome was prepared."""
+    """One (K, B) on known text: how many chain tokens each round accepted, and whether its outcome was prepared."""
 
     depth: int
     branches: int
@@ -62,8 +63,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one machine and pair can do, milliseconds. `tree_ms[B]` is a depth of B branches; `link_ms` a drafter's answer
-    beyond its work; `step_ms` a run-ahead token of the target."""
+    """What one machine and pair can do, milliseconds.
+
+    `step_ms` is a run-ahead token of the target; `tree_ms` a depth by its branches; `link_ms` a drafter's answer beyond
+    its work.
+    """
 
     step_ms: float
     verify_ms: Curve
@@ -110,18 +114,16 @@ def probe(
 def _cadence(spans: Sequence[Span]) -> list[float]:
     """Milliseconds from one run-ahead token to the next."""
     ends = [span.ended_ns for span in spans]
-    return [(after - before) / 1e6 for before, after in zip(ends, ends[1:], strict=False)]
+    return [(after - before) / 1e6 for before, after in pairwise(ends)]
 
 
 def _verify_curve(bench: Workbench, start: int, text: Sequence[int], sampling: SamplingParams) -> Curve:
     """c(M), the row counts in turn, so that a drifting machine drifts for all alike."""
     times: dict[int, list[float]] = {rows: [] for rows in VERIFY_ROWS}
-    number = 0
     for _ in range(REPEATS):
         bench.open(text[:start], sampling, target=True, drafter=False)
-        base_len, number = start + 1, 0
-        for rows in VERIFY_ROWS:
-            number += 1
+        base_len = start + 1
+        for number, rows in enumerate(VERIFY_ROWS, 1):
             outcome = bench.verify(number, base_len, text[base_len : base_len + rows - 1])
             times[rows].append(_ms(outcome.work))
             base_len += outcome.accepted + 1
