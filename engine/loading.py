@@ -55,7 +55,7 @@ def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = N
         ModelError: there is no such path or id, it holds no model, or mlx-lm has no such architecture.
     """
     tell = progress or log.info
-    path = _find(str(path_or_repo), tell)
+    path = find(str(path_or_repo), tell)
     tell(f"loading {path_or_repo}")
     model, config = _read(path)
     parameters = get_total_parameters(model)
@@ -78,7 +78,8 @@ def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = N
     )
 
 
-def _find(path_or_repo: str, tell: Callable[[str], None]) -> Path:
+def find(path_or_repo: str, tell: Callable[[str], None]) -> Path:
+    """The model's directory, downloaded if need be. Raises ModelError when there is no such path or id."""
     path = Path(path_or_repo).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -78,7 +78,9 @@ def read(config: Mapping[str, Any]) -> Architecture:
             max_positions=int(config.get("max_position_embeddings") or 2**31 - 1),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"config.json of this {family} model is incomplete ({error!r}); expected mlx-lm's keys") from error
+        raise ModelError(
+            f"config.json of this {family} model is incomplete ({error!r}); expected mlx-lm's keys"
+        ) from error
     _check_grid(architecture)
     return architecture
 
@@ -91,8 +93,8 @@ def _head_dim(family: str, config: Mapping[str, Any], heads: int) -> int:
 def _refuse_variants(family: str, config: Mapping[str, Any]) -> None:
     if config.get("rope_traditional"):
         raise ModelError(
-            f"this {family} model has rope_traditional, which rotates neighbouring pairs; the coreml graph rotates halves"
-            " (use --draft-backend mlx for this one)"
+            f"this {family} model has rope_traditional, which rotates neighbouring pairs; the coreml graph rotates"
+            " halves (use --draft-backend mlx for this one)"
         )
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if family == "llama" and sliding:

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from draft_worker.coreml import mlpackage, mlx_copy, package, rope, source
-from draft_worker.coreml.architecture import HEAD_GRID
-from draft_worker.coreml.layout import SCRATCH_SLOTS, Layout, Mode
+from draft_worker.coreml.architecture import HEAD_GRID, MAX_WIDTH
+from draft_worker.coreml.layout import PREFILL_ROWS, SCRATCH_SLOTS, Layout, Mode
 from draft_worker.coreml.manifest import Manifest
 from draft_worker.coreml.weights import WeightReader, Weights
 from protocol.errors import InvalidRequest, ModelError
@@ -30,6 +30,7 @@ Progress = Callable[[str, int, int], None]
 DEFAULT_CONTEXT = 1024
 _BYTES = {"fp16": 2.0, "fp32": 4.0, "int8": 1.0, "int4": 0.53}
 _MARGIN = 1 << 20
+_LONGEST = MAX_WIDTH - SCRATCH_SLOTS - PREFILL_ROWS  # the mask is slots and rows wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.weights not in _BYTES:
             raise InvalidRequest(f"weights is {self.weights!r}; expected one of {', '.join(_BYTES)}")
-        if not 32 <= self.context <= 16256:
-            raise InvalidRequest(f"context is {self.context}; expected 32 to 16256 tokens")
+        if not PREFILL_ROWS <= self.context <= _LONGEST:
+            raise InvalidRequest(f"context is {self.context}; expected {PREFILL_ROWS} to {_LONGEST} tokens")
         if self.weights == "fp32" and self.mode.stateful:
             raise InvalidRequest("Core ML keeps states in float16 only; weights fp32 need --mode stateless")
 
@@ -98,9 +99,7 @@ def _layout(opened: source.Source, options: Options) -> Layout:
     return Layout(sizes, options.mode, options.weights, options.context, slots)
 
 
-def _write(
-    opened: source.Source, layout: Layout, directory: Path, progress: Progress
-) -> tuple[Manifest, Weights]:
+def _write(opened: source.Source, layout: Layout, directory: Path, progress: Progress) -> tuple[Manifest, Weights]:
     first = opened.model.model.layers[0].self_attn
     table = rope.probe(first.rope, layout.architecture.head_dim, layout.context)
     weights = WeightReader(opened.model, layout.architecture, layout.weights).read(

@@ -6,7 +6,6 @@ float16's errors. Slow and exact; it says so in its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ class NumpyRuntime:
             if step.run is None:
                 _touch_state(step, values, state)
             else:
-                _execute(step, values)
+                _execute(step, step.run, values)
             for name in step.dead:
                 del values[name]
         return {name: values[name] for name in spec.outputs}
@@ -149,14 +148,11 @@ def _with_ends(steps: list[_Step], keep: set[str]) -> tuple[_Step, ...]:
     return tuple(reversed(ended))
 
 
-def _execute(step: _Step, values: dict[str, NDArray[Any]]) -> None:
+def _execute(step: _Step, run: ops.Op, values: dict[str, NDArray[Any]]) -> None:
     arguments = {name: value for name, value in step.fixed.items() if name in step.operation.arguments}
     for name, names in step.named.items():
         found = [values[n] if n in values else step.fixed[n] for n in names]
         arguments[name] = found if name == "values" else found[0]
-    run: Callable[..., Any] | None = step.run
-    if run is None:
-        return
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # overflow is for the host to judge
         result = run(**arguments)
         results = result if isinstance(result, list) else [result]

@@ -6,7 +6,7 @@ Slots are places in the cache, rows are the tokens of one call. Which slot a tok
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from draft_worker.coreml.architecture import Architecture
 
@@ -15,7 +15,7 @@ PREFILL_ROWS = 64
 SCRATCH_SLOTS = 128  # slots beyond the context, for drafted tokens
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     """Where the cache lives.
 
     STATELESS: with the host, which passes it in and gets the new rows back (what the Neural Engine takes most readily).

@@ -1,7 +1,7 @@
 """The three ways a weight matrix is held, each the very same numbers in MLX and in CoreML.
 
-CoreML computes s * (q - z), MLX s * q + b, both in float16. They agree bit for bit when b = -z * s and when s has so few
-significant bits that every product is exact in float16's eleven. Knows matrices; knows nothing of models.
+CoreML computes s * (q - z), MLX s * q + b, both in float16. They agree bit for bit when b = -z * s and when s has so
+few significant bits that every product is exact in float16's eleven. Knows matrices; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Int8:
     def values(self) -> NDArray[np.float16]:
         values = np.empty(self.data.shape, np.float16)
         for rows in _blocks(self.data):
-            values[rows] = self.data[rows].astype(np.float32) * self.scale[rows].astype(np.float32)  # exact: eleven bits
+            scale = self.scale[rows].astype(np.float32)
+            values[rows] = self.data[rows].astype(np.float32) * scale  # exact: eleven bits
         return values
 
 
@@ -154,4 +155,4 @@ def _significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDAr
     mantissa, exponent = np.frexp(x.astype(np.float64))
     floor = np.maximum(exponent - bits, _FINEST)
     rounded = np.ldexp(rounding(np.ldexp(mantissa, exponent - floor)), floor)
-    return np.maximum(rounded, 2.0**_FINEST).astype(np.float16)
+    return np.asarray(np.maximum(rounded, 2.0**_FINEST), np.float16)

@@ -35,7 +35,7 @@ def probe(rope: Callable[..., mx.array], head_dim: int, positions: int) -> RopeT
 
     def rotate(x: NDArray[np.float32]) -> NDArray[np.float32]:
         wide = np.broadcast_to(x, (1, 1, positions, head_dim)).astype(np.float32)
-        return np.array(rope(mx.array(wide), offset=0).astype(mx.float32))[0, 0]
+        return np.asarray(rope(mx.array(wide), offset=0).astype(mx.float32)).reshape(positions, head_dim)
 
     first = np.concatenate([np.ones(half), np.zeros(half)]).astype(np.float32)
     turned = rotate(first)

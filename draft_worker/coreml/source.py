@@ -97,9 +97,15 @@ def _same_as_embedding(path: Path, head_file: Path) -> bool:
     name = "model.embed_tokens.weight"
     for file in _weight_files(path):
         if name in _tensor_names(file):
-            head, embedding = mx.load(str(head_file))["lm_head.weight"], mx.load(str(file))[name]
+            head, embedding = _tensor(head_file, "lm_head.weight"), _tensor(file, name)
             return head.shape == embedding.shape and bool(mx.array_equal(head, embedding))
     return False
+
+
+def _tensor(file: Path, name: str) -> mx.array:
+    tensors: Any = mx.load(str(file))
+    tensor: mx.array = tensors[name]
+    return tensor
 
 
 def _tensor_names(file: Path) -> list[str]:

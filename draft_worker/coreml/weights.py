@@ -153,8 +153,8 @@ class WeightReader:
             self._range.largest = max(self._range.largest, float(mx.abs(array).max()))
         if not np.isfinite(narrow).all():
             raise ModelError(
-                f"{name} holds values up to {float(mx.abs(array).max()):.3g}, beyond float16's 65504 (or no numbers at all); "
-                "the Neural Engine computes in float16 (use --draft-backend mlx for this model)"
+                f"{name} holds values up to {float(mx.abs(array).max()):.3g}, beyond float16's 65504 (or no numbers"
+                " at all); the Neural Engine computes in float16 (use --draft-backend mlx for this model)"
             )
         return narrow
 
@@ -162,13 +162,15 @@ class WeightReader:
 def _dense(module: nn.Module) -> mx.array:
     """The weight of a plain or quantised Linear or Embedding, [rows, columns]."""
     if "scales" not in module:
-        return module.weight
+        weight: mx.array = module.weight
+        return weight
     scales, biases = module.scales, module.get("biases")
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    return mx.dequantize(
+    wide: mx.array = mx.dequantize(
         module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode
     )
+    return wide
 
 
 def _grid(module: nn.Module) -> Int4Grid | None:

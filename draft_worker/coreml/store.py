@@ -1,0 +1,36 @@
+"""The packages this machine made for itself: a draft model's own package, converted the first time it is asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from draft_worker.coreml import converter, manifest, source
+from draft_worker.coreml.converter import Options, Progress
+from draft_worker.coreml.package import Package, open_package
+from protocol.errors import ModelError
+
+
+def root() -> Path:
+    """Where Outrider keeps what it can make again."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "outrider" / "coreml"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "coreml"
+
+
+def package_of(model: Path, options: Options, progress: Progress | None = None, folder: Path | None = None) -> Package:
+    """The package of the checkpoint `model` from `folder` (`root()` by default), converted if it is not there.
+
+    Raises:
+        ModelError: the model is refused, or can't be converted here.
+    """
+    key = f"{source.fingerprint(model)[:16]}-{options.mode.value}-{options.weights}-{options.context}"
+    directory = (folder or root()) / f"{key}-f{manifest.FORMAT}"
+    if not directory.exists():
+        try:
+            converter.convert(model, directory, options, progress)
+        except ModelError:
+            if not directory.exists():  # else another process made it meanwhile
+                raise
+    return open_package(directory, source=model)

@@ -1,0 +1,143 @@
+"""`python -m draft_worker.coreml.trial`: one package on one compute unit, tried out. Writes what it saw to a file.
+
+Meant to be sacrificed: a graph the Neural Engine's compiler dislikes can end the whole process, some only after a
+hundred predictions. So this runs in a process of its own (`probe` starts it), and a missing file is an answer too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draft_worker.coreml.compute_plan import engine_share
+from draft_worker.coreml.coreml_runtime import UNITS, CoreMLRuntime
+from draft_worker.coreml.host import Host
+from draft_worker.coreml.interpreter import NumpyRuntime
+from draft_worker.coreml.layout import Function
+from draft_worker.coreml.line import Line
+from draft_worker.coreml.package import Package, open_package
+from draft_worker.coreml.runtime import Runtime
+from protocol.errors import OutriderError
+
+REFERENCE = "REFERENCE"  # a unit of no device: the interpreter tried against itself
+_STEPS = 12
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a unit did with a package.
+
+    `agreement`: share of compared rows whose best token is the interpreter's, or whose two best are closer than the
+    error. `distance`: mean total variation between the two distributions. `ms`: median milliseconds a call by function;
+    `engine_share`: the share of its operations that Core ML plans for the Neural Engine.
+    """
+
+    units: str
+    load_seconds: float
+    predictions: int
+    agreement: float
+    distance: float
+    ms: dict[str, float] = field(default_factory=dict)
+    engine_share: dict[str, float] = field(default_factory=dict)
+
+
+def run(package: Package, units: str, predictions: int) -> Trial:
+    """Loads, compares with the interpreter, predicts `predictions` times, measures.
+
+    Raises:
+        OutriderError: the device refused or gave no numbers.
+    """
+    started = time.monotonic()
+    runtime: Runtime = NumpyRuntime(package.mlpackage) if units == REFERENCE else CoreMLRuntime(package, units)
+    loaded = time.monotonic() - started
+    host = Host(package, runtime)
+    found, expected = _logits(host), _logits(Host(package, NumpyRuntime(package.mlpackage)))
+    return Trial(
+        units=units,
+        load_seconds=round(loaded, 3),
+        predictions=predictions,
+        agreement=agreement(found, expected),
+        distance=float(np.abs(_softmax(found) - _softmax(expected)).sum(axis=-1).mean() / 2),
+        ms=_times(host, predictions),
+        engine_share={} if units == REFERENCE else engine_share(package, units),
+    )
+
+
+def agreement(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """The share of rows [R, vocab] that choose alike; a near-tie (closer than twice the row's error) counts."""
+    error = np.abs(found - expected).max(axis=-1)
+    second, best = np.partition(expected, -2, axis=-1)[:, -2:].T
+    same = found.argmax(axis=-1) == expected.argmax(axis=-1)
+    return float((same | (best - second <= 2 * error)).mean())
+
+
+def _logits(host: Host) -> NDArray[np.float32]:
+    """Rows of a fixed random text, read by the prefill, by eight at once and one by one."""
+    layout = host.layout
+    text = np.random.default_rng(0).integers(0, layout.architecture.vocab_size, layout.context).tolist()
+    line, rows = Line(host), []
+    several, single = layout.functions[1], layout.functions[0]
+    line.feed(text[:16], layout.prefill)
+    for function, count in ((several, several.rows), *((single, 1) for _ in range(_STEPS))):
+        fresh = line.feed(text[line.length : line.length + count], function)
+        if fresh.logits is not None:
+            rows.append(fresh.logits)
+    line.close()
+    return np.concatenate(rows)
+
+
+def _times(host: Host, predictions: int) -> dict[str, float]:
+    """Milliseconds a call: the single-row function as often as asked, the others a tenth as often."""
+    single = host.layout.functions[0]
+    return {
+        function.name: round(_time(host, function, predictions if function is single else predictions // 10 + 1), 4)
+        for function in host.layout.functions
+    }
+
+
+def _time(host: Host, function: Function, count: int) -> float:
+    line, taken = Line(host), []
+    for _ in range(count + _WARM_UP):
+        if line.length + function.rows > host.layout.context:
+            line.close()
+            line = Line(host)
+        started = time.perf_counter()
+        line.feed([1] * function.rows, function)
+        taken.append(time.perf_counter() - started)
+    line.close()
+    return 1e3 * median(taken[_WARM_UP:])
+
+
+def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="draft_worker.coreml.trial", description=__doc__)
+    parser.add_argument("--package", type=Path, required=True)
+    parser.add_argument("--units", choices=(*UNITS, REFERENCE), required=True)
+    parser.add_argument("--predictions", type=int, default=300)
+    parser.add_argument("--result", type=Path, required=True)
+    options = parser.parse_args()
+    try:
+        trial = run(open_package(options.package), options.units, options.predictions)
+    except OutriderError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    options.result.write_text(json.dumps(dataclasses.asdict(trial)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
