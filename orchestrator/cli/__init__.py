@@ -18,6 +18,8 @@ COMMANDS = {
     "serve": "keep a cluster running for clients",
     "worker": "run one worker in the foreground",
     "verify": "prove that an output is the target's own",
+    "bench": "compare with mlx-lm on the same weights",
+    "overlap": "time what working ahead can hide",
     "pairs": "model pairs that fit, or a check of one",
 }
 INTERRUPTED = 130
