@@ -6,19 +6,13 @@ A drafter deals in tokens and nodes; it knows nothing of sockets, rounds or whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from engine.candidate import Candidate
 from protocol.errors import OutriderError
 from protocol.sampling import SamplingParams
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A token that may follow a node; `gap` is how far its score lies below the best of that node (nats, >= 0)."""
-
-    token: int
-    gap: float
+__all__ = ["Candidate", "Drafter", "DrafterFault", "TokenTree"]
 
 
 class TokenTree(Protocol):

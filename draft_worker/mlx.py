@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from draft_worker.drafter import TokenTree
 from engine.loading import LoadedModel, load
-from engine.tree import open_tree
+from engine.tree import open_tree, tree_form
 from protocol.sampling import SamplingParams
 
 
@@ -24,7 +24,14 @@ class MlxDrafter:
 
     @classmethod
     def load(cls, path: str, progress: Callable[[str], None]) -> MlxDrafter:
-        return cls(load(path, progress=progress))
+        """Loads the model and checks that branches reproduce its logits.
+
+        Raises:
+            ModelError: there is no such model, or no tree of it is exact.
+        """
+        model = load(path, progress=progress)
+        tree_form(model)
+        return cls(model)
 
     def open(
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None

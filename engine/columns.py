@@ -1,0 +1,179 @@
+"""Where a token tree's keys and values live: one row of columns, the committed prefix first, pending nodes behind it.
+
+mlx-lm models run unmodified: their cache objects hand them the columns, the mask that lets a node see its ancestors
+only, and a position for each token (`engine.positions`). Knows columns and positions; nothing of nodes or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache, create_attention_mask, make_prompt_cache
+
+from engine.loading import LoadedModel
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+_STEP = 256
+_PREFILL = 512
+
+
+class Columns(Protocol):
+    """A model and its columns. A forward writes the columns `start`.. and never waits."""
+
+    def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int) -> None:
+        """Feeds tokens as columns 0.., evaluated, in chunks; `progress(done, total)` after each of several."""
+        ...
+
+    def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
+        """Feeds tokens [R] and returns their logits [R, V], lazily.
+
+        Args:
+            start: the first token's column; the others follow.
+            positions: absolute position of each of all columns, [start + R].
+            seen: which columns each token attends to, itself included, [R, start + R].
+            parents: the column of the token before each token; `start` or more for one of this call.
+        """
+        ...
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        """Makes column `columns[i]` (ascending, from `prefix` on) the column `prefix` + i; other ones are forgotten."""
+        ...
+
+
+class Frame:
+    """What all layers' caches tell the model in one forward."""
+
+    def __init__(self) -> None:
+        self.start, self.end = 0, 0
+        self.offset: int | mx.array = 0
+        self._positions: Ints | None = None
+        self._seen: Bools | None = None
+        self._masks: dict[int | None, mx.array | None] = {}
+
+    def plain(self, start: int, count: int) -> None:
+        """The next forward is ordinary causal text."""
+        self.start, self.end, self.offset, self._seen = start, start + count, start, None
+
+    def tree(self, start: int, positions: Ints, seen: Bools, *, rows: bool = False) -> None:
+        """The next forward is of a tree; with `rows` its tokens are a batch of rows of one token each."""
+        self.start, self.end, self.offset = start, len(positions), mx.array(positions[start:])
+        self._positions, self._seen, self._masks = positions, seen[:, None, None, :] if rows else seen, {}
+
+    def mask(self, n: int, return_array: bool, window: int | None) -> Any:
+        """The mask of layers with this window (None: all columns), made once a forward."""
+        if self._seen is None or self._positions is None:
+            return create_attention_mask(n, offset=self.start, return_array=return_array, window_size=window)
+        if window not in self._masks:
+            seen = self._seen
+            if window is not None:
+                near = self._positions[self.start :, None] - self._positions < window
+                seen = seen & near.reshape(seen.shape)
+            self._masks[window] = None if seen.all() and not return_array else mx.array(seen)
+        return self._masks[window]
+
+
+class ColumnCache:
+    """One attention layer's columns: a buffer [1, H, capacity, D] written in place, standing in for a `KVCache`."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    @property
+    def offset(self) -> int | mx.array:
+        return self._frame.offset
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return self._frame.mask(n, return_array, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        start, end = self._frame.start, self._frame.end
+        self.keys, self.values = _with_room(self.keys, keys, end), _with_room(self.values, values, end)
+        self.keys[..., start:end, :] = keys
+        self.values[..., start:end, :] = values
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def move(self, start: int, columns: mx.array) -> None:
+        if self.keys is not None and self.values is not None:
+            end = start + columns.shape[0]
+            self.keys[..., start:end, :] = mx.take(self.keys, columns, axis=2)
+            self.values[..., start:end, :] = mx.take(self.values, columns, axis=2)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [a for a in (self.keys, self.values) if a is not None]
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+
+class OneRow:
+    """`Columns` of a model whose only memory is attention: every token of a forward stands in the same row."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model.model
+        self._frame = Frame()
+        self._caches = [ColumnCache(self._frame) for _ in make_prompt_cache(model.model)]
+
+    def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int) -> None:
+        prefill(self._model, self._frame, self._caches, tokens, progress, total)
+
+    def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
+        self._frame.tree(start, positions, seen)
+        logits: mx.array = self._model(tokens[None], cache=self._caches)
+        return logits[0]
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        gather(self._caches, prefix, columns)
+
+
+def prefill(
+    model: Any,
+    frame: Frame,
+    caches: Sequence[Any],
+    tokens: Sequence[int],
+    progress: Callable[[int, int], None] | None,
+    total: int,
+) -> None:
+    """See `Columns.prefill`."""
+    for start in range(0, len(tokens), _PREFILL):
+        chunk = mx.array(list(tokens[start : start + _PREFILL]), dtype=mx.int32)
+        frame.plain(start, chunk.shape[0])
+        model(chunk[None], cache=caches)
+        mx.eval([cache.state for cache in caches])
+        mx.clear_cache()
+        if progress is not None and len(tokens) > _PREFILL:
+            progress(start + chunk.shape[0], total)
+
+
+def gather(caches: Sequence[Any], prefix: int, columns: Ints) -> None:
+    """See `Columns.keep`. Columns that stand right already are not touched."""
+    moved = np.flatnonzero(columns != np.arange(prefix, prefix + len(columns)))
+    if len(moved):
+        index = mx.array(columns[moved[0] :])
+        for cache in caches:
+            if isinstance(cache, ColumnCache):
+                cache.move(prefix + int(moved[0]), index)
+
+
+def is_attention(cache: Any) -> bool:
+    """True for mlx-lm's caches that `ColumnCache` can stand in for (a rotating one too: the window is in the mask)."""
+    return type(cache) in (KVCache, RotatingKVCache)
+
+
+def _with_room(buffer: mx.array | None, new: mx.array, end: int) -> mx.array:
+    if buffer is not None and end <= buffer.shape[2]:
+        return buffer
+    columns = -(-(end + end // 2) // _STEP) * _STEP
+    shape = (1, new.shape[1], columns, new.shape[3])
+    if buffer is None:
+        return mx.zeros(shape, new.dtype)
+    grown = mx.zeros(shape, new.dtype)
+    grown[..., : buffer.shape[2], :] = buffer
+    return grown

@@ -1,0 +1,223 @@
+"""A token tree: committed tokens, and the drafted tokens that grow from them.
+
+Nodes and what is known of them are here; where their columns are is `engine.layout`'s matter, the model's side is
+`engine.columns`', choices are `engine.steps`'. Satisfies `draft_worker.drafter.TokenTree`, whose docstrings are the
+contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from engine.candidate import Candidate
+from engine.columns import Columns
+from engine.layout import Layout
+from engine.sampling import Sampler
+from engine.steps import Step
+from protocol.errors import InvalidRequest
+
+_SLACK = 8  # dead columns that are not worth a gather
+
+
+@dataclass(slots=True)
+class _Node:
+    """A fed token: row `row` of `step` tells what follows it. `token` is None until somebody reads it."""
+
+    parent: int
+    token: int | None
+    column: int
+    step: Step
+    row: int
+    children: list[int] = field(default_factory=list)
+
+
+class Tree:
+    """One request's tree; see `TokenTree`."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        sampler: Sampler,
+        context_length: int,
+        tokens: Sequence[int],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Prefills `tokens`; the last becomes the root, node 0, whose continuation is still lazy."""
+        self._columns, self._sampler, self._context_length = columns, sampler, context_length
+        self._committed = list(tokens[:-1])
+        columns.prefill(self._committed, progress, len(tokens))
+        self._layout = Layout(len(self._committed))
+        self._column_tokens = list(tokens[:-1])
+        self._recent: list[int] = []  # committed columns that still stand in the window
+        self._nodes: dict[int, _Node] = {}
+        self._next, self._root = 0, 0
+        self._grow([-1], [len(self._committed) - 1], [tokens[-1]])
+        self._settle(0)
+
+    @property
+    def root(self) -> int:
+        return self._root
+
+    @property
+    def next_node(self) -> int:
+        return self._next
+
+    @property
+    def committed_len(self) -> int:
+        return len(self._committed)
+
+    @property
+    def room(self) -> int:
+        return max(0, self._context_length - len(self._committed))
+
+    def column_tokens(self) -> list[int]:
+        return list(self._column_tokens)
+
+    def child(self, node: int, token: int) -> int | None:
+        children = self._node(node).children
+        return next((child for child in children if self._token(self._nodes[child]) == token), None)
+
+    def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        first, start = self._next, self._layout.end
+        columns = [start + p - first if p >= first else self._node(p).column for p in parents]
+        return self._grow(parents, columns, tokens)
+
+    def start(self, nodes: Sequence[int]) -> None:
+        mx.async_eval([step.pending for step in self._steps(nodes)])  # type: ignore[no-untyped-call]
+
+    def best(self, nodes: Sequence[int]) -> list[int]:
+        unread = [step.pending for step in self._steps(nodes) if not step.is_read]
+        if len(unread) > 1:
+            mx.eval(unread)
+        return [self._best(self._node(node)) for node in nodes]
+
+    def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
+        found: dict[int, list[Candidate]] = {}
+        for step in self._steps(nodes):
+            own = [node for node in nodes if self._nodes[node].step is step]
+            found.update(zip(own, step.candidates([self._nodes[n].row for n in own], count), strict=True))
+        return [found[node] for node in nodes]
+
+    def scores(self, node: int) -> mx.array:
+        """The scores [V] of what may follow a node; lazy."""
+        return self._node(node).step.scores[self._nodes[node].row]
+
+    def commit(self, path: Sequence[int]) -> None:
+        for node in path:
+            if self._node(node).parent != self._root:
+                raise InvalidRequest(f"node {node} can't be committed: it does not follow node {self._root}")
+            self._settle(node)
+        if path:
+            self._prune()
+
+    def close(self) -> None:
+        self._nodes.clear()
+
+    def _node(self, node: int) -> _Node:
+        if node not in self._nodes:
+            raise InvalidRequest(f"node {node} is not in the tree: it was dropped, or never fed")
+        return self._nodes[node]
+
+    def _steps(self, nodes: Sequence[int]) -> list[Step]:
+        return list({id(step): step for step in (self._node(node).step for node in nodes)}.values())
+
+    def _best(self, node: _Node) -> int:
+        return node.step.best()[node.row]
+
+    def _token(self, node: _Node) -> int:
+        if node.token is None:
+            node.token = self._best(self._nodes[node.parent])
+        return node.token
+
+    def _grow(self, parents: Sequence[int], columns: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        """One forward over a token behind each parent, which stands in the column beside it."""
+        first, start = self._next, self._layout.add(columns)
+        ids = [self._readily(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+        histories = self._histories(parents, ids) if self._sampler.needs_history else None
+        fed = mx.array(ids, dtype=mx.int32) if None not in ids else self._lazily(parents, ids)
+        positions = self._layout.positions
+        logits = self._columns.forward(fed, start, positions, self._layout.seen(start), columns)
+        step = Step(self._sampler.scores(logits, (positions[start:] + 1).tolist(), histories))
+        for row, (parent, token) in enumerate(zip(parents, ids, strict=True)):
+            self._nodes[first + row] = _Node(parent, token, start + row, step, row)
+            if parent >= 0:
+                self._nodes[parent].children.append(first + row)
+        self._next += len(ids)
+        return list(range(first, self._next))
+
+    def _readily(self, parent: int, token: int | None) -> int | None:
+        """The token to feed, if it can be told without waiting."""
+        if token is not None:
+            return token
+        node = self._node(parent)
+        return self._best(node) if node.step.is_read else None
+
+    def _lazily(self, parents: Sequence[int], ids: Sequence[int | None]) -> mx.array:
+        """The tokens to feed, [R]: those not yet read stay on the device."""
+        lazy = [self._nodes[parent] for parent, token in zip(parents, ids, strict=True) if token is None]
+        steps = {id(node.step): node.step for node in lazy}
+        if len(steps) == 1 and len(lazy) == len(ids):
+            chosen = lazy[0].step.chosen()
+            rows = [node.row for node in lazy]
+            return chosen if rows == list(range(chosen.shape[0])) else chosen[mx.array(rows)]
+        # One list to pick from: the known tokens, then every step's choices.
+        pool, begins, end = [mx.array([token or 0 for token in ids], dtype=mx.int32)], {}, len(ids)
+        for key, step in steps.items():
+            pool.append(step.chosen())
+            begins[key], end = end, end + pool[-1].shape[0]
+        picks, rest = [], iter(lazy)
+        for row, token in enumerate(ids):
+            node = next(rest) if token is None else None
+            picks.append(row if node is None else begins[id(node.step)] + node.row)
+        return mx.concatenate(pool)[mx.array(picks)]
+
+    def _histories(self, parents: Sequence[int], ids: list[int | None]) -> list[list[int]]:
+        """What penalties look at, a row each. They need every token, so lazy ones are read, `ids` in place."""
+        first = self._next
+        tails: list[list[int]] = []
+        for row, parent in enumerate(parents):
+            token = ids[row]
+            if token is None:
+                token = ids[row] = self._best(self._nodes[parent])
+            above = tails[parent - first] if parent >= first else self._path(parent)
+            tails.append([*above, token])
+        reach = self._sampler.reach
+        return [(self._committed[-reach:] + tail)[-reach:] for tail in tails]
+
+    def _path(self, node: int) -> list[int]:
+        """The pending tokens down to `node`."""
+        path: list[int] = []
+        while node in self._nodes and node != self._root:
+            path.append(self._token(self._nodes[node]))
+            node = self._nodes[node].parent
+        return path[::-1]
+
+    def _settle(self, node: int) -> None:
+        """Makes one node final."""
+        entry = self._nodes[node]
+        self._committed.append(self._token(entry))
+        self._column_tokens.append(self._committed[-1])
+        self._recent.append(entry.column)
+        self._root = node
+
+    def _prune(self) -> None:
+        """Drops all but the root and its descendants; gathers the surviving columns once enough others are dead."""
+        kept, todo = {}, [self._root]
+        while todo:
+            node = todo.pop()
+            kept[node] = self._nodes[node]
+            todo += kept[node].children
+        self._nodes = dict(sorted(kept.items()))
+        pending = [node for key, node in self._nodes.items() if key != self._root]
+        dead = self._layout.end - self._layout.prefix - len(self._recent) - len(pending)
+        if dead <= _SLACK:
+            return
+        prefix = self._layout.prefix
+        self._columns.keep(prefix, self._layout.compact(self._recent, [node.column for node in pending]))
+        self._nodes[self._root].column = prefix + len(self._recent) - 1
+        for column, survivor in enumerate(pending, prefix + len(self._recent)):
+            survivor.column = column
+        self._recent = []

@@ -1,0 +1,50 @@
+"""Does a tree over this model say what the model says? A small branched tree against plain forwards, once at load.
+
+Catches models whose attention ignores the mask, the positions or the columns it is given. Knows trees only by feeding,
+committing and reading them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from engine.loading import LoadedModel
+from engine.nodes import Tree
+
+_PROMPT, _BRANCHES, _DEPTH = 9, 3, 2
+_EXACT, _HALF = 1e-4, 0.1  # of the logits' standard deviation, or of 1 if that is more
+
+
+def agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:
+    """True if the tree's logits are the model's own, up to rounding: before a commit and after it."""
+    tokens = [(7919 * i + 13) % model.vocab_size for i in range(_PROMPT + 4 * _BRANCHES * _DEPTH)]
+    text, rest = tokens[:_PROMPT], tokens[_PROMPT:]
+    tree = open_tree(text)
+    texts = {tree.root: text}
+    worst = _check(model, tree, texts)
+    for _ in range(2):
+        tips = [tree.root] * _BRANCHES
+        for _ in range(_DEPTH):
+            fed, rest = rest[:_BRANCHES], rest[_BRANCHES:]
+            above, tips = tips, tree.feed(tips, fed)
+            texts |= {tip: [*texts[up], token] for tip, up, token in zip(tips, above, fed, strict=True)}
+        worst = max(worst, _check(model, tree, texts))
+        path = [node for node in texts if texts[node] == texts[tips[1]][: len(texts[node])] and node > tree.root]
+        tree.commit(path)
+        texts = {tree.root: texts[tips[1]]}
+    tree.close()
+    return worst <= 1.0
+
+
+def _check(model: LoadedModel, tree: Tree, texts: dict[int, list[int]]) -> float:
+    """The largest difference between the tree's and the model's logits, in units of what is allowed."""
+    worst = 0.0
+    for node, text in texts.items():
+        own = model.model(mx.array([text]))[0, -1]
+        allowed = _EXACT if own.dtype == mx.float32 else _HALF
+        own = own.astype(mx.float32)
+        difference = mx.abs(tree.scores(node).astype(mx.float32) - own).max() / mx.maximum(mx.std(own), 1.0)
+        worst = max(worst, float(difference.item()) / allowed)  # type: ignore[arg-type]
+    return worst
