@@ -27,7 +27,7 @@ from orchestrator.core import Core
 from orchestrator.events import Quit, ToCore, ToFront
 from orchestrator.failure import as_error, kind_of
 from orchestrator.front import End, Front, Lines
-from orchestrator.handshake import Announcement, Failure, Ready, Stage, wait_for_end
+from orchestrator.handshake import Announcement, Failure, Ready, wait_for_end
 from orchestrator.mailbox import Mailbox
 from orchestrator.pairing import ChosenPair, choose_pair, read_pair
 from orchestrator.settings import ServeSettings
@@ -63,7 +63,6 @@ def run(
     Raises:
         OutriderError: the cluster can't start or can't go on; everything it started is ended.
     """
-    tell(Stage("finding the models"))
     pair = choose_pair(settings)
     happenings: SimpleQueue[Happening] = SimpleQueue()
     cores.pin(0, cores.core_of("orchestrator", settings))

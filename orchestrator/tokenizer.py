@@ -18,23 +18,18 @@ from protocol.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class TextCodec:
-    """A model's tokenizer. `eos` ends a text; `bos` begins one if `add_bos` says so (None: tokenizer.json says)."""
+    """A model's tokenizer. `eos` ends a text; `special` are the texts of bos_token, eos_token and so on."""
 
     model: ModelFiles
     tokenizer: Tokenizer
     eos: frozenset[int]
     special: dict[str, str]
-    bos: int | None
-    add_bos: bool | None
 
     def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
-        """The tokens of `text`. `special` adds what the model wants around a text (mostly a first token)."""
-        if not special or text.startswith(self.special.get("bos_token") or "\0"):
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
-        if self.add_bos is None:
-            return tuple(self.tokenizer.encode(text).ids)
-        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
-        return (self.bos, *ids) if self.add_bos and self.bos is not None else ids
+        """The tokens of `text`. `special` adds what tokenizer.json wants around a text, if the text has it not yet."""
+        first = self.special.get("bos_token")
+        begun = first is not None and text.startswith(first)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=special and not begun).ids)
 
     def decode(self, tokens: tuple[int, ...]) -> str:
         """The text of `tokens`, special ones spelled out."""
@@ -50,20 +45,12 @@ def load_codec(model: ModelFiles) -> TextCodec:
     config = read_json(model.folder / "tokenizer_config.json")
     tokenizer = _tokenizer(model)
     special = _special_tokens(model.folder, config)
-    bos, eos = special.get("bos_token"), special.get("eos_token")
+    eos = special.get("eos_token")
     ends = _ids(read_json(model.folder / "generation_config.json").get("eos_token_id"))
     ends = ends or _ids(read_json(model.folder / "config.json").get("eos_token_id"))
     if eos is not None:
         ends |= _ids(tokenizer.token_to_id(eos))
-    add_bos = config.get("add_bos_token")
-    return TextCodec(
-        model=model,
-        tokenizer=tokenizer,
-        eos=ends,
-        special=special,
-        bos=tokenizer.token_to_id(bos) if bos is not None else None,
-        add_bos=add_bos if isinstance(add_bos, bool) else None,
-    )
+    return TextCodec(model=model, tokenizer=tokenizer, eos=ends, special=special)
 
 
 def _tokenizer(model: ModelFiles) -> Tokenizer:

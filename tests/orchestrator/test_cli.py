@@ -1,0 +1,148 @@
+"""The command line without a cluster: exit codes, one sentence an error, and a clean stdout."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+
+import pytest
+
+from orchestrator.cli import COMMANDS, main
+from orchestrator.events import Admit
+from protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
+from protocol.sampling import SamplingParams
+from tests.orchestrator.stand import says
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        try:
+            code = main(list(arguments))
+        except SystemExit as end:
+            code = end.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_exit_codes_tell_errors_apart():
+    kinds = (InvalidRequest, ModelError, EndpointError, WorkerError, ProtocolError)
+    assert len({kind.exit_code for kind in kinds} | {0, 1}) == len(kinds) + 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "--help"] for command in COMMANDS)])
+def test_help_is_there(run, arguments):
+    code, out, err = run(*arguments)
+    assert code == 0 and "usage: outrider" in out and not err
+
+
+def test_the_version_is_told(run):
+    assert run("--version")[1].startswith("outrider ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["bake"], 2, "no command 'bake'; expected one of generate"),
+        (["generate"], 2, "--prompt"),
+        (["generate", "-p", "x", "--temp", "hot"], 2, "invalid float value"),
+        (["generate", "-p", "x", "--tem", "1"], 2, "unrecognized arguments"),
+        (["generate", "-p", ""], 2, "prompt is empty"),
+        (["generate", "-p", "x", "-m", "0"], 2, "max_tokens is 0"),
+        (["generate", "-p", "x", "--temp", "-1"], 2, "temp is -1.0"),
+        (["generate", "-p", "x", "--top-p", "2"], 2, "top_p is 2.0"),
+        (["generate", "-p", "x", "--logit-bias", "[1]"], 2, "JSON object"),
+        (["generate", "-p", "x", "--num-draft-tokens", "0"], 2, "num_draft_tokens is 0"),
+        (["generate", "-p", "x", "--num-draft-tokens", "1000"], 2, "from 1 to 32"),
+        (["generate", "-p", "x", "--mode", "fast"], 2, "expected one of auto, ar, sd, ssd"),
+        (["generate", "-p", "x", "--draft-backend", "gpu"], 2, "draft_backend is 'gpu'"),
+        (["generate", "-p", "x", "--connect", "nowhere"], 4, "no endpoint"),
+        (["generate", "-p", "x", "--connect", "ipc:///tmp/x", "--model", "m"], 2, "--model is the running"),
+        (["serve", "--model", "/no/such"], 3, "no such path"),
+        (["serve", "--mode", "fast"], 2, "mode is 'fast'"),
+        (["worker", "cook", "--connect", "ipc:///x"], 2, "invalid choice"),
+        (["worker", "draft", "--connect", "nowhere"], 4, "no endpoint"),
+        (["worker", "draft", "--connect", "ipc:///x", "--draft-backend", "ngram"], 2, "has no worker"),
+        (["pairs", "one"], 2, "only one model"),
+        (["pairs", "/no/such", "/no/such"], 3, "no such path"),
+        (["verify", "-p", "x", "--json-file", "/no/such"], 2, "no such file"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_its_code(run, arguments, code, words):
+    got, out, err = run(*arguments)
+    assert (got, out) == (code, "") and words in err
+    assert err.startswith("outrider") and len(err.strip().splitlines()) == 1 and "Traceback" not in err
+
+
+def test_generate_streams_text_alone_to_stdout(run, stand, codec):
+    stand.core.play = says(codec, "return 1\n")
+    code, out, err = run("generate", "-p", "def f(", "--connect", stand.endpoint, "--seed", "5", "--stop", "zz")
+    assert (code, out) == (0, "return 1\n\n")
+    assert [line.split(":")[0] for line in err.splitlines()] == ["Prompt", "Generation", "Speculation"]
+    assert stand.core.wait_for(Admit)[0].sampling == SamplingParams(seed=5, stop=("zz",))
+
+
+def test_json_is_one_object_with_the_promised_names(run, stand, codec):
+    stand.core.play = says(codec, "x = 'é'", "length")
+    code, out, err = run("generate", "-p", "def f(", "--connect", stand.endpoint, "--json", "--seed", "5")
+    found = json.loads(out)
+    assert code == 0 and err == ""
+    assert found.keys() == {
+        "text", "token_ids", "prompt_tokens", "finish_reason", "mode", "seed", "model", "draft_model", "timings"
+    }  # fmt: skip
+    assert found["timings"].keys() == {
+        "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second", "draft_n", "draft_n_accepted",
+        "draft_rounds", "cache_hits", "cache_misses",
+    }  # fmt: skip
+    assert (found["text"], found["finish_reason"], found["seed"]) == ("x = 'é'", "length", 5)
+    assert found["prompt_tokens"] == len(codec.encode("def f("))
+
+
+def test_the_prompt_may_come_from_stdin(run, stand, codec, monkeypatch):
+    stand.core.play = says(codec, "x")
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
+    assert run("generate", "-p", "-", "--connect", stand.endpoint)[0] == 0
+    assert stand.core.wait_for(Admit)[0].tokens == codec.encode("from stdin")
+
+
+def test_a_server_that_says_no_is_an_exit_code(run, stand):
+    code, out, err = run("generate", "-p", "x " * 3000, "--connect", stand.endpoint)
+    assert (code, out) == (2, "") and "expected at most 1023" in err
+
+
+def test_every_sampling_flag_reaches_the_core(run, stand, codec):
+    stand.core.play = says(codec, "x")
+    run(
+        "generate", "-p", "x", "--connect", stand.endpoint, "--max-tokens", "9", "--temp", "0.5", "--top-p", "0.9",
+        "--min-p", "0.1", "--top-k", "7", "--seed", "3", "--repetition-penalty", "1.5",
+        "--repetition-context-size", "4", "--presence-penalty", "0.5", "--frequency-penalty", "0.25",
+        "--logit-bias", '{"11": -5}', "--ignore-eos",
+        "--mode", "sd", "--num-draft-tokens", "2", "--branches", "6",
+    )  # fmt: skip
+    admit = stand.core.wait_for(Admit)[0]
+    assert admit.sampling == SamplingParams(
+        max_tokens=9, temp=0.5, top_p=0.9, min_p=0.1, top_k=7, seed=3, repetition_penalty=1.5,
+        repetition_context_size=4, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((11, -5.0),),
+        ignore_eos=True,
+    )  # fmt: skip
+    assert (admit.mode, admit.num_draft_tokens, admit.branches) == ("sd", 2, 6)
+
+
+def test_pairs_lists_and_checks(run, model_folder):
+    code, out, _ = run("pairs")
+    assert code == 0 and "Qwen3-0.6B" in out and "models/target" in out
+    code, out, _ = run("pairs", str(model_folder), str(model_folder))
+    assert code == 0 and "fits: the same 4096 tokens" in out
+
+
+def test_one_interrupt_ends_a_stream(stand, codec, monkeypatch, run):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    stand.core.play = says(codec, "x")
+    monkeypatch.setattr("orchestrator.cli.generate.Screen.clear", interrupt)
+    assert run("generate", "-p", "x", "--connect", stand.endpoint) == (130, "", "")
+    assert threading.active_count() < 20

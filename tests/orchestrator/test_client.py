@@ -1,0 +1,209 @@
+"""Both clients over real sockets, before a front with a scripted core: what they give and raise, how they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+import outrider
+from orchestrator import AsyncClient, Client
+from orchestrator.dialogue import Patience
+from orchestrator.events import Admit, Began, Committed, Stop
+from orchestrator.result import GenerationResult
+from protocol.errors import EndpointError, InvalidRequest, WorkerError
+from protocol.messages import StatsQuery, Timings
+from protocol.sampling import SamplingParams
+from tests.orchestrator.stand import says
+
+SILENCE = 0.3
+
+
+def begins(codec):
+    """A core that commits something and never ends by itself."""
+    return lambda admit: [Began(admit.request, "ssd"), Committed(admit.request, codec.encode("a b", special=False))]
+
+
+def test_the_facade_has_the_same_names():
+    for name in outrider.__all__:
+        assert getattr(outrider, name) is getattr(__import__("orchestrator"), name)
+    assert isinstance(outrider.__version__, str)
+    with pytest.raises(AttributeError):
+        outrider.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("prompt", [(5, 6), [5, 6], np.array([5, 6])])
+def test_tokens_may_be_the_prompt(stand, codec, prompt):
+    stand.core.play = says(codec, "x")
+    assert stand.client().generate(prompt).prompt_tokens == 2
+    assert stand.core.wait_for(Admit)[0].tokens == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [1.5]}, "neither text nor token ids"),
+        ({"prompt": [-1]}, "out of range"),
+        ({"prompt": [2**40]}, "out of range"),
+        ({"prompt": "\ud800"}, "not Unicode"),
+        ({"mode": "fast"}, "mode is 'fast'"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
+        ({"branches": 1000}, "branches is 1000"),
+    ],
+)
+def test_bad_input_is_refused_before_it_is_sent(changes, words):
+    nobody = Client("ipc:///tmp/outrider-nobody")
+    with pytest.raises(InvalidRequest, match=words):
+        nobody.generate(**{"prompt": "x", **changes})
+
+
+@pytest.mark.parametrize("make", [Client, AsyncClient])
+@pytest.mark.parametrize("endpoint", ["nonsense", "tcp://127.0.0.1", "ipc://" + "x" * 200, "tcp://*:5"])
+def test_an_endpoint_that_is_none_is_a_sentence(make, endpoint):
+    with pytest.raises(EndpointError):
+        result = make(endpoint).stats()
+        if asyncio.iscoroutine(result):
+            asyncio.run(result)
+
+
+def test_nobody_there_is_an_error_and_no_hang():
+    with pytest.raises(EndpointError, match=r"nothing answers at .*expected a running `outrider serve`"):
+        Client("ipc:///tmp/outrider-nobody", timeout=SILENCE).generate("x")
+
+
+def test_patience_ends_when_nothing_was_heard_for_too_long(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("orchestrator.dialogue.time.monotonic", lambda: now[0])
+    patience = Patience("ipc:///x", 10.0)
+    for _ in range(3):
+        now[0] += 9.0
+        assert isinstance(patience.silent(), StatsQuery)
+        patience.heard()
+    now[0] += 11.0
+    with pytest.raises(EndpointError, match="for 10 s"):
+        patience.silent()
+
+
+def test_a_server_that_is_only_busy_is_heard(stand, codec, monkeypatch):
+    """The core is silent; the front's answers to the client's questions show that the server lives."""
+    heard = threading.Semaphore(0)
+    monkeypatch.setattr("orchestrator.client.ASK_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr(Patience, "heard", lambda self: heard.release() or setattr(self, "_heard_at", 1e18))
+    results: list[GenerationResult] = []
+    thread = threading.Thread(target=lambda: results.append(stand.client().generate("x")))
+    thread.start()
+    admit = stand.core.wait_for(Admit)[0]
+    for _ in range(5):
+        assert heard.acquire(timeout=20)
+    for event in says(codec, "late")(admit):
+        stand.core.outbox.put(event)
+    thread.join(20)
+    assert results[0].text == "late"
+
+
+def test_a_server_known_to_be_gone_is_told_at_once(stand):
+    def gone():
+        raise WorkerError("it ended")
+
+    with pytest.raises(WorkerError, match="it ended"):
+        Client(stand.endpoint, alive=gone).generate("x")
+
+
+def test_the_result_is_asked_for_at_the_end_only(stand, codec):
+    stand.core.play = begins(codec)
+    stream = stand.client().stream("x")
+    for _ in stream:
+        break
+    with pytest.raises(InvalidRequest, match="not finished"):
+        _ = stream.result
+
+
+def test_one_client_serves_several_threads(make_stand, codec):
+    stand = make_stand(max_active=4).start()
+    stand.core.play = lambda admit: says(codec, f"<{len(admit.tokens)}>")(admit)
+    client, texts = stand.client(), {}
+    threads = [
+        threading.Thread(target=lambda n=n: texts.update({n: client.generate([5] * n).text})) for n in range(1, 7)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert texts == {n: f"<{n}>" for n in range(1, 7)}
+
+
+# --- asyncio ------------------------------------------------------------------------------------------------------
+
+
+def test_the_async_client_gives_the_same(stand, codec):
+    stand.core.play = says(codec, "a b c")
+
+    async def ask():
+        client = AsyncClient(stand.endpoint)
+        stream = client.stream("def f(", SamplingParams(seed=3))
+        chunks = [chunk async for chunk in stream]
+        return chunks, stream.result, await client.generate("def f(", SamplingParams(seed=3)), await client.stats()
+
+    chunks, streamed, generated, stats = asyncio.run(ask())
+    assert "".join(chunk.text for chunk in chunks) == streamed.text == generated.text == "a b c"
+    assert streamed.token_ids == generated.token_ids and streamed.seed == 3
+    assert stats.finished == 2
+
+
+def test_many_async_requests_run_at_once(make_stand, codec):
+    stand = make_stand(max_active=3).start()
+    stand.core.play = lambda admit: says(codec, str(len(admit.tokens)))(admit)
+
+    async def ask():
+        client = AsyncClient(stand.endpoint)
+        return await asyncio.gather(*(client.generate([5] * n) for n in range(1, 10)))
+
+    assert [result.text for result in asyncio.run(ask())] == [str(n) for n in range(1, 10)]
+
+
+@pytest.mark.parametrize("leave", ["break", "cancel"])
+def test_leaving_an_async_loop_cancels(stand, codec, leave):
+    stand.core.play = begins(codec)
+
+    async def ask():
+        got = asyncio.Event()
+
+        async def read():
+            async for _ in AsyncClient(stand.endpoint).stream("x"):
+                got.set()
+                if leave == "break":
+                    break
+
+        task = asyncio.create_task(read())
+        await got.wait()
+        if leave == "cancel":
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(ask())
+    assert stand.core.wait_for(Stop)[0].reason == "cancelled"
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_has_mlx_lms_lines_and_one_for_speculation():
+    timings = Timings(
+        prompt_n=10, prompt_ms=20.0, predicted_n=60, predicted_per_second=123.456, rounds=20, draft_n=80,
+        draft_n_accepted=40, draft_rounds=20, cache_hits=15, cache_misses=5,
+    )  # fmt: skip
+    result = GenerationResult("", (), "eos", timings, 0, "ssd", 10, "m", "d")
+    assert result.summary().splitlines() == [
+        "Prompt: 10 tokens, 500.000 tokens-per-sec",
+        "Generation: 60 tokens, 123.456 tokens-per-sec",
+        "Speculation: 20 rounds, 80 drafted, 40 accepted (50.0%), 3.00 tokens per round, 15 hits (75.0%)",
+    ]
+
+
+def test_the_summary_of_a_run_without_speculation_says_off():
+    result = GenerationResult("", (), "eos", Timings(rounds=9), 0, "ar", 1, "m", "d", ("mode ar was asked for",))
+    assert result.summary().splitlines()[-2:] == ["Speculation: off, 9 rounds", "Note: mode ar was asked for"]

@@ -1,0 +1,97 @@
+"""Where a model is, and one sentence when it is not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchestrator.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, embedded_pair, find_model
+from orchestrator.pairing import choose_pair, read_pair
+from orchestrator.settings import ServeSettings
+from protocol.errors import ModelError
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_a_folder_is_read_without_its_weights():
+    found = find_model(str(EMBEDDED_TARGET))
+    assert (found.model_type, found.vocab_size, found.context_length) == ("llama", 4096, 1024)
+
+
+def test_sizes_may_stand_in_text_config(model_folder):
+    (model_folder / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": {"vocab_size": 9, "max_position_embeddings": 8}})
+    )
+    found = find_model(str(model_folder))
+    assert (found.vocab_size, found.context_length) == (9, 8)
+
+
+@pytest.mark.parametrize("name", ["/no/such/path", "./nope", "~/nope-nope", "nope", "a/b/c", "org/na me"])
+def test_no_such_path(name):
+    with pytest.raises(ModelError, match=r"no such path: .*expected a model's folder or a Hugging Face id"):
+        find_model(name)
+
+
+def test_an_id_that_is_not_in_the_cache_says_why_it_was_not_fetched():
+    with pytest.raises(ModelError, match="no model org/name: no such folder here, and offline mode is on"):
+        find_model("org/name")
+
+
+def test_what_is_no_model_says_so(tmp_path, model_folder):
+    with pytest.raises(ModelError, match=r"is no model: it has no config.json"):
+        find_model(str(tmp_path))
+    with pytest.raises(ModelError, match="is a file"):
+        find_model(str(model_folder / "config.json"))
+    with pytest.raises(ModelError, match="name is empty"):
+        find_model("")
+    (model_folder / "config.json").write_text("not json")
+    with pytest.raises(ModelError, match="can't be read as JSON"):
+        find_model(str(model_folder))
+
+
+def test_weights_are_asked_for_only_when_they_are_needed(model_folder):
+    (model_folder / "model.safetensors").unlink()
+    assert find_model(str(model_folder), weights=False).folder == model_folder.resolve()
+    with pytest.raises(ModelError, match="has no weights"):
+        find_model(str(model_folder))
+
+
+# --- pairs --------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_name_the_embedded_pair_runs():
+    pair = choose_pair(ServeSettings())
+    assert embedded_pair() == (str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT))
+    assert (pair.settings.model, pair.settings.draft_model) == embedded_pair()
+    assert pair.settings.has_draft_worker and pair.notes == ()
+
+
+def test_a_target_alone_drafts_from_its_text_and_says_so(model_folder):
+    pair = choose_pair(ServeSettings(model=str(model_folder)))
+    assert pair.draft is None and pair.settings.draft_backend == "ngram"
+    assert "no draft model is named" in pair.notes[0]
+
+
+def test_backends_without_a_model_have_none():
+    for backend in ("ngram", "none"):
+        pair = choose_pair(ServeSettings(draft_backend=backend))
+        assert pair.draft is None and pair.settings.draft_model is None
+
+
+def test_a_replay_script_must_be_there(tmp_path):
+    with pytest.raises(ModelError, match="replay drafter's script"):
+        choose_pair(ServeSettings(draft_backend="replay", replay=tmp_path / "none.json"))
+
+
+def test_a_draft_that_means_something_else_is_refused(model_folder):
+    tokenizer = json.loads((model_folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = [word for word, i in vocabulary.items() if i in (300, 301)]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (model_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match="2 of 4096 tokens stand for something else"):
+        read_pair(choose_pair(ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder))))

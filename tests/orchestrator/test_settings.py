@@ -1,0 +1,52 @@
+"""Settings are checked once, in a sentence, and survive the way through a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import flags, serve
+from orchestrator.cli.parser import Parser
+from orchestrator.settings import ServeSettings
+from orchestrator.settings import flags as as_flags
+from protocol.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_draft_tokens": 0}, "num_draft_tokens is 0; expected a whole number from 1 to 32"),
+        ({"num_draft_tokens": 1000}, "from 1 to 32"),
+        ({"num_draft_tokens": 2.5}, "whole number"),
+        ({"branches": 0}, "from 1 to 256"),
+        ({"branches": 257}, "from 1 to 256"),
+        ({"mode": "fast"}, "mode is 'fast'; expected one of auto, ar, sd, ssd"),
+        ({"draft_backend": "gpu"}, "expected one of mlx"),
+        ({"fan_out": "all"}, "best-first"),
+        ({"branch_depth": "half"}, "auto, full"),
+        ({"log_level": "loud"}, "debug, info"),
+        ({"threads": 0}, "threads is 0"),
+        ({"max_active": True}, "max_active is True"),
+        ({"draft_model": "d"}, "no model beside it"),
+        ({"model": "m", "draft_model": "d", "draft_backend": "ngram"}, "runs no draft model"),
+        ({"draft_backend": "none", "mode": "ssd"}, "mode ssd needs a drafter"),
+        ({"draft_backend": "replay"}, "no script"),
+        ({"draft_backend": "ngram", "ngrams": False}, "drafts nothing"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_in_a_sentence(given, words):
+    with pytest.raises(InvalidRequest, match=words):
+        ServeSettings(**given)
+
+
+def test_every_setting_is_a_flag_that_says_the_same():
+    said = ServeSettings(
+        model="m", draft_model="d", draft_backend="replay", num_draft_tokens=7, branches=3, fan_out="uniform",
+        branch_depth="full", ngrams=False, mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
+        trace=Path("t.json"), log_level="debug", replay=Path("r.json"),
+    )  # fmt: skip
+    parser = Parser(prog="x")
+    serve.add_flags(parser)
+    assert ServeSettings(**flags.settings_of(parser.parse_args(as_flags(said)))) == said
+    assert as_flags(ServeSettings()) == []

@@ -1,0 +1,183 @@
+"""Worker processes: they start as told, and none survives its orchestrator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator import blas, cores, spawn
+from orchestrator.settings import ServeSettings
+from orchestrator.sweeper import Sweeper
+from protocol.errors import WorkerError
+
+SETTINGS = ServeSettings(model="/m", draft_model="/d", log_level="info", fan_out="uniform")
+WAITS = "import os, sys; fd = int(sys.argv[1]); print('up', flush=True); os.read(fd, 1)"
+STUBBORN = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('up', flush=True); time.sleep(600)"
+FAILS = "import sys; sys.stderr.write('first\\n\\nlast words\\n'); sys.exit(7)"
+
+
+@pytest.fixture
+def spawned(monkeypatch, tmp_path):
+    """`spawned(code) -> SpawnedWorker` that runs this Python code with the pipe's number as its argument."""
+    workers = []
+
+    def start(code, wait_for="up"):
+        monkeypatch.setattr(spawn, "worker_command", lambda *a: [sys.executable, "-c", code, str(a[-1])])
+        worker = spawn.spawn_worker("target", "target-0", "ipc:///none", SETTINGS, tmp_path)
+        workers.append(worker)
+        while wait_for and wait_for not in worker.log_tail():
+            assert worker.exit_code() is None, worker.log_tail()
+        return worker
+
+    yield start
+    for worker in workers:
+        worker.kill()
+        worker.wait(5)
+
+
+def test_commands_say_what_the_settings_say():
+    target = spawn.worker_command("target", "target-0", "ipc:///e", SETTINGS, 9)
+    assert target[1:] == [
+        "-P", "-m", "target_worker", "--endpoint", "ipc:///e", "--name", "target-0", "--model", "/m",
+        "--log-level", "info", "--parent-fd", "9",
+    ]  # fmt: skip
+    draft = spawn.worker_command("draft", "draft-0", "ipc:///e", SETTINGS)
+    assert draft[3:] == [
+        "draft_worker", "--endpoint", "ipc:///e", "--name", "draft-0", "--model", "/d", "--log-level", "info",
+        "--backend", "mlx", "--fan-out", "uniform",
+    ]  # fmt: skip
+    replay = ServeSettings(model="/m", draft_backend="replay", replay=Path("/script"))
+    assert "/script" in spawn.worker_command("draft", "draft-0", "ipc:///e", replay)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_workers_understand_their_command_lines(role):
+    command = spawn.worker_command(role, "w", "ipc:///e", SETTINGS, 9)
+    asked = subprocess.run(
+        [*command, "--help"], env=spawn.child_environment(), capture_output=True, text=True, timeout=100
+    )
+    assert asked.returncode == 0, asked.stderr
+    for flag in (word for word in command if word.startswith("--")):
+        assert flag in asked.stdout
+
+
+def test_a_worker_is_in_a_session_of_its_own(spawned):
+    worker = spawned(WAITS)
+    assert os.getsid(worker.pid) == worker.pid != os.getsid(0)
+
+
+def test_a_closed_pipe_ends_a_worker_that_misses_the_signal(spawned):
+    worker = spawned("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + WAITS)
+    worker.terminate()
+    assert worker.wait(20) == 0
+
+
+def test_a_second_worker_does_not_hold_the_first_ones_pipe(spawned):
+    first = spawned("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + WAITS)
+    spawned(WAITS)
+    first.terminate()
+    assert first.wait(20) == 0
+
+
+def test_a_worker_that_does_not_end_is_killed_after_its_grace(spawned):
+    worker = spawned(STUBBORN)
+    worker.terminate()
+    assert worker.wait(0.2) == -signal.SIGKILL
+
+
+def test_a_stopped_worker_can_be_killed(spawned):
+    worker = spawned(WAITS)
+    os.kill(worker.pid, signal.SIGSTOP)
+    worker.kill()
+    assert worker.wait(20) == -signal.SIGKILL
+
+
+def test_last_words_are_kept(spawned):
+    worker = spawned(FAILS, wait_for=None)
+    assert worker.wait(20) == 7
+    assert worker.log_tail() == "first | last words"
+    worker.terminate()  # nobody is signalled: the process is gone
+
+
+def test_a_process_that_cannot_start_is_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(WorkerError, match="can't be started"):
+        spawn.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path)
+    assert len(os.listdir("/dev/fd")) == before, "a pipe was left open"
+
+
+def test_the_workers_find_our_rooms_from_anywhere(tmp_path):
+    (tmp_path / "protocol").mkdir()
+    (tmp_path / "protocol" / "__init__.py").write_text("raise SystemExit('the wrong room')")
+    found = subprocess.run(
+        spawn.python("-c", "import protocol, target_worker; print(protocol.__doc__)"),
+        cwd=tmp_path, env=spawn.child_environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert found.returncode == 0 and "What processes say" in found.stdout, found.stderr
+
+
+# --- BLAS and cores -----------------------------------------------------------------------------------------------
+
+
+def test_openblas_is_preloaded_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(blas, "openblas", lambda: Path("/lib/libopenblas.so.0"))
+    made = blas.environment({"LD_PRELOAD": "/other.so", "A": "b"}, 3)
+    assert made["LD_PRELOAD"] == "/other.so:/lib/libopenblas.so.0" and made["A"] == "b"
+    assert {made[name] for name in blas.THREAD_VARIABLES} == {"3"}
+    assert blas.environment({"LD_PRELOAD": "/my/libopenblas.so"}, 1)["LD_PRELOAD"] == "/my/libopenblas.so"
+
+
+def test_a_missing_openblas_is_told_with_what_it_costs(monkeypatch):
+    monkeypatch.setattr(blas, "openblas", lambda: None)
+    monkeypatch.setattr(blas, "needs_openblas", lambda: True)
+    assert "LD_PRELOAD" not in blas.environment({}, 1)
+    assert "M times" in blas.notes()[0] and "libopenblas0-pthread" in blas.notes()[0]
+    monkeypatch.setattr(blas, "needs_openblas", lambda: False)
+    assert blas.notes() == ()
+
+
+def test_on_two_cores_the_drafter_has_one_alone(monkeypatch):
+    monkeypatch.setattr(cores, "GIVEN", [4, 9])
+    assert [cores.core_of(role, SETTINGS) for role in ("target", "orchestrator", "draft")] == [4, 4, 9]
+    assert cores.core_of("draft", ServeSettings(model="m", draft_model="d", threads=2)) is None
+    assert cores.core_of("target", ServeSettings(draft_backend="ngram")) is None
+    monkeypatch.setattr(cores, "GIVEN", [0, 1, 2, 3])
+    assert cores.core_of("draft", SETTINGS) is None
+
+
+# --- sweeping -----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_server_leaves_is_swept(tmp_path):
+    left = tmp_path / "run"
+    left.mkdir()
+    (left / "target-0.log").write_text("x")
+    code = (
+        "import sys, time; from pathlib import Path; from orchestrator.sweeper import Sweeper;"
+        "s = Sweeper([Path(sys.argv[1])]); print(s._process.pid, flush=True); time.sleep(600)"
+    )
+    server = subprocess.Popen(
+        spawn.python("-c", code, str(left)), env=spawn.child_environment(), stdout=subprocess.PIPE, text=True
+    )
+    server.stdout.readline()
+    server.kill()
+    server.wait()
+    with server.stdout:
+        server.stdout.read()  # ends when the last holder of the pipe is gone
+    for _ in range(2000):
+        if not left.exists():
+            break
+        os.sched_yield()
+        subprocess.run(["true"])
+    assert not left.exists()
+
+
+def test_a_dismissed_sweeper_sweeps_nothing(tmp_path):
+    Sweeper([tmp_path]).dismiss()
+    assert tmp_path.exists()

@@ -1,0 +1,112 @@
+"""Text for a reader: never half a character, never a stop string, the same however tokens were grouped."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.model_files import EMBEDDED_TARGET, find_model
+from orchestrator.text import BROKEN, StopFinder, TextStream
+from orchestrator.tokenizer import load_codec
+
+CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))
+NO_ENDS: frozenset[int] = frozenset()
+
+
+def stream(stop=(), prompt=(0,), ends=NO_ENDS):
+    return TextStream(CODEC, prompt, stop, ends)
+
+
+def read(tokens, sizes, stop=()):
+    """The pieces of a text whose tokens come in groups of these sizes, and what comes last."""
+    reader, at, pieces = stream(stop), 0, []
+    for size in [*sizes, len(tokens)]:
+        group, at = tokens[at : at + size], at + size
+        if group:
+            pieces.append(reader.feed(group))
+        if pieces and pieces[-1].stopped:
+            return pieces
+    return [*pieces, reader.finish()]
+
+
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
+sizes = st.lists(st.integers(1, 5), max_size=40)
+
+
+@given(texts, sizes)
+@settings(max_examples=200, deadline=None)
+def test_pieces_are_whole_characters_and_add_up_to_the_text(text, sizes):
+    pieces = read(CODEC.encode(text, special=False), sizes)
+    assert "".join(piece.text for piece in pieces) == text
+    assert all(BROKEN not in piece.text for piece in pieces) or BROKEN in text
+
+
+@given(st.lists(st.integers(0, 4095), min_size=1, max_size=60), sizes)
+@settings(max_examples=200, deadline=None)
+def test_any_tokens_give_the_same_text_however_they_are_grouped(tokens, sizes):
+    one = "".join(piece.text for piece in read(tokens, []))
+    many = "".join(piece.text for piece in read(tokens, sizes))
+    assert one == many == CODEC.decode(tuple(tokens))
+
+
+def test_bytes_that_never_become_a_character_do_not_hold_the_text_back():
+    continuation = CODEC.encode("你", special=False)[1]
+    reader = stream()
+    shown = "".join(reader.feed([continuation]).text for _ in range(12))
+    assert len(shown) >= 8 and set(shown) == {BROKEN}
+
+
+@given(texts, texts, texts, sizes)
+@settings(max_examples=200, deadline=None)
+def test_a_stop_string_is_found_across_any_borders(before, stop, after, sizes):
+    whole = before + stop + after
+    tokens = CODEC.encode(whole, special=False)
+    pieces = read(tokens, sizes, (stop,))
+    assert pieces[-1].stopped
+    assert "".join(piece.text for piece in pieces) == whole[: whole.index(stop)]
+    kept = [token for piece in pieces for token in piece.tokens]
+    assert kept == list(tokens[: len(kept)]), "the tokens are the text's own"
+    assert stop in CODEC.decode(tuple(kept)) and stop not in CODEC.decode(tuple(kept[:-1])).rstrip(BROKEN)
+
+
+@given(texts, sizes)
+@settings(max_examples=100, deadline=None)
+def test_what_looked_like_a_stop_string_comes_out_at_the_end(text, sizes):
+    pieces = read(CODEC.encode(text, special=False), sizes, (text + "!",))
+    assert "".join(piece.text for piece in pieces) == text
+
+
+def test_the_earliest_of_several_stop_strings_ends_the_text():
+    finder = StopFinder(("world", "lo w"))
+    assert finder.feed("hello world") == "hel" and finder.found
+
+
+def test_a_token_that_ends_the_text_counts_and_is_not_shown():
+    piece = stream(ends=frozenset({0})).feed([*CODEC.encode("hi", special=False), 0])
+    assert piece.text == "hi" and piece.tokens[-1] == 0
+    assert stream().feed([0]).text == "<|endoftext|>", "an ignored end is a token like any other"
+
+
+def test_the_first_token_keeps_the_space_that_parts_it_from_the_prompt(spm_codec):
+    prompt = spm_codec.encode("hello")
+    assert spm_codec.decode(spm_codec.encode("world")) == "world", "alone, its space is lost"
+    assert TextStream(spm_codec, prompt, (), NO_ENDS).feed(spm_codec.encode("world")).text == " world"
+
+
+def test_a_prompt_that_ends_inside_a_character_gives_it_to_the_output():
+    tokens = CODEC.encode("你", special=False)
+    assert len(tokens) > 1
+    reader = TextStream(CODEC, (0, *tokens[:1]), (), NO_ENDS)
+    assert "".join(reader.feed([token]).text for token in tokens[1:]) == "你"
+
+
+@pytest.fixture
+def spm_codec():
+    """A tokenizer of the SentencePiece kind: words carry their space, and decoding drops the first one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"▁hello": 0, "▁world": 1}, unk_token="▁hello"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return type(CODEC)(CODEC.model, tokenizer, NO_ENDS, {})

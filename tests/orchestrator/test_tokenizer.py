@@ -1,0 +1,70 @@
+"""Tokens of a text are those that transformers gives, and all ends of a text are known."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchestrator.model_files import find_model
+from orchestrator.tokenizer import load_codec
+from protocol.errors import ModelError
+
+TEXTS = ["def f(x):\n    return x\n", " leading", "héllo 你好 👩‍🔬", "<|endoftext|>tail", ""]
+
+
+def change(folder, file, **fields):
+    path = folder / file
+    found = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**found, **fields}))
+
+
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_tokens_are_those_of_transformers(model_folder, add_bos):
+    from transformers import AutoTokenizer
+
+    if add_bos is not None:
+        change(model_folder, "tokenizer_config.json", add_bos_token=add_bos)
+    codec, theirs = load_codec(find_model(str(model_folder))), AutoTokenizer.from_pretrained(str(model_folder))
+    for text in TEXTS:
+        # mlx-lm adds nothing to a text that begins with the first token already
+        expected = theirs.encode(text, add_special_tokens=not text.startswith("<|endoftext|>"))
+        assert codec.encode(text) == tuple(expected)
+        assert codec.encode(text, special=False) == tuple(theirs.encode(text, add_special_tokens=False))
+        assert codec.decode(tuple(expected)) == theirs.decode(expected)
+
+
+def test_ends_come_from_generation_config_config_and_tokenizer(model_folder):
+    def ends():
+        return load_codec(find_model(str(model_folder))).eos
+
+    assert ends() == {0}
+    change(model_folder, "config.json", eos_token_id=[5, 6])
+    assert ends() == {0, 5, 6}
+    change(model_folder, "generation_config.json", eos_token_id=7)
+    assert ends() == {0, 7}, "generation_config.json takes config.json's place, as in mlx-lm"
+
+
+def test_truncation_in_the_file_does_not_cut_a_prompt(model_folder):
+    change(model_folder, "tokenizer.json", truncation={
+        "max_length": 4, "stride": 0, "strategy": "LongestFirst", "direction": "Right"
+    })  # fmt: skip
+    assert len(load_codec(find_model(str(model_folder))).encode("x " * 50)) > 40
+
+
+def test_special_tokens_may_be_objects(model_folder):
+    change(model_folder, "tokenizer_config.json", eos_token={"content": "<|endoftext|>", "special": True})
+    assert load_codec(find_model(str(model_folder))).eos == {0}
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_sentence(model_folder):
+    (model_folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="expected a tokenizer"):
+        load_codec(find_model(str(model_folder)))
+
+
+def test_a_model_without_a_tokenizer_is_a_sentence(model_folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model_folder / name).unlink()
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_codec(find_model(str(model_folder)))

@@ -1,0 +1,67 @@
+"""A draft must mean by each token what its target means; padding makes no difference."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from orchestrator.vocabulary import compare, require_same
+from protocol.errors import ModelError
+
+WORDS = ["a", "b", "c", "<|end|>"]
+
+
+@pytest.fixture
+def with_words(codec):
+    def make(words):
+        vocabulary = {word: i for i, word in enumerate(words) if word is not None}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
+        return replace(codec, tokenizer=tokenizer)
+
+    return make
+
+
+def test_the_embedded_pair_fits(codec):
+    assert compare(codec, codec).difference == ""
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        WORDS,
+        [*WORDS, "<|reserved_special_token_7|>", "<unused3>", "[PAD]"],
+        [*WORDS[:3], "<|reserved_special_token_0|>"],
+    ],
+)
+def test_padding_alone_is_no_difference(with_words, draft):
+    require_same(with_words(WORDS), with_words(draft))
+    require_same(with_words(draft), with_words(WORDS))
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        (["a", "c", "b", "<|end|>"], "2 of 4 tokens stand for something else, such as 1 is 'b' and 'c'"),
+        ([*WORDS, "d"], r"1 tokens are the draft's alone, such as 4 \('d'\)"),
+        (["a", "b", None, "<|end|>"], r"1 tokens are the target's alone, such as 2 \('c'\)"),
+        ([*WORDS[:3], "<|other|>"], "stand for something else"),
+    ],
+)
+def test_any_other_difference_is_refused_with_what_it_is(with_words, draft, words):
+    with pytest.raises(ModelError, match=words):
+        require_same(with_words(WORDS), with_words(draft))
+
+
+def test_the_sentence_names_both_models(with_words):
+    with pytest.raises(ModelError, match=r"vocabularies of .*target and .*target differ"):
+        require_same(with_words(WORDS), with_words(["x"]))
+
+
+def test_added_tokens_count(codec):
+    grown = Tokenizer.from_str(codec.tokenizer.to_str())
+    grown.add_special_tokens(["<think>"])
+    assert "<think>" in compare(codec, replace(codec, tokenizer=grown)).difference
+    assert json.loads(codec.tokenizer.to_str())["added_tokens"], "the embedded tokenizer has added tokens of its own"

@@ -1,0 +1,33 @@
+"""Who is next."""
+
+from __future__ import annotations
+
+from orchestrator.waiting import FairQueue
+
+
+def drain(queue):
+    return list(iter(queue.take, None))
+
+
+def test_clients_take_turns_and_each_keeps_its_own_order():
+    queue = FairQueue()
+    for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        queue.put(item[0].encode(), item)
+    assert drain(queue) == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_a_newcomer_waits_behind_those_whose_turn_has_not_come():
+    queue = FairQueue()
+    for item in ("a1", "a2", "b1"):
+        queue.put(item[0].encode(), item)
+    assert queue.take() == "a1"
+    queue.put(b"c", "c1")
+    assert drain(queue) == ["b1", "a2", "c1"]
+
+
+def test_what_is_dropped_is_not_served():
+    queue = FairQueue()
+    for item in ("a1", "a2"):
+        queue.put(b"a", item)
+    assert queue.drop(b"a", "a1") and not queue.drop(b"a", "a1") and not queue.drop(b"b", "a2")
+    assert len(queue) == 1 and drain(queue) == ["a2"] and len(queue) == 0
