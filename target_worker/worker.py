@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from engine.loading import LoadedModel
 from engine.pace import Pace
@@ -25,7 +25,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Running:
-    """A request on this target. `ahead_left` counts the run-ahead rounds still allowed."""
+    """A request on this target.
+
+    `last` is the newest outcome; `kept` holds those of the latest run-ahead by round, since the orchestrator may ask for
+    a round that was run already. `ahead_left` counts the run-ahead rounds still allowed.
+    """
 
     slot: Slot
     epoch: int
@@ -33,6 +37,7 @@ class Running:
     sent_ns: int
     ahead: RunAhead | None = None
     ahead_left: int = 0
+    kept: dict[int, Outcome] = field(default_factory=dict)
 
 
 class _PrefillCancelled(Exception):
@@ -123,12 +128,13 @@ class TargetWorker:
             self._link.send(Resync(message.request, message.epoch))
             return
         self._stop_ahead(running)
+        answered = running.last if message.round == running.last.round else running.kept.get(message.round)
+        if message.epoch == running.epoch and answered is not None:
+            self._link.send(answered)
+            return
         if message.epoch < running.epoch or message.round < running.last.round:
             self._stale += 1
             log.debug("stale verify of round %d (%d so far)", message.round, self._stale)
-            return
-        if message.round == running.last.round:
-            self._answer(running, running.last)
             return
         if message.base_len != len(running.slot.tokens):
             self._link.send(Resync(message.request, message.epoch))
@@ -136,6 +142,7 @@ class TargetWorker:
         if message.run_ahead:
             self._start_ahead(running, message)
             return
+        running.kept.clear()
         started_ns = clock.now()
         with self._paced(1 + len(message.chain)):
             verdict = verify(self._model, [running.slot], [message.chain])[0]
@@ -169,6 +176,7 @@ class TargetWorker:
 
     def _start_ahead(self, running: Running, message: Verify) -> None:
         """A verify of an empty chain that may be followed by `run_ahead` more of the same, unasked."""
+        running.kept.clear()
         running.last = replace(running.last, round=message.round - 1)
         running.ahead = RunAhead(self._model, running.slot)
         running.ahead_left = message.run_ahead + 1
@@ -181,10 +189,10 @@ class TargetWorker:
         with self._paced(1):
             token = running.ahead.next()
         last = running.last
-        self._answer(
-            running,
-            Outcome(last.request, last.epoch, last.round + 1, base_len, 0, token, Span(started_ns, clock.now())),
-        )
+        work = Span(started_ns, clock.now())
+        outcome = Outcome(last.request, last.epoch, last.round + 1, base_len, 0, token, work)
+        running.kept[outcome.round] = outcome
+        self._answer(running, outcome)
         running.ahead_left -= 1
         if running.ahead_left == 0:
             self._stop_ahead(running)
