@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.controller import EPISODE_ROUNDS
 from orchestrator.estimates import Estimates
 from orchestrator.fallback import after_miss, worth_waiting
 from orchestrator.request import MILLISECOND_NS, Proposal, Request, Source
@@ -43,8 +44,10 @@ class Proposer:
 
     def after(self, request: Request, accepted: int, bonus: int, longest: int, now_ns: int) -> Step:
         """The step after the outcome (accepted, bonus), with room for a chain of `longest`."""
-        if request.mode == "ar" or longest < 1:
-            return Proposal(run_ahead=max(request.remaining - 1, 0) if request.mode == "ar" else 0)
+        if request.mode == "ar":
+            return Proposal(run_ahead=_ahead(request))
+        if longest < 1:
+            return Proposal()
         if not request.drafters:
             return from_ngrams(request, longest)
         if request.mode == "sd":
@@ -70,6 +73,12 @@ class Proposer:
         if choice.wait_for:
             return Ask(choice.wait_for, missed=True)
         return Proposal(choice.chain, Source.NGRAM if choice.chain else Source.NONE, missed=True)
+
+
+def _ahead(request: Request) -> int:
+    """How far the target may go on by itself: nothing else can be proposed before it is through."""
+    wanted = max(request.remaining - 1, 0)
+    return min(wanted, EPISODE_ROUNDS - 1) if request.admit.mode == "auto" else wanted
 
 
 def from_cache(chain: Sequence[int], longest: int) -> Proposal:
