@@ -1,0 +1,105 @@
+"""Tiny random models and their packages, converted once a session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.utils import dequantize_model, load_model
+from numpy.typing import NDArray
+
+from draft_worker.coreml.converter import Options, convert
+from draft_worker.coreml.drafter import CoreMLDrafter
+from draft_worker.coreml.host import Host
+from draft_worker.coreml.interpreter import NumpyRuntime
+from draft_worker.coreml.layout import Mode
+from draft_worker.coreml.line import Line
+from draft_worker.coreml.package import Package, open_package
+
+VOCAB = 512
+CONTEXT = 256
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model on disk, the package made of it, and ways to run both.
+
+    `twin`: an MLX checkpoint of the package's own numbers, where they are not the model's.
+    """
+
+    model_path: Path
+    package: Package
+    twin: Path | None = None
+
+    def host(self) -> Host:
+        return Host(self.package, NumpyRuntime(self.package.mlpackage))
+
+    def drafter(self) -> CoreMLDrafter:
+        return CoreMLDrafter(self.package, NumpyRuntime(self.package.mlpackage))
+
+    def mlx(self, dtype: mx.Dtype = mx.float32) -> nn.Module:
+        model, _ = load_model(self.twin or self.model_path)
+        model.set_dtype(dtype)
+        model = dequantize_model(model) if self.twin else model
+        return model
+
+    def mlx_logits(self, tokens: list[int], dtype: mx.Dtype = mx.float32) -> NDArray[np.float32]:
+        """[len(tokens), vocab] from one full run."""
+        return np.array(self.mlx(dtype)(mx.array([tokens]))[0].astype(mx.float32))
+
+    def logits(self, tokens: list[int]) -> NDArray[np.float32]:
+        """The same from the package, teacher-forced through every function with logits in turn."""
+        host = self.host()
+        line, rows, turn = Line(host), [], 0
+        scored = [function for function in host.layout.functions if function.logits]
+        while line.length < len(tokens):
+            function = scored[turn % len(scored)]
+            fresh = line.feed(tokens[line.length : line.length + function.rows], function)
+            assert fresh.logits is not None
+            rows.append(fresh.logits)
+            turn += 1
+        return np.concatenate(rows)
+
+
+@pytest.fixture(scope="session")
+def bench(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
+    """`bench(family, mode="stateless", weights="fp16", context=256, **config) -> Bench`."""
+    root = tmp_path_factory.mktemp("packages")
+    made: dict[str, Bench] = {}
+
+    def make(
+        family: str = "llama", mode: str = "stateless", weights: str = "fp16", context: int = CONTEXT, **config: Any
+    ) -> Bench:
+        key = json.dumps([family, mode, weights, context, config], sort_keys=True)
+        if key not in made:
+            model = tiny_model(family, **{**SIZES, **config})
+            directory = root / str(len(made))
+            twin = root / f"{len(made)}-twin" if weights in ("int8", "int4") else None
+            convert(model, directory, Options(Mode(mode), weights, context), mlx_out=twin)
+            made[key] = Bench(model, open_package(directory, source=model), twin)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def text() -> list[int]:
+    """200 random tokens."""
+    return np.random.default_rng(7).integers(0, VOCAB, 200).tolist()

@@ -1,0 +1,73 @@
+"""A package says what the model it was made from says, for each family and each mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.coreml.conftest import Bench
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama3", {}),
+    ("qwen2", {}),
+    ("qwen3", {"num_key_value_heads": 1}),
+]
+NAMES = ["llama", "llama-untied", "llama-biased", "llama3-rope", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize(("family", "config"), FAMILIES, ids=NAMES)
+def test_a_float32_package_is_the_model(
+    bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any]
+) -> None:
+    made = bench(family, weights="fp32", **config)
+    found, expected = made.logits(text), made.mlx_logits(text)
+    assert expected.std() > 1  # flat logits would prove nothing
+    assert np.abs(found - expected).max() <= 1e-4
+    assert (found.argmax(-1) == expected.argmax(-1)).all()
+
+
+@pytest.mark.parametrize(("family", "config"), FAMILIES, ids=NAMES)
+def test_a_float16_package_errs_as_float16_does(
+    bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any]
+) -> None:
+    made = bench(family, **config)
+    _check_float16(made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16))
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "onehot"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_mode_says_the_same(bench: Callable[..., Bench], text: list[int], family: str, mode: str) -> None:
+    found, plain = bench(family, mode=mode).logits(text), bench(family).logits(text)
+    if mode == "hybrid":
+        assert (found == plain).all()
+    else:
+        assert np.abs(found - plain).max() <= 1e-5  # its cache passes through a matrix of ones
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_quantised_package_is_its_mlx_twin(
+    bench: Callable[..., Bench], text: list[int], weights: str, tied: bool
+) -> None:
+    made = bench("qwen2", weights=weights, tie_word_embeddings=tied)
+    _check_float16(made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16))
+
+
+def _check_float16(
+    found: NDArray[np.float32], exact: NDArray[np.float32], mlx_float16: NDArray[np.float32]
+) -> None:
+    """Argmax misses only at near-ties, and an error of at most three times what MLX's own float16 makes."""
+    error = np.abs(found - exact).max(-1)
+    second, best = np.partition(exact, -2, axis=-1)[:, -2:].T
+    missed = found.argmax(-1) != exact.argmax(-1)
+    assert (best - second)[missed].size == 0 or ((best - second)[missed] <= 2 * error[missed]).all()
+    assert error.max() <= 3 * np.abs(mlx_float16 - exact).max()
+    assert missed.mean() <= 0.05

@@ -1,0 +1,365 @@
+"""The token tree over a package: every node knows what an independent full run of its path knows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from draft_worker.calibration import Calibration
+from draft_worker.coreml.drafter import CoreMLDrafter
+from draft_worker.coreml.interpreter import NumpyRuntime
+from draft_worker.coreml.runtime import Inputs, Outputs, RuntimeFault, State
+from draft_worker.coreml.tree import CoreMLTree
+from draft_worker.drafter import DrafterFault, TokenTree
+from draft_worker.fan_out import POLICIES
+from draft_worker.work_ahead import WorkAhead
+from engine.sampling import Sampler
+from protocol.sampling import SamplingParams
+from tests.coreml.conftest import CONTEXT, VOCAB, Bench
+
+KINDS = [("stateless", "fp32"), ("stateless", "fp16"), ("hybrid", "fp16"), ("onehot", "fp16")]
+TOLERANCE = {"fp32": 1e-4, "fp16": 0.2}  # a tenth of the logits' deviation; a wrong mask or position costs far more
+GREEDY = SamplingParams()
+
+
+@contextmanager
+def opened(made: Bench, tokens: Sequence[int], sampling: SamplingParams = GREEDY) -> Iterator[CoreMLTree]:
+    drafter = made.drafter()
+    try:
+        yield drafter.open(tokens, sampling)
+    finally:
+        drafter.close()
+
+
+def check_node(tree: TokenTree, node: int, path: list[int], model: nn.Module, tolerance: float) -> None:
+    """Holds the scores of `node` to the last logits of a full run of `path`."""
+    logits = np.array(model(mx.array([path]))[0, -1].astype(mx.float32))
+    gaps = np.empty(VOCAB)
+    for candidate in tree.candidates([node], VOCAB)[0]:
+        gaps[candidate.token] = candidate.gap
+    assert np.abs(gaps - (logits.max() - logits)).max() <= 2 * tolerance
+
+
+@pytest.mark.parametrize(("mode", "weights"), KINDS)
+def test_eight_branches_four_deep_know_what_full_runs_know(
+    bench: Callable[..., Bench], text: list[int], mode: str, weights: str
+) -> None:
+    made, draws = bench("qwen2", mode=mode, weights=weights), np.random.default_rng(3)
+    model, prompt = made.mlx(), text[:90]
+    with opened(made, prompt) as tree:
+        check_node(tree, tree.root, prompt, model, TOLERANCE[weights])
+        tips, paths = [tree.root] * 8, [list(prompt) for _ in range(8)]
+        for depth in range(4):
+            alive = range(8 - depth)  # ragged: a branch ends at every depth
+            tokens = draws.integers(0, VOCAB, len(alive)).tolist()
+            fed = tree.feed([tips[branch] for branch in alive], tokens)
+            for branch, token, node in zip(alive, tokens, fed, strict=True):
+                tips[branch] = node
+                paths[branch].append(token)
+        for tip, path in zip(tips, paths, strict=True):
+            check_node(tree, tip, path, model, TOLERANCE[weights])
+            assert np.argmin([c.gap for c in tree.candidates([tip], 4)[0]]) == 0
+
+
+@pytest.mark.parametrize(("mode", "weights"), KINDS)
+def test_rollback_and_refeeding_leave_no_trace(
+    bench: Callable[..., Bench], text: list[int], mode: str, weights: str
+) -> None:
+    """Twenty rounds of drafting and committing, more drafted tokens than the cache has slots."""
+    made, draws = bench("llama", mode=mode, weights=weights), np.random.default_rng(4)
+    model, known = made.mlx(), list(text[:70])
+    with opened(made, known) as tree:
+        for turn in range(20):
+            first = tree.feed([tree.root] * 12, draws.choice(VOCAB, 12, replace=False).tolist())
+            tips = tree.feed(first, draws.integers(0, VOCAB, 12).tolist())
+            tips = tree.feed(tips, [None] * 12)
+            chosen = int(draws.integers(12))
+            taken = int(draws.integers(1, 4))
+            path = [first[chosen], first[chosen] + 12, tips[chosen]][:taken]
+            tree.commit(path)
+            known = tree.column_tokens()
+            assert tree.committed_len == len(known) and tree.room == CONTEXT - len(known)
+            if taken == 2:  # what was drafted beyond the commit is still there
+                assert tree.child(tree.root, tree.best([tree.root])[0]) == tips[chosen]
+            if turn % 6 == 5:
+                check_node(tree, tree.root, known, model, TOLERANCE[weights])
+        check_node(tree, tree.root, known, model, TOLERANCE[weights])
+
+
+def test_a_commit_keeps_descendants_and_drops_the_rest(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("llama", weights="fp32")
+    with opened(made, text[:10]) as tree:
+        assert (tree.root, tree.next_node, tree.committed_len) == (0, 1, 10)
+        left, right = tree.feed([tree.root, tree.root], [5, 6])
+        (below,) = tree.feed([left], [7])
+        assert (left, right, below) == (1, 2, 3)
+        assert tree.child(tree.root, 6) == right and tree.child(tree.root, 9) is None
+        tree.commit([left])
+        assert tree.root == left and tree.child(left, 7) == below
+        assert tree.column_tokens() == [*text[:10], 5]
+        check_node(tree, below, [*text[:10], 5, 7], made.mlx(), 1e-4)
+        with pytest.raises(KeyError):
+            tree.best([right])
+
+
+def test_a_parent_may_be_fed_in_the_same_call(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("qwen3", weights="fp32")
+    with opened(made, text[:10]) as tree:
+        first = tree.next_node
+        nodes = tree.feed([tree.root, first, first + 1, tree.root], [5, 6, 7, 8])
+        model = made.mlx()
+        check_node(tree, nodes[2], [*text[:10], 5, 6, 7], model, 1e-4)
+        check_node(tree, nodes[3], [*text[:10], 8], model, 1e-4)
+
+
+def test_forty_rows_go_through_in_pieces(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("llama", weights="fp32")
+    with opened(made, text[:10]) as tree:
+        first = tree.next_node
+        nodes = tree.feed([tree.root, *range(first, first + 39)], text[10:50])
+        check_node(tree, nodes[-1], text[:50], made.mlx(), 1e-4)
+
+
+def test_none_feeds_the_best_continuation(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("llama", weights="fp32")
+    model, path = made.mlx(), list(text[:20])
+    with opened(made, path) as tree:
+        nodes = [tree.root]
+        for _ in range(10):
+            nodes += tree.feed(nodes[-1:], [None])
+        drafted = tree.best(nodes)
+        for token in drafted:
+            assert token == int(model(mx.array([path]))[0, -1].argmax())
+            path.append(token)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temp=0.8, seed=11),
+        SamplingParams(temp=1.0, top_p=0.9, seed=12),
+        SamplingParams(repetition_penalty=1.3, presence_penalty=2.0),
+    ],
+)
+def test_scores_are_the_sampling_contracts(
+    bench: Callable[..., Bench], text: list[int], sampling: SamplingParams
+) -> None:
+    made = bench("llama", weights="fp32")
+    model, path, sampler = made.mlx(), list(text[:20]), Sampler(sampling, VOCAB)
+    with opened(made, path, sampling) as tree:
+        nodes = [tree.root]
+        for _ in range(12):
+            nodes += tree.feed(nodes[-1:], [None])
+        for token in tree.best(nodes):
+            logits = model(mx.array([path]))[0, -1:].astype(mx.float32)
+            assert token == int(sampler.scores(logits, [len(path)], [path])[0].argmax())
+            path.append(token)
+
+
+def test_several_requests_share_a_drafter(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("llama", weights="fp32")
+    drafter, model = made.drafter(), made.mlx()
+    trees = [drafter.open(text[first : first + 30], GREEDY) for first in (0, 50)]
+    tips = [tree.feed([tree.root], [9])[0] for tree in trees]
+    trees[0].close()
+    again = drafter.open(text[100:110], GREEDY)  # takes over the closed one's buffers
+    check_node(trees[1], tips[1], [*text[50:80], 9], model, 1e-4)
+    check_node(again, again.root, text[100:110], model, 1e-4)
+    drafter.close()
+
+
+def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int]) -> None:
+    """Every branch prepared for a round is what the model itself would say there."""
+    made = bench("llama", weights="fp32")
+    model, known = made.mlx(), list(text[:24])
+    with opened(made, known) as tree:
+        work = WorkAhead(tree, (), POLICIES["best-first"], Calibration())
+        work.commit((), (), 3, 6)
+        verifying: tuple[int, ...] = ()
+        for _ in range(3):
+            chains: dict[tuple[int, int], tuple[int, ...]] = {}
+            while work.busy:
+                chains.update({(entry.accepted, entry.bonus): entry.chain for entry in work.advance().entries})
+            assert len(chains) == 6
+            for (accepted, bonus), chain in chains.items():
+                path = [*known, *verifying[:accepted], bonus]
+                for token in chain:
+                    assert token == int(model(mx.array([path]))[0, -1].argmax())
+                    path.append(token)
+            (accepted, bonus), chain = next(iter(chains.items()))
+            committed = (*verifying[:accepted], bonus)
+            known += committed
+            verifying = chain
+            work.commit(committed, verifying, 3, 6)
+        assert tree.column_tokens() == known
+
+
+def test_a_scattered_cache_is_packed(bench: Callable[..., Bench], text: list[int]) -> None:
+    """Hybrid writes runs of slots; when drafting has scattered what is free, everything is fed anew, without gaps."""
+    made = bench("llama", mode="hybrid")
+    model, runtime = made.mlx(), _Watched(made)
+    drafter = CoreMLDrafter(made.package, runtime)
+    tree = drafter.open(text[:20], GREEDY)
+    while "prefill64" not in runtime.calls:  # 20 tokens were read without it
+        nodes = tree.feed([tree.root] * 9, list(range(9)))
+        (below,) = tree.feed(nodes[-1:], [3])
+        tree.best([*nodes, below])
+        tree.commit(nodes[-1:])
+        assert tree.committed_len < 80  # nine slots a round: by then there is no run of sixteen left
+    check_node(tree, tree.root, tree.column_tokens(), model, TOLERANCE["fp16"])
+    check_node(tree, below, [*tree.column_tokens(), 3], model, TOLERANCE["fp16"])
+    drafter.close()
+
+
+def test_progress_counts_the_prompt(bench: Callable[..., Bench], text: list[int]) -> None:
+    made, seen = bench("llama"), list[tuple[int, int]]()
+    drafter = made.drafter()
+    drafter.open(text[:150], GREEDY, lambda done, total: seen.append((done, total)))
+    assert seen == [(64, 150), (128, 150), (150, 150)]
+    drafter.close()
+
+
+def test_the_smallest_function_that_fits_is_called(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("llama")
+    runtime = _Watched(made)
+    drafter = CoreMLDrafter(made.package, runtime)
+    tree = drafter.open(text[:1], GREEDY)
+    for rows in (1, 2, 8, 9, 17):
+        tree.best(tree.feed([tree.root] * rows, list(range(rows))))
+    assert runtime.calls == ["q1", "q1", "q8", "q8", "q16", "q32"]
+    drafter.close()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [([], "1 to 256"), ([1] * 257, "1 to 256"), ([1, VOCAB], "not in the draft's vocabulary")],
+)
+def test_what_it_cannot_read_is_refused(bench: Callable[..., Bench], tokens: list[int], sentence: str) -> None:
+    with pytest.raises(DrafterFault, match=sentence), opened(bench("llama"), tokens):
+        pass
+
+
+def test_the_end_of_the_context_is_refused(bench: Callable[..., Bench], text: list[int]) -> None:
+    with opened(bench("llama"), [*text, *text][:CONTEXT]) as tree:
+        assert tree.room == 0
+        tree.best([tree.root])
+        with pytest.raises(DrafterFault, match="context of 256 tokens is full"):
+            tree.feed([tree.root], [1])
+
+
+def test_too_many_drafted_tokens_are_refused(bench: Callable[..., Bench], text: list[int]) -> None:
+    for mode in ("stateless", "hybrid"):
+        with opened(bench("llama", mode=mode), [*text, *text][: CONTEXT - 1]) as tree, pytest.raises(
+            DrafterFault, match="slots"
+        ):
+            for _ in range(20):
+                tree.best(tree.feed([tree.root] * 8, list(range(8))))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_end_the_drafting_of_the_request(
+    bench: Callable[..., Bench], text: list[int], bad: float
+) -> None:
+    made = bench("llama")
+    runtime = _Watched(made)
+    drafter = CoreMLDrafter(made.package, runtime)
+    tree = drafter.open(text[:10], GREEDY)
+    runtime.poison = bad
+    (node,) = tree.feed([tree.root], [1])
+    (below,) = tree.feed([node], [None])
+    with pytest.raises(DrafterFault, match="no finite numbers"):
+        tree.best([below])
+    tree.commit([node])  # must not disturb anything
+    with pytest.raises(DrafterFault):
+        tree.best(tree.feed([node], [2]))
+    tree.close()
+    runtime.poison = None
+    other = drafter.open(text[:10], GREEDY)  # the next request may fare better
+    assert other.best([other.root])
+    drafter.close()
+
+
+def test_a_device_that_fails_ends_the_request_in_one_sentence(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("llama")
+    runtime = _Watched(made)
+    drafter = CoreMLDrafter(made.package, runtime)
+    tree = drafter.open(text[:10], GREEDY)
+    runtime.broken = True
+    with pytest.raises(RuntimeFault, match="out of order"):
+        tree.best(tree.feed([tree.root], [1]))
+    drafter.close()
+
+
+def test_feeding_does_not_wait_and_dropped_work_is_skipped(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("llama")
+    runtime = _Watched(made)
+    drafter = CoreMLDrafter(made.package, runtime)
+    tree = drafter.open(text[:10], GREEDY)
+    runtime.gate.clear()
+    (kept,) = tree.feed([tree.root], [1])
+    (lost,) = tree.feed([tree.root], [2])
+    tree.feed([lost], [None])
+    tree.commit([kept])
+    before = len(runtime.calls)
+    runtime.gate.set()
+    tree.best([kept])
+    drafter.close()
+    assert len(runtime.calls) <= before + 1  # the call in flight, and none for what was dropped
+    assert runtime.threads == {next(iter(runtime.threads))} and threading.current_thread() not in runtime.threads
+
+
+def test_input_buffers_are_made_once(bench: Callable[..., Bench], text: list[int]) -> None:
+    """Core ML lets go of inputs late, so what it was given must never be freed."""
+    made = bench("llama")
+    runtime = _Watched(made)
+    drafter = CoreMLDrafter(made.package, runtime)
+    for _ in range(2):
+        tree = drafter.open(text[:10], GREEDY)
+        tree.best(tree.feed([tree.root] * 8, list(range(8))))
+        tree.best(tree.feed([tree.root] * 8, list(range(8))))
+        tree.close()
+    drafter.close()
+    assert set(runtime.buffers) == {"q8", "q16"}
+    for seen in runtime.buffers.values():
+        assert len(seen) == 6  # x, cos, sin, mask, k_past, v_past, each always the same memory
+
+
+class _Watched:
+    """The reference interpreter, watched, held up or broken."""
+
+    name = "the watched runtime"
+
+    def __init__(self, made: Bench) -> None:
+        self._inner = NumpyRuntime(made.package.mlpackage)
+        self.calls: list[str] = []
+        self.threads: set[threading.Thread] = set()
+        self.buffers: dict[str, set[int]] = {}
+        self.poison: float | None = None
+        self.broken = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def new_state(self) -> State | None:
+        return self._inner.new_state()
+
+    def call(self, function: str, inputs: Inputs, state: State | None) -> Outputs:
+        self.calls.append(function)
+        self.threads.add(threading.current_thread())
+        self.buffers.setdefault(function, set()).update(array.ctypes.data for array in inputs.values())
+        self.gate.wait(20)
+        if self.broken:
+            raise RuntimeFault("the watched runtime is out of order")
+        outputs = self._inner.call(function, inputs, state)
+        if self.poison is not None:
+            outputs["logits_0"][0, 3, 0, 0] = self.poison
+        return outputs
+
+    def close(self) -> None:
+        self._inner.close()
+
