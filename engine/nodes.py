@@ -82,6 +82,8 @@ class Tree:
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
         first, start = self._next, self._layout.end
+        if any(token is None and parent >= first for parent, token in zip(parents, tokens, strict=True)):
+            raise InvalidRequest("a token of None needs a parent that was fed before; expected a token")
         columns = [start + p - first if p >= first else self._node(p).column for p in parents]
         return self._grow(parents, columns, tokens)
 

@@ -1,0 +1,304 @@
+"""A tree's nodes say what the model says of their texts, through forks, commits, more forks and gathers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from scipy import stats
+
+from engine.columns import OneRow
+from engine.loading import LoadedModel
+from engine.nodes import Tree
+from engine.rows import Rows
+from engine.sampling import Sampler
+from engine.slots import open_slots
+from engine.tree import open_tree, tree_form
+from engine.verify import verify
+from protocol.errors import InvalidRequest, ModelError
+from protocol.sampling import SamplingParams
+from tests.tiny import FAMILIES, HYBRIDS
+
+Loaded = Callable[..., LoadedModel]
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temp=0.8, seed=2**33 + 1)
+FILTERED = SamplingParams(temp=1.0, seed=9, top_p=0.9, min_p=0.01, top_k=40)
+PENALISED = SamplingParams(temp=0.7, seed=5, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias=((9, 2.0),))
+SETTINGS = {"greedy": GREEDY, "sampled": SAMPLED, "filtered": FILTERED, "penalised": PENALISED}
+
+
+def expected(model: LoadedModel, params: SamplingParams, text: Sequence[int]) -> np.ndarray:
+    """The scores of what follows `text`, from one plain forward."""
+    logits = model.model(mx.array([list(text)]))[0, -1:]
+    return np.array(Sampler(params, model.vocab_size).scores(logits, [len(text)], [list(text)]))[0]
+
+
+class Grown:
+    """A tree, and the text of each of its nodes as it should be."""
+
+    def __init__(self, model: LoadedModel, params: SamplingParams, prompt: list[int], seed: str) -> None:
+        self.model, self.params, self.draws = model, params, random.Random(seed)
+        self.tree = open_tree(model, prompt, params)
+        self.texts = {self.tree.root: list(prompt)}
+        self.worst = 0.0
+        self.check(self.tree.root)
+
+    def check(self, node: int) -> None:
+        want, got = expected(self.model, self.params, self.texts[node]), np.array(self.tree.scores(node))
+        assert np.array_equal(np.isinf(want), np.isinf(got))
+        kept = ~np.isinf(want)
+        difference = want[kept] - got[kept]
+        self.worst = max(self.worst, float(np.abs(difference - difference.mean()).max()))
+
+    def feed(self, count: int, lazy: float = 0.5, checked: int = 99) -> None:
+        first, live = self.tree.next_node, list(self.texts)
+        parents, tokens = [], []
+        for i in range(count):
+            inner = i > 0 and self.draws.random() < 0.3
+            parents.append(first + self.draws.randrange(i) if inner else self.draws.choice(live))
+            own = not inner and self.draws.random() < lazy
+            tokens.append(None if own else self.draws.randrange(self.model.vocab_size))
+        nodes = self.tree.feed(parents, tokens)
+        assert nodes == list(range(first, first + count))
+        for node, parent, token in zip(nodes, parents, tokens, strict=True):
+            if token is None:
+                token = self.tree.best([parent])[0]
+                assert token == int(expected(self.model, self.params, self.texts[parent]).argmax())
+            self.texts[node] = [*self.texts[parent], token]
+        for node in nodes[-checked:]:
+            self.check(node)
+
+    def commit(self, longest: int) -> None:
+        path, node = [], self.tree.root
+        while len(path) < longest:
+            text = self.texts[node]
+            children = [n for n, t in self.texts.items() if t[:-1] == text and self.tree.child(node, t[-1]) == n]
+            if not children:
+                break
+            node = self.draws.choice(children)
+            path.append(node)
+        committed = self.texts[node]
+        self.tree.commit(path)
+        assert self.tree.root == node
+        assert self.tree.committed_len == len(committed)
+        assert self.tree.column_tokens() == committed
+        # Under the new root; twins of a child that was fed twice may be unreachable by token, but not gone.
+        self.texts = {n: t for n, t in self.texts.items() if n in self.tree._nodes}
+        assert self.texts and all(t[: len(committed)] == committed for t in self.texts.values())
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("setting", ["greedy", "sampled"])
+def test_nodes_say_what_the_model_says(loaded: Loaded, family: str, setting: str) -> None:
+    grown = Grown(loaded(family), SETTINGS[setting], [2 + 11 * i % 250 for i in range(23)], family + setting)
+    for _ in range(5):
+        for count in (5, 3, 1):
+            grown.feed(count)
+        grown.commit(3)
+    for node in grown.texts:
+        grown.check(node)
+    assert grown.worst < 1e-4
+
+
+@pytest.mark.parametrize("setting", ["filtered", "penalised"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_nodes_under_filters_and_penalties(loaded: Loaded, family: str, setting: str) -> None:
+    grown = Grown(loaded(family), SETTINGS[setting], list(range(40, 60)), family + setting)
+    for _ in range(4):
+        for count in (4, 3):
+            grown.feed(count)
+        grown.commit(3)
+    assert grown.worst < 1e-4
+
+
+def test_many_rounds_gather_and_grow_the_buffers(loaded: Loaded) -> None:
+    grown = Grown(loaded("llama"), GREEDY, [5], "many")
+    while grown.tree.committed_len < 40:
+        for count in (40, 12):
+            grown.feed(count, lazy=0.0, checked=2)
+        grown.commit(4)
+    grown.feed(300, checked=20)
+    assert grown.worst < 1e-4
+
+
+def test_the_window_of_a_sliding_layer_is_kept(loaded: Loaded) -> None:
+    """A prompt much longer than the window of 32; forks and commits beyond it."""
+    grown = Grown(loaded("gemma3_text"), GREEDY, [2 + 7 * i % 250 for i in range(90)], "window")
+    for _ in range(4):
+        grown.feed(6)
+        grown.commit(2)
+    assert grown.worst < 1e-4
+
+
+def test_pure_attention_works_as_rows_too(loaded: Loaded) -> None:
+    model = loaded("llama")
+    sampler = Sampler(GREEDY, model.vocab_size, normalised=False)
+    row, rows = (Tree(form(model), sampler, 1024, range(30, 50)) for form in (OneRow, Rows))
+    for tree in (row, rows):
+        tree.feed([0, 0, 1, 2, 3], [7, 8, 9, 10, 4])
+        tree.commit([1, 3])
+        tree.feed([5, 5, 3], [11, None, 12])
+    for node in (3, 5, 6, 7, 8):
+        np.testing.assert_allclose(np.array(row.scores(node)), np.array(rows.scores(node)), atol=1e-5)
+
+
+def test_forms(loaded: Loaded) -> None:
+    for family in FAMILIES:
+        assert tree_form(loaded(family)) is (Rows if family in HYBRIDS else OneRow)
+
+
+def test_chains_are_lazy_and_equal_step_by_step(loaded: Loaded) -> None:
+    model = loaded("llama")
+    for params in (GREEDY, SAMPLED):
+        lazy, read = (open_tree(model, list(range(30, 50)), params) for _ in range(2))
+        branches = [t.feed([t.root] * 4, [60, 61, 62, 63]) for t in (lazy, read)]
+        chains: list[list[int]] = [[], [], [], []]
+        tips = branches[0]
+        for _ in range(4):
+            tips = lazy.feed(tips, [None] * 4)
+            branches[0] = branches[0] + tips
+        tips = branches[1]
+        for _ in range(4):
+            for chain, token in zip(chains, read.best(tips), strict=True):
+                chain.append(token)
+            tips = read.feed(tips, [None] * 4)
+        lazy.start(branches[0][-4:])
+        found = lazy.best(branches[0])
+        assert [[found[4 * depth + i] for depth in range(4)] for i in range(4)] == chains
+
+
+def test_lazy_and_known_tokens_in_one_feed(loaded: Loaded) -> None:
+    model = loaded("llama")
+    tree = open_tree(model, list(range(30, 50)), GREEDY)
+    a, b = tree.feed([tree.root, tree.root], [60, 61])
+    c = tree.feed([a], [None])[0]
+    mixed = tree.feed([c, b, a, tree.root, c], [None, None, 9, None, 3])
+    fed = [(a, 0, 60), (b, 0, 61), (c, a, None)]
+    fed += zip(mixed, [c, b, a, 0, c], [None, None, 9, None, 3], strict=True)
+    texts = {tree.root: list(range(30, 50))}
+    for node, parent, token in fed:
+        own = int(expected(model, GREEDY, texts[parent]).argmax())
+        texts[node] = [*texts[parent], own if token is None else token]
+        want, got = expected(model, GREEDY, texts[node]), np.array(tree.scores(node))
+        np.testing.assert_allclose(got - got.max(), want - want.max(), atol=1e-4)
+    assert tree.child(c, texts[mixed[0]][-1]) == mixed[0]
+    assert tree.child(c, 3) == mixed[4]
+    assert tree.child(b, 3) is None
+
+
+def test_candidates_are_the_best_scores_in_order(loaded: Loaded) -> None:
+    model = loaded("llama")
+    for params in (GREEDY, SAMPLED, FILTERED):
+        tree = open_tree(model, list(range(30, 50)), params)
+        nodes = [tree.root, *tree.feed([0, 0, 1], [5, 6, 7])]
+        for count in (1, 6, 30, 400):
+            for node, found in zip([*nodes, nodes[1]], tree.candidates([*nodes, nodes[1]], count), strict=True):
+                scores = np.array(tree.scores(node))
+                order = np.argsort(-scores)[: min(count, int(np.isfinite(scores).sum()))]
+                assert [c.token for c in found] == order.tolist()
+                np.testing.assert_allclose([c.gap for c in found], scores[order[0]] - scores[order], atol=1e-6)
+                assert found[0].token == tree.best([node])[0]
+
+
+def test_the_drafter_guesses_what_its_own_target_says(loaded: Loaded) -> None:
+    """A model drafting for itself is always right, greedy or sampled: the noise is the same."""
+    model = loaded("llama")
+    for params in SETTINGS.values():
+        prompt = list(range(30, 50))
+        slot = open_slots(model, [prompt], [params])[0]
+        tree = open_tree(model, prompt, params)
+        for _ in range(6):
+            nodes = [tree.root]
+            for _ in range(3):
+                nodes += tree.feed(nodes[-1:], [None])
+            chain = tree.best(nodes)
+            verdict = verify(model, [slot], [chain])[0]
+            assert verdict.accepted == len(chain)
+            last = tree.feed(nodes[-1:], [chain[-1]])
+            tree.commit([*nodes[1:], *last, *tree.feed(last, [verdict.bonus])])
+            assert tree.column_tokens() == slot.tokens
+
+
+def test_room_ends_with_the_context(loaded: Loaded) -> None:
+    tree = open_tree(loaded("llama", max_position_embeddings=24), list(range(30, 50)), GREEDY)
+    assert tree.room == 4
+    tree.commit(tree.feed([tree.root], [5]))
+    assert tree.room == 3
+
+
+def test_a_long_prompt_is_reported(loaded: Loaded) -> None:
+    seen: list[tuple[int, int]] = []
+    open_tree(loaded("llama"), [5] * 700, GREEDY, lambda done, total: seen.append((done, total)))
+    assert seen == [(512, 700), (699, 700)]
+
+
+def test_what_is_not_in_the_tree_is_refused(loaded: Loaded) -> None:
+    tree = open_tree(loaded("llama"), [5, 6], GREEDY)
+    a, b = tree.feed([0, 0], [1, 2])
+    c = tree.feed([b], [3])[0]
+    with pytest.raises(InvalidRequest, match="does not follow"):
+        tree.commit([c])
+    tree.commit([a])
+    for wrong in (lambda: tree.feed([b], [1]), lambda: tree.best([c]), lambda: tree.child(99, 1)):
+        with pytest.raises(InvalidRequest, match="not in the tree"):
+            wrong()
+
+
+@pytest.mark.parametrize("prompt", [[], [258], [-1, 3]])
+def test_bad_prompts(loaded: Loaded, prompt: list[int]) -> None:
+    with pytest.raises(InvalidRequest):
+        open_tree(loaded("llama"), prompt, GREEDY)
+
+
+def one_position_a_row(rope: Callable[..., mx.array], x: mx.array, offset: int | mx.array = 0) -> mx.array:
+    return rope(x, offset=offset if isinstance(offset, int) or x.shape[0] > 1 else offset[:1])
+
+
+def test_a_model_that_ignores_the_tree_is_found_out(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the mask nothing works; without a position for each token, a row for each token still does."""
+    model = loaded("llama", seed=77)
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.columns.Frame.mask", lambda *_: None)
+        with pytest.raises(ModelError, match="choose another"):
+            tree_form(model)
+    for layer in model.model.layers:
+        layer.self_attn.rope = partial(one_position_a_row, layer.self_attn.rope.inner)
+    assert tree_form(model) is Rows  # one token a row needs no wrapper
+
+
+TOY = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "scale": 1.5, "bos_token_id": 0}
+
+
+def exact_joint(model: LoadedModel, prompt: list[int]) -> np.ndarray:
+    """P(first, second token) of the model at temperature 1, [64]."""
+    texts = mx.array([[*prompt, token] for token in range(8)])
+    logp = np.array(model.model(texts))[:, -2:].astype(np.float64)
+    p = np.exp(logp) / np.exp(logp).sum(-1, keepdims=True)
+    return (p[:, 0].mean(0)[:, None] * p[:, 1]).ravel()
+
+
+@pytest.mark.parametrize("path", ["decoded", "drafted by itself", "drafted by a stranger"])
+def test_two_tokens_are_distributed_as_the_target_says(loaded: Loaded, path: str) -> None:
+    model, prompt = loaded("mistral", **TOY), [3, 1, 4]
+    stranger = loaded("mistral", seed=5, **TOY)
+    counts = np.zeros(64)
+    for seed in range(1000):
+        params = SamplingParams(temp=1.0, seed=seed)
+        slot = open_slots(model, [prompt], [params])[0]
+        if path == "decoded":
+            verify(model, [slot], [()])
+        else:
+            tree = open_tree(model if path == "drafted by itself" else stranger, prompt, params)
+            verify(model, [slot], [tree.best([0, tree.feed([0], [None])[0]])])
+        if len(slot.tokens) < 5:
+            verify(model, [slot], [()])
+        counts[8 * slot.tokens[3] + slot.tokens[4]] += 1
+    wanted = exact_joint(model, prompt) * counts.sum()
+    assert stats.chisquare(counts.reshape(8, 8).sum(1), wanted.reshape(8, 8).sum(1)).pvalue > 1e-4
+    big = wanted >= 5
+    observed, expectation = np.append(counts[big], counts[~big].sum()), np.append(wanted[big], wanted[~big].sum())
+    assert stats.chisquare(observed, expectation * observed.sum() / expectation.sum()).pvalue > 1e-4
