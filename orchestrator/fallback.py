@@ -34,6 +34,16 @@ def after_miss(estimates: Estimates, ngram: tuple[int, ...], longest: int, has_d
     return best
 
 
+def drafts_better(estimates: Estimates, ngram: tuple[int, ...], longest: int) -> bool:
+    """Whether a drafter's chain of `longest` is worth asking for when there is this n-gram chain for nothing (SD)."""
+    if not ngram:
+        return True
+    rate = estimates.tokens_per_ms()
+    copied = estimates.ngram.expected_tokens(len(ngram)) - rate * estimates.verify_ms(len(ngram) + 1)
+    cost = estimates.verify_ms(longest + 1) + estimates.draft_ms(longest)
+    return estimates.drafted.expected_tokens(longest) - rate * cost > copied
+
+
 def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms: float) -> bool:
     """Whether a hit of `depth` tokens should wait for one more, the last having come `since_last_ms` ago."""
     if depth >= longest:

@@ -84,7 +84,7 @@ class Ledger:
         chain = request.proposal.chain
         counted = chain if kept > outcome.accepted else chain[:kept]
         request.account.verified(counted, min(outcome.accepted, kept))
-        request.account.took(outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns, now_ns)
+        request.account.took(request.proposal, outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns, now_ns)
         if request.round > 0:
             self._learn(request, outcome, kept, (now_ns - request.handled_ns) / MILLISECOND_NS)
         request.handled_ns = now_ns
@@ -102,7 +102,7 @@ class Ledger:
         elif request.mode != "ar":
             estimates.saw_verify(len(proposal.chain) + 1, _milliseconds(outcome.work))
             estimates.saw_chain(proposal.source.value, len(proposal.chain), outcome.accepted)
-        if proposal.source is Source.CACHE:
+        if proposal.source is Source.CACHE and not proposal.waited:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto":
             controller = self._controller(bool(request.drafters), self._depth(request.admit))

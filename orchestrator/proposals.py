@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from orchestrator.controller import EPISODE_ROUNDS
 from orchestrator.estimates import Estimates
-from orchestrator.fallback import after_miss, worth_waiting
+from orchestrator.fallback import after_miss, drafts_better, worth_waiting
 from orchestrator.request import MILLISECOND_NS, Proposal, Request, Source
 
 
@@ -51,7 +51,8 @@ class Proposer:
         if not request.drafters:
             return from_ngrams(request, longest)
         if request.mode == "sd":
-            return Ask(longest)
+            ngram = request.ngrams.lookup(longest)
+            return Ask(longest) if drafts_better(self.estimates, ngram, longest) else Proposal(ngram, Source.NGRAM)
         return self.serve(request, accepted, bonus, longest, now_ns)
 
     def serve(self, request: Request, accepted: int, bonus: int, longest: int, now_ns: int) -> Step:

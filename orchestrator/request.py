@@ -41,12 +41,14 @@ class Source(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the next round verifies after the last committed token; `missed`: a lookup had found nothing."""
+    """What the next round verifies after the last committed token; `missed`: a lookup had found nothing;
+    `waited`: a drafter was waited for."""
 
     chain: tuple[int, ...] = ()
     source: Source = Source.NONE
     run_ahead: int = 0
     missed: bool = False
+    waited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +100,19 @@ class Account:
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < accepted
 
-    def took(self, verify_ns: int, idle_ns: int, now_ns: int) -> None:
-        """A round's time in the target and the target's wait before it; the first outcome ends the prompt's time."""
+    def took(self, proposal: Proposal, verify_ns: int, idle_ns: int, now_ns: int) -> None:
+        """A round's time in the target and the target's wait before it; the first outcome ends the prompt's time.
+
+        The wait before the verify of a hit that was served at once is a turnaround.
+        """
         self.last_ns = now_ns
         if not self.first_ns:
             self.first_ns = now_ns
             return
         self.verify_ns += verify_ns
         self.idle_ns += idle_ns
-        if len(self.turnarounds_ns) < MAX_TURNAROUNDS:
+        at_once = proposal.source is Source.CACHE and not proposal.waited
+        if at_once and len(self.turnarounds_ns) < MAX_TURNAROUNDS:
             self.turnarounds_ns.append(idle_ns)
 
     def timings(self, prompt_n: int, predicted_n: int) -> Timings:

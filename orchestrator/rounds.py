@@ -217,7 +217,7 @@ class Rounds:
         """VERIFY to the target, and in the same breath COMMIT to the drafters."""
         request.round += 1
         request.base_len = len(request.tokens)
-        request.proposal, request.waiting = proposal, None
+        request.proposal, request.waiting = replace(proposal, waited=request.waiting is not None), None
         self._workers.send_target(
             Verify(request.id, request.epoch, request.round, request.base_len, proposal.chain, proposal.run_ahead)
         )
