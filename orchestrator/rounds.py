@@ -197,12 +197,8 @@ class Rounds:
     # --- what comes next ------------------------------------------------------------------------------------------
 
     def _take(self, request: Request, step: Step, now_ns: int) -> None:
-        running_ahead = request.proposal.run_ahead > 0
         match step:
-            case _ if running_ahead and request.mode != "ar":
-                # A step of its own stops the target's run-ahead; what it has run already answers the next rounds.
-                self._verify(request, Proposal(), now_ns)
-            case Proposal() if running_ahead:
+            case Proposal() if request.proposal.run_ahead:
                 request.round += 1
                 request.base_len = len(request.tokens)
                 request.proposal = replace(request.proposal, run_ahead=request.proposal.run_ahead - 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from engine.loading import LoadedModel
 from engine.pace import Pace
@@ -25,11 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Running:
-    """A request on this target.
-
-    `last` is the newest outcome; `kept` holds those of the latest run-ahead by round, since the orchestrator may ask for
-    a round that was run already. `ahead_left` counts the run-ahead rounds still allowed.
-    """
+    """A request on this target. `ahead_left` counts the run-ahead rounds still allowed."""
 
     slot: Slot
     epoch: int
@@ -37,7 +33,6 @@ class Running:
     sent_ns: int
     ahead: RunAhead | None = None
     ahead_left: int = 0
-    kept: dict[int, Outcome] = field(default_factory=dict)
 
 
 class _PrefillCancelled(Exception):
@@ -128,9 +123,8 @@ class TargetWorker:
             self._link.send(Resync(message.request, message.epoch))
             return
         self._stop_ahead(running)
-        answered = running.last if message.round == running.last.round else running.kept.get(message.round)
-        if message.epoch == running.epoch and answered is not None:
-            self._link.send(answered)
+        if message.epoch == running.epoch and message.round == running.last.round:
+            self._link.send(running.last)
             return
         if message.epoch < running.epoch or message.round < running.last.round:
             self._stale += 1
@@ -142,7 +136,6 @@ class TargetWorker:
         if message.run_ahead:
             self._start_ahead(running, message)
             return
-        running.kept.clear()
         started_ns = clock.now()
         with self._paced(1 + len(message.chain)):
             verdict = verify(self._model, [running.slot], [message.chain])[0]
@@ -176,7 +169,6 @@ class TargetWorker:
 
     def _start_ahead(self, running: Running, message: Verify) -> None:
         """A verify of an empty chain that may be followed by `run_ahead` more of the same, unasked."""
-        running.kept.clear()
         running.last = replace(running.last, round=message.round - 1)
         running.ahead = RunAhead(self._model, running.slot)
         running.ahead_left = message.run_ahead + 1
@@ -191,7 +183,6 @@ class TargetWorker:
         last = running.last
         work = Span(started_ns, clock.now())
         outcome = Outcome(last.request, last.epoch, last.round + 1, base_len, 0, token, work)
-        running.kept[outcome.round] = outcome
         self._answer(running, outcome)
         running.ahead_left -= 1
         if running.ahead_left == 0:
