@@ -98,7 +98,8 @@ class _Reader:
             raise ModelError(f"{package / MODEL} is damaged ({error}); convert the model again") from error
 
     def read(self) -> SavedModel:
-        functions = {name: self._function(name, spec) for name, spec in self._model.mlProgram.functions.items()}
+        specs = sorted(self._model.mlProgram.functions.items())  # protobuf keeps no order
+        functions = {name: self._function(name, spec) for name, spec in specs}
         return SavedModel(
             self._model.specificationVersion,
             self._model.description.defaultFunctionName,

@@ -1,0 +1,127 @@
+"""What is in the graphs: only operations the Neural Engine knows, small ranks, static shapes, narrow axes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from draft_worker.coreml import saved
+from draft_worker.coreml.saved import Constant, SavedFunction, SavedModel
+from tests.coreml.conftest import Bench
+
+PLAIN = {
+    "const", "abs", "add", "concat", "conv", "matmul", "maximum", "mul", "real_div", "reduce_max", "reduce_mean",
+    "reshape", "rsqrt", "silu", "softmax", "split", "transpose",
+}  # fmt: skip
+BY_MODE = {
+    "stateless": set[str](),
+    "hybrid": {"read_state", "write_state", "slice_update"},
+    "onehot": {"read_state", "write_state", "reduce_sum", "sub"},
+}
+MODES = list(BY_MODE)
+
+
+@pytest.fixture(params=[(mode, weights) for mode in MODES for weights in ("fp16", "int8", "int4")], ids="-".join)
+def model(request: pytest.FixtureRequest, bench: Callable[..., Bench]) -> SavedModel:
+    mode, weights = request.param
+    return saved.read(bench("qwen3", mode=mode, weights=weights).package.mlpackage)
+
+
+def test_it_is_an_ios18_package_of_five_functions(model: SavedModel) -> None:
+    assert model.version == 9
+    assert set(model.functions) == {"q1", "q8", "q16", "q32", "prefill64"}
+    assert model.default_function == "q1"
+
+
+def test_only_known_operations(model: SavedModel, request: pytest.FixtureRequest) -> None:
+    mode, weights = request.node.callspec.params["model"]
+    allowed = PLAIN | BY_MODE[mode] | ({"constexpr_blockwise_shift_scale"} if weights.startswith("int") else set())
+    for function in model.functions.values():
+        assert {operation.kind for operation in function.operations} <= allowed
+
+
+def test_ranks_shapes_and_widths(model: SavedModel) -> None:
+    for function in model.functions.values():
+        for shape in _shapes(function):
+            assert len(shape) <= 4
+            assert all(0 < size <= 16384 for size in shape), shape
+
+
+def test_whole_numbers_are_nowhere_but_in_positions(model: SavedModel, request: pytest.FixtureRequest) -> None:
+    mode, _ = request.node.callspec.params["model"]
+    for function in model.functions.values():
+        kinds = Counter(
+            operation.kind
+            for operation in function.operations
+            for port in operation.outputs
+            if "INT" in port.dtype and operation.kind != "const"
+        )
+        assert kinds == ({"add": 1, "concat": 2} if mode == "hybrid" else {})
+        whole = {port.name for port in function.inputs if port.dtype != "FLOAT16"}
+        assert whole == ({"pos"} if mode == "hybrid" else set())
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "onehot"])
+def test_states_end_in_a_multiple_of_32(bench: Callable[..., Bench], mode: str) -> None:
+    model = saved.read(bench("qwen3", mode=mode).package.mlpackage)
+    states = [function.states for function in model.functions.values()]
+    assert states[0] and all(other == states[0] for other in states)  # one cache for every function
+    for port in states[0]:
+        assert port.dtype == "FLOAT16" and port.shape[-1] % 32 == 0 and port.shape[-2] % 32 == 0
+
+
+def test_every_projection_is_a_one_by_one_convolution(model: SavedModel) -> None:
+    function = model.functions["q8"]
+    shapes = {port.name: port.shape for operation in function.operations for port in operation.outputs}
+    kernels = [shapes[str(o.arguments["weight"][0])] for o in function.operations if o.kind == "conv"]
+    assert len(kernels) == 15 and all(shape[2:] == (1, 1) for shape in kernels)
+
+
+def test_functions_share_their_weights(bench: Callable[..., Bench]) -> None:
+    made = bench("qwen3")
+    model = saved.read(made.package.mlpackage)
+    offsets = {name: _offsets(function) for name, function in model.functions.items()}
+    assert offsets["q1"] == offsets["q8"] == offsets["q16"] == offsets["q32"]
+    assert offsets["prefill64"] < offsets["q1"]  # it lacks the head, and what follows the last layer's keys
+    assert made.package.weight_bytes < 2.2 * made.package.manifest.parameters
+
+
+def test_a_wide_vocabulary_is_cut_into_chunks(bench: Callable[..., Bench]) -> None:
+    made = bench("llama", vocab_size=16384 * 2 + 100, num_hidden_layers=1, context=64)
+    model = saved.read(made.package.mlpackage)
+    shapes = [operation.outputs[0].shape for operation in model.functions["q8"].operations if operation.kind == "conv"]
+    assert [shape[1] for shape in shapes[-3:]] == [16384, 16384, 100]
+    for function in model.functions.values():
+        assert all(size <= 16384 for shape in _shapes(function) for size in shape)
+    text = [1, 40, 32867, 5]
+    found, expected = made.logits(text), made.mlx_logits(text)
+    assert found.shape == expected.shape == (4, 32868)
+    assert (found.argmax(-1) == expected.argmax(-1)).all()
+
+
+def test_two_conversions_give_the_same_weights(bench: Callable[..., Bench]) -> None:
+    one, other = bench("llama", context=64), bench("llama", context=65)
+    name = "model.mlpackage/weights"
+    assert one.package.manifest.files[name] == other.package.manifest.files[name]
+    assert one.package.manifest.source_hash == other.package.manifest.source_hash
+    assert one.package.manifest.key != other.package.manifest.key
+
+
+def _shapes(function: SavedFunction) -> list[tuple[int, ...]]:
+    ports = [*function.inputs, *function.states, *(port for o in function.operations for port in o.outputs)]
+    for operation in function.operations:
+        ports += [c.port for constants in operation.arguments.values() for c in constants if isinstance(c, Constant)]
+    return [port.shape for port in ports]
+
+
+def _offsets(function: SavedFunction) -> set[int]:
+    """Where the function's large matrices lie in weight.bin."""
+    return {
+        constant.offset
+        for operation in function.operations
+        for constants in operation.arguments.values()
+        for constant in constants
+        if isinstance(constant, Constant) and constant.offset is not None and len(constant.port.shape) == 4
+    }

@@ -1,0 +1,223 @@
+"""The interpreter's operations: against coremltools' own value inference, and by hand where that has none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from draft_worker.coreml import blobs, ops, quiet, saved
+from draft_worker.coreml.interpreter import NumpyRuntime
+from draft_worker.coreml.line import Line
+from draft_worker.coreml.runtime import RuntimeFault
+from draft_worker.coreml.saved import Constant
+from protocol.errors import ModelError
+from tests.coreml.conftest import Bench
+
+WITHOUT_INFERENCE = {"conv", "silu", "split"}  # of split, coremltools takes sizes for places
+PER_KIND = 6
+
+
+@pytest.fixture
+def executed(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
+    """The arguments of operations as real graphs of every mode call them, a few of each kind."""
+    seen: dict[str, list[dict[str, Any]]] = {}
+
+    def watch(kind: str, run: ops.Op) -> ops.Op:
+        def watched(**arguments: Any) -> Any:
+            calls = seen.setdefault(kind, [])
+            if len(calls) < PER_KIND and not any(_shapes(call) == _shapes(arguments) for call in calls):
+                calls.append(arguments)
+            return run(**arguments)
+
+        return watched
+
+    for kind, run in list(ops.OPS.items()):
+        monkeypatch.setitem(ops.OPS, kind, watch(kind, run))
+    for mode in ("stateless", "hybrid", "onehot"):
+        line = Line(bench("qwen3", mode=mode).host())
+        for function in (line._host.layout.functions[1], line._host.layout.prefill):
+            line.feed([3, 1, 4], function)
+    monkeypatch.undo()
+    return seen
+
+
+def test_real_operations_agree_with_coremltools(executed: dict[str, list[dict[str, Any]]]) -> None:
+    assert set(executed) == set(ops.OPS)  # nothing in the interpreter that no graph uses
+    checked = set()
+    for kind, calls in executed.items():
+        for arguments in calls:
+            inferred = None if kind == "split" else _inferred(kind, arguments)
+            if inferred is None:
+                continue
+            checked.add(kind)
+            result = ops.OPS[kind](**arguments)
+            for found, expected in zip(result if isinstance(result, list) else [result], inferred, strict=True):
+                assert found.shape == expected.shape
+                np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-6, err_msg=kind)
+    assert set(executed) - checked == WITHOUT_INFERENCE
+
+
+def test_constexpr_agrees_with_coremltools() -> None:
+    mil, draws = quiet.mil(), np.random.default_rng(0)
+    data = draws.integers(-128, 128, (8, 64, 1, 1)).astype(np.int8)
+    scale = draws.random((8, 2, 1, 1)).astype(np.float16)
+    zero = draws.integers(-128, 128, scale.shape).astype(np.int8)
+    with mil.Function({"x": mil.Builder.TensorSpec((1,))}, opset_version=quiet.coremltools().target.iOS18):
+        for offset in (zero, None):
+            given = {"data": data, "scale": scale} | ({} if offset is None else {"offset": offset})
+            var = mil.Builder.constexpr_blockwise_shift_scale(**given)
+            expected = var.op.materialized_val_inference()
+            np.testing.assert_allclose(ops.blockwise_shift_scale(**given), expected, rtol=2e-3)
+
+
+def test_conv_is_a_matrix_product_a_place() -> None:
+    draws = np.random.default_rng(1)
+    x, weight, bias = draws.random((1, 3, 1, 5)), draws.random((4, 3, 1, 1)), draws.random(4)
+    found = np.asarray(ops.conv(x, weight, bias, strides=np.array([1, 1])))
+    assert found.shape == (1, 4, 1, 5)
+    for row in range(4):
+        for place in range(5):
+            expected = sum(weight[row, i, 0, 0] * x[0, i, 0, place] for i in range(3)) + bias[row]
+            assert math.isclose(found[0, row, 0, place], expected, rel_tol=1e-12)
+
+
+def test_silu_is_x_over_one_plus_e_to_minus_x() -> None:
+    for x in (-40.0, -1.5, 0.0, 0.3, 12.0):
+        assert math.isclose(float(np.asarray(ops.silu(np.array(x)))), x / (1 + math.exp(-x)), abs_tol=1e-15)
+
+
+def test_slice_update_writes_its_window_and_nothing_else() -> None:
+    x, update = np.zeros((2, 6, 3)), np.ones((2, 2, 3))
+    found = ops.slice_update(x, update, np.array([0, 3, 0]), np.array([0, 5, 0]), end_mask=np.array([True, False, True]))
+    assert (found[:, 3:5] == 1).all() and found.sum() == 12 and not x.any()
+
+
+def test_split_takes_a_number_or_sizes() -> None:
+    x, axis = np.arange(12.0).reshape(2, 6), np.array(-1)
+    three = ops.split(x, axis, num_splits=np.array(3))
+    assert [part.tolist() for part in three] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
+    uneven = ops.split(x, axis, split_sizes=np.array([5, 1]))
+    assert [part.shape for part in uneven] == [(2, 5), (2, 1)] and uneven[1].tolist() == [[5], [11]]
+
+
+def test_concat_refuses_to_interleave() -> None:
+    with pytest.raises(NotImplementedError):
+        ops.concat([np.zeros(2)], np.array(0), interleave=True)
+
+
+def test_states_last_from_call_to_call_and_function_to_function(bench: Callable[..., Bench]) -> None:
+    made = bench("qwen3", mode="hybrid")
+    host, text = made.host(), [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    several, single = host.layout.functions[1], host.layout.functions[0]
+    line = Line(host)
+    line.feed(text[:8], several)
+    with_memory = line.feed(text[8:], single).logits
+    without = Line(host).feed(text[8:], single).logits
+    full = Line(host).feed(text, host.layout.functions[2]).logits
+    assert with_memory is not None and without is not None and full is not None
+    assert np.abs(with_memory[-1] - full[-1]).max() < 0.05 < np.abs(without[-1] - full[-1]).max()
+
+
+def test_two_states_know_nothing_of_each_other(bench: Callable[..., Bench]) -> None:
+    host = bench("qwen3", mode="onehot").host()
+    single = host.layout.functions[0]
+    one, other = Line(host), Line(host)
+    one.feed([5], single)
+    first = one.feed([6], single).logits
+    other.feed([9], single)
+    again = Line(host)
+    again.feed([5], single)
+    repeated = again.feed([6], single).logits
+    assert first is not None and repeated is not None and (first == repeated).all()
+
+
+def test_a_state_is_asked_for_and_kept_apart(bench: Callable[..., Bench]) -> None:
+    made = bench("qwen3", mode="hybrid")
+    runtime = NumpyRuntime(made.package.mlpackage)
+    inputs = {t.name: np.zeros(t.shape, np.float32) for t in made.package.layout.inputs(made.package.layout.prefill)}
+    with pytest.raises(RuntimeFault, match="state"):
+        runtime.call("prefill64", inputs, None)
+    assert bench("qwen3").host().new_cache().state is None
+
+
+def test_wrong_inputs_and_functions_are_named(bench: Callable[..., Bench]) -> None:
+    runtime = NumpyRuntime(bench("qwen3").package.mlpackage)
+    with pytest.raises(RuntimeFault, match="no function q2; it has prefill64, q1"):
+        runtime.call("q2", {}, None)
+    with pytest.raises(RuntimeFault, match=r"input x has shape \(3,\); expected \(1, 128, 1, 1\)"):
+        runtime.call("q1", {"x": np.zeros(3)}, None)
+
+
+def test_results_are_rounded_to_the_declared_type(bench: Callable[..., Bench]) -> None:
+    logits = bench("qwen3").logits([1, 2, 3])
+    assert (logits.astype(np.float16) == logits).all()
+    exact = bench("qwen3", weights="fp32").logits([1, 2, 3])
+    assert (exact.astype(np.float16) != exact).any()
+
+
+def test_weights_are_read_as_coremltools_reads_them(bench: Callable[..., Bench]) -> None:
+    from coremltools.libmilstoragepython import _BlobStorageReader as Reader
+
+    seen = set()
+    for weights in ("fp16", "fp32", "int8", "int4"):
+        model = saved.read(bench("qwen3", weights=weights).package.mlpackage)
+        reader = Reader(str(bench("qwen3", weights=weights).package.mlpackage / saved.WEIGHTS))
+        for constant in _constants(model):
+            expected = _read_by_coremltools(reader, constant)
+            assert (model.value(constant).reshape(-1) == expected.reshape(-1)).all()
+            seen.add(constant.port.dtype)
+    assert seen == {"FLOAT16", "FLOAT32", "INT8", "UINT4"}
+
+
+def test_a_blob_that_is_not_there_is_refused(tmp_path: Path, bench: Callable[..., Bench]) -> None:
+    file = blobs.BlobFile(bench("qwen3").package.mlpackage / saved.WEIGHTS)
+    for offset, shape in ((0, (4,)), (64, (10**6,)), (10**9, (4,))):
+        with pytest.raises(ModelError, match="does not belong to this model"):
+            file.read(offset, "FLOAT16", shape)
+
+
+def _inferred(kind: str, arguments: dict[str, Any]) -> list[NDArray[Any]] | None:
+    """What coremltools computes for constant arguments while it builds a graph; None where it does not."""
+    mil = quiet.mil()
+    target = quiet.coremltools().target.iOS18
+    given = {name: _plain(value) for name, value in arguments.items()}
+    with mil.Function({"unused": mil.Builder.TensorSpec((1,))}, opset_version=target):
+        result = getattr(mil.Builder, kind)(**given)
+    variables = list(result) if isinstance(result, list | tuple) else [result]
+    return None if any(var.val is None for var in variables) else [var.val for var in variables]
+
+
+def _plain(value: Any) -> Any:
+    """Numpy scalars as Python's: coremltools hands them on to numpy where only those will do."""
+    return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+
+
+def _shapes(arguments: dict[str, Any]) -> list[object]:
+    return [(name, [a.shape for a in v] if isinstance(v, list) else np.shape(v)) for name, v in arguments.items()]
+
+
+def _constants(model: saved.SavedModel) -> list[Constant]:
+    return [
+        constant
+        for operation in model.functions["q1"].operations
+        for constants in operation.arguments.values()
+        for constant in constants
+        if isinstance(constant, Constant) and constant.offset is not None
+    ]
+
+
+def _read_by_coremltools(reader: Any, constant: Constant) -> NDArray[Any]:
+    match constant.port.dtype:
+        case "FLOAT16":
+            return np.frombuffer(reader.read_fp16_data(constant.offset).tobytes(), np.float16)
+        case "FLOAT32":
+            return np.asarray(reader.read_float_data(constant.offset))
+        case "INT8":
+            return np.asarray(reader.read_int8_data(constant.offset))
+    return np.asarray(reader.read_uint4_data(constant.offset))

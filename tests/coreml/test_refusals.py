@@ -1,0 +1,281 @@
+"""What the converter and the loader can't use is refused in one clear sentence, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from draft_worker.coreml import mlpackage, saved, store
+from draft_worker.coreml.converter import Options, convert
+from draft_worker.coreml.layout import Mode
+from draft_worker.coreml.package import EMBEDDING, MLPACKAGE, open_package
+from draft_worker.coreml.weights import WeightReader
+from protocol.errors import InvalidRequest, ModelError, OutriderError
+from tests.coreml.conftest import SIZES, Bench
+
+Model = Callable[..., Path]
+SHORT = Options(context=64)
+
+
+def refused(model: Path, tmp_path: Path, options: Options = SHORT) -> str:
+    """The sentence with which converting `model` is refused; checks that nothing is left behind."""
+    (tmp_path / "out").mkdir(exist_ok=True)
+    with pytest.raises(OutriderError) as caught:
+        convert(model, tmp_path / "out" / "package", options)
+    assert list((tmp_path / "out").iterdir()) == []
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 400
+    return message
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "sentence"),
+    [
+        ("phi3", {}, "can't convert a 'phi3' model; expected model_type llama, qwen2, qwen3"),
+        ("mistral", {}, "can't convert a 'mistral' model"),
+        ("gemma3_text", {}, "can't convert a 'gemma3_text' model"),
+        ("qwen3_moe", {}, "can't convert a 'qwen3_moe' model"),
+        ("llama", {"rope_traditional": True}, "rope_traditional, which rotates neighbouring pairs"),
+        ("llama", {"head_dim": 48}, "head size is 48, off the Neural Engine's grid; expected a multiple of 32"),
+        ("qwen2", {"hidden_size": 64}, "head size is 16, off"),
+        ("llama", {"intermediate_size": 16385}, "a layer is 16385 wide and the Neural Engine takes 16384"),
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "4 query heads can't share 3"),
+        (
+            "llama",
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+            "has sliding_attention layers",
+        ),
+    ],
+)
+def test_architectures_off_the_grid(
+    tiny_model: Model, tmp_path: Path, family: str, config: dict[str, Any], sentence: str
+) -> None:
+    sizes = {} if family in ("gemma3_text", "qwen3_moe") else {**SIZES, "num_hidden_layers": 2}
+    assert sentence in refused(tiny_model(family, **{**sizes, **config}), tmp_path)
+
+
+def edited(model: Path, tmp_path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
+    """A copy of `model` with another config.json."""
+    copy = tmp_path / "edited"
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if k not in drop}))
+    return copy
+
+
+def rewritten(model: Path, change: Callable[[dict[str, mx.array]], None]) -> Path:
+    """The weights of `model` changed in place."""
+    file = model / "model.safetensors"
+    tensors: Any = mx.load(str(file))
+    tensors = {name: mx.array(np.array(tensor)) for name, tensor in tensors.items()}
+    change(tensors)
+    mx.save_safetensors(str(file), tensors)
+    return model
+
+
+def test_a_rope_that_turns_neighbouring_pairs_is_noticed_by_itself(
+    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever config.json calls it."""
+    import mlx.nn as nn
+
+    kept = nn.RoPE.__init__
+
+    def traditional(self: nn.RoPE, dims: int, traditional: bool = False, *rest: Any, **others: Any) -> None:
+        kept(self, dims, True, *rest, **others)
+
+    monkeypatch.setattr(nn.RoPE, "__init__", traditional)
+    assert "does not rotate the two halves of a head" in refused(tiny_model("qwen2", **SIZES), tmp_path)
+
+
+def test_an_untied_head_that_is_missing(tiny_model: Model, tmp_path: Path) -> None:
+    model = edited(tiny_model("llama", **SIZES), tmp_path, tie_word_embeddings=False)
+    assert "says the output head is untied, but the checkpoint has no lm_head.weight" in refused(model, tmp_path)
+
+
+def test_a_tied_head_with_weights_of_its_own(tiny_model: Model, tmp_path: Path) -> None:
+    untied = tiny_model("llama", **SIZES, tie_word_embeddings=False)
+    model = edited(untied, tmp_path, tie_word_embeddings=True)
+    assert "says the output head is tied to the embedding, but the checkpoint has another" in refused(model, tmp_path)
+
+
+def test_a_tied_head_that_is_stored_twice_is_fine(tiny_model: Model, tmp_path: Path) -> None:
+    model = edited(tiny_model("llama", **SIZES), tmp_path)
+    rewritten(model, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    assert convert(model, tmp_path / "package", SHORT).layout.architecture.tied
+
+
+def test_bfloat16_becomes_float16_with_a_note(tiny_model: Model, tmp_path: Path) -> None:
+    manifest = convert(tiny_model("qwen3", **SIZES, dtype="bfloat16"), tmp_path / "package", SHORT)
+    (note,) = manifest.notes
+    assert note.startswith("weights were bfloat16 and are float16 here: the largest is ")
+    assert convert(tiny_model("qwen3", **SIZES, dtype="float16"), tmp_path / "other", SHORT).notes == ()
+
+
+@pytest.mark.parametrize("bad", [1e5, np.inf, np.nan])
+def test_weights_beyond_float16(tiny_model: Model, tmp_path: Path, bad: float) -> None:
+    model = edited(tiny_model("llama", **SIZES), tmp_path)
+
+    def spoil(tensors: dict[str, mx.array]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = bad
+
+    message = refused(rewritten(model, spoil), tmp_path)
+    assert "model.layers.1.mlp.up_proj holds values" in message and "65504" in message
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    assert "is no model directory; expected config.json" in refused(tmp_path / "nowhere", tmp_path)
+
+
+def test_a_config_that_is_not_json_or_not_whole(tiny_model: Model, tmp_path: Path) -> None:
+    model = edited(tiny_model("llama", **SIZES), tmp_path, drop=("hidden_size",))
+    assert "config.json of this llama model is incomplete (KeyError('hidden_size'))" in refused(model, tmp_path)
+    (model / "config.json").write_text("{")
+    assert "is not JSON" in refused(model, tmp_path)
+
+
+def test_weights_that_are_not_the_configs(tiny_model: Model, tmp_path: Path) -> None:
+    model = edited(tiny_model("llama", **SIZES), tmp_path, num_hidden_layers=3)
+    assert "can't be loaded" in refused(model, tmp_path)
+
+
+def test_a_truncated_checkpoint(tiny_model: Model, tmp_path: Path) -> None:
+    model = edited(tiny_model("llama", **SIZES), tmp_path)
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    assert "can't be loaded" in refused(model, tmp_path)
+
+
+def test_options_that_do_not_go_together(tiny_model: Model, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="context is 8; expected 64 to 16192"):
+        Options(context=8)
+    with pytest.raises(InvalidRequest, match="weights is 'int2'; expected one of"):
+        Options(weights="int2")
+    with pytest.raises(InvalidRequest, match="states in float16 only"):
+        Options(mode=Mode.HYBRID, weights="fp32")
+    model = tiny_model("llama", **SIZES, max_position_embeddings=128)
+    assert "this model knows 128 positions" in refused(model, tmp_path, Options(context=256))
+    with pytest.raises(InvalidRequest, match="weights is 'fp4'"):
+        WeightReader(SimpleNamespace(named_modules=list), None, "fp4")  # type: ignore[arg-type]
+
+
+def test_int4_of_a_width_that_has_no_groups(tiny_model: Model, tmp_path: Path) -> None:
+    model = tiny_model("llama", **{**SIZES, "intermediate_size": 200})
+    assert "down_proj has 200 columns; int4 needs a multiple of 64" in refused(
+        model, tmp_path, Options(weights="int4", context=64)
+    )
+
+
+def test_a_destination_that_is_there_already(tiny_model: Model, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InvalidRequest, match="is there already"):
+        convert(tiny_model("llama", **SIZES), tmp_path / "mine", SHORT)
+
+
+def test_a_disk_that_is_too_small_from_the_start(
+    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    message = refused(tiny_model("llama", **SIZES), tmp_path)
+    assert "can't be written (0 MiB free, about" in message and "nothing was left there" in message
+
+
+@pytest.mark.parametrize("step", ["weights", "package"])
+def test_a_disk_that_fills_up_half_way(
+    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """What numpy raises, and what coremltools' C++ writer does."""
+    if step == "weights":
+        monkeypatch.setattr(np, "save", _raise(OSError(errno.ENOSPC, "No space left on device")))
+        expected = "No space left on device"
+    else:
+        utils = mlpackage.quiet.coremltools().utils
+        monkeypatch.setattr(utils, "save_spec", _raise(RuntimeError("[MIL FileWriter]: Unknown error")))
+        expected = "MIL FileWriter"
+    assert expected in refused(tiny_model("llama", **SIZES), tmp_path)
+
+
+def _raise(error: Exception) -> Callable[..., None]:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def copied(bench: Callable[..., Bench], tmp_path: Path) -> Path:
+    """A package that a test may spoil."""
+    return Path(shutil.copytree(bench("llama").package.path, tmp_path / "copied"))
+
+
+def opening(directory: Path, source: Path | None = None) -> str:
+    with pytest.raises(ModelError) as caught:
+        open_package(directory, source)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_package_of_other_weights_than_the_draft_that_is_named(copied: Path, tiny_model: Model) -> None:
+    message = opening(copied, tiny_model("llama", seed=5, **SIZES))
+    assert "was made from llama-" in message and "other weights than" in message
+
+
+@pytest.mark.parametrize("file", [EMBEDDING, f"{MLPACKAGE}/{saved.WEIGHTS}", f"{MLPACKAGE}/{saved.MODEL}"])
+def test_a_file_that_is_not_the_manifests(copied: Path, file: str) -> None:
+    data = bytearray((copied / file).read_bytes())
+    data[-1] ^= 1
+    (copied / file).write_bytes(data)
+    assert "is not the file its manifest names; convert the model again" in opening(copied)
+    (copied / file).unlink()
+    assert f"lacks {file}" in opening(copied)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"slots": 416}, "the manifest does not match the package's function q1"),
+        ({"mode": "hybrid"}, "the manifest does not match the package's function q1"),
+        ({"mode": "sideways"}, "is not a manifest"),
+        ({"functions": [{"name": "q4", "rows": 4, "logits": True}]}, "does not match the package's function q4"),
+    ],
+)
+def test_a_manifest_that_does_not_match_its_package(copied: Path, change: dict[str, Any], sentence: str) -> None:
+    file = copied / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["layout"] |= change
+    file.write_text(json.dumps(manifest))
+    assert sentence in opening(copied)
+
+
+def test_manifests_that_are_none(copied: Path, tmp_path: Path) -> None:
+    file = copied / "manifest.json"
+    file.write_text('{"format": 99}')
+    assert "has format 99; this version reads 1" in opening(copied)
+    file.write_text("[]")
+    assert "has format None" in opening(copied)
+    file.write_text("{")
+    assert "is no converted model" in opening(copied)
+    assert "is no converted model" in opening(tmp_path / "nowhere")
+
+
+def test_a_model_is_converted_once_and_found_again(
+    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, stages = tiny_model("llama", **SIZES), list[str]()
+    first = store.package_of(model, SHORT, lambda stage, done, total: stages.append(stage), tmp_path / "store")
+    assert {"reading", "reading weights", "building", "checking"} <= set(stages)
+    stages.clear()
+    again = store.package_of(model, SHORT, lambda stage, done, total: stages.append(stage), tmp_path / "store")
+    assert again.path == first.path and stages == []
+    other = store.package_of(model, Options(context=64, weights="int8"), folder=tmp_path / "store")
+    assert other.path != first.path
+    assert sorted(path.name[:1] != "." for path in (tmp_path / "store").iterdir()) == [True, True]
