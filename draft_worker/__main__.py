@@ -45,6 +45,7 @@ def main() -> int:
             drafter.context_length,
             drafter.parameters,
             drafter.weight_bytes,
+            drafter.note,
         )
         link.send(hello)
         DraftWorker(far, drafter, POLICIES[options.fan_out]).run()

@@ -23,11 +23,17 @@ def _replay(model: str, progress: Progress) -> Drafter:
     return ReplayDrafter(Script.read(Path(model)))
 
 
-BACKENDS: dict[str, Callable[[str, Progress], Drafter]] = {"mlx": _mlx, "replay": _replay}
+def _coreml(model: str, progress: Progress) -> Drafter:
+    from draft_worker.coreml.load import load
+
+    return load(model, progress)
+
+
+BACKENDS: dict[str, Callable[[str, Progress], Drafter]] = {"coreml": _coreml, "mlx": _mlx, "replay": _replay}
 
 
 def make(backend: str, model: str, progress: Progress) -> Drafter:
-    """The drafter `backend` for `model` (a model directory; for `replay` its script)."""
+    """The drafter `backend` for `model` (a model directory; for `replay` its script; `coreml` takes a package too)."""
     if backend not in BACKENDS:
         raise InvalidRequest(f"no drafter is called {backend!r}; there are {', '.join(sorted(BACKENDS))}")
     return BACKENDS[backend](model, progress)

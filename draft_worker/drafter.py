@@ -95,6 +95,11 @@ class Drafter(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
+    @property
+    def note(self) -> str:
+        """What a person should know about how it runs; mostly nothing."""
+        ...
+
     def open(
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> TokenTree:

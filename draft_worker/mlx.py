@@ -14,6 +14,7 @@ class MlxDrafter:
     """A `Drafter` over a model in this process; the engine picks the tree that the model's caches allow."""
 
     backend = "mlx"
+    note = ""
 
     def __init__(self, model: LoadedModel) -> None:
         self.model = model

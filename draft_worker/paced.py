@@ -22,6 +22,7 @@ class PacedDrafter:
         self.context_length = drafter.context_length
         self.parameters = drafter.parameters
         self.weight_bytes = drafter.weight_bytes
+        self.note = drafter.note
 
     def open(
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None

@@ -77,6 +77,7 @@ class ReplayDrafter:
     backend = "replay"
     parameters = 0
     weight_bytes = 0
+    note = ""
 
     def __init__(self, script: Script) -> None:
         self._script = script

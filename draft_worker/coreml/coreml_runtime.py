@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class CoreMLRuntime:
                 )
                 for name in functions or [function.name for function in package.layout.functions]
             }
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # coremltools raises it bare
             raise ModelError(f"Core ML can't load {package.path} on {units}: {_first_line(error)}") from error
 
     def new_state(self) -> State | None:
@@ -72,7 +73,7 @@ class CoreMLRuntime:
     def _guarded(self, task: Callable[[], Any]) -> Any:
         try:
             return task()
-        except (RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:  # coremltools raises it bare
             raise RuntimeFault(f"{self.name} failed: {_first_line(error)}; no drafting for this request") from error
 
 
@@ -87,17 +88,19 @@ def compiled_path(package: Package) -> Path:
     path = package.path / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():
         return path
-    utils = quiet.coremltools().models.utils
     with tempfile.TemporaryDirectory(dir=package.path) as directory:
         partial = Path(directory) / "model.mlmodelc"
-        try:
-            utils.compile_model(str(package.mlpackage), str(partial))
+        _compile(package, partial)
+        with suppress(OSError):  # another process was quicker, and its work is as good
             partial.rename(path)
-        except (RuntimeError, ValueError, OSError) as error:
-            if path.is_dir():  # another process was quicker
-                return path
-            raise ModelError(f"Core ML can't compile {package.path}: {_first_line(error)}") from error
     return path
+
+
+def _compile(package: Package, destination: Path) -> None:
+    try:
+        quiet.coremltools().models.utils.compile_model(str(package.mlpackage), str(destination))
+    except Exception as error:  # coremltools raises it bare
+        raise ModelError(f"Core ML can't compile {package.path}: {_first_line(error)}") from error
 
 
 def os_build() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from draft_worker.coreml.columns import Columns
 from draft_worker.coreml.host import Host
 from draft_worker.coreml.node import Node
 from draft_worker.drafter import Candidate, DrafterFault
+from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
 
 Progress = Callable[[int, int], None]
@@ -46,7 +48,10 @@ class CoreMLTree:
         for position, token in enumerate(tokens):
             above = self._committed[-1] if self._committed else None
             self._committed.append(Node(-1, above, position, token))
-        self._read(host, progress)
+        with ExitStack() as undo:  # a prompt that can't be read, or need not be read to its end
+            undo.callback(predict.submit, self._columns.close)
+            self._read(host, progress)
+            undo.pop_all()
         root = self._committed[-1]
         root.number = self.root = 0
         self._nodes = {0: root}
@@ -64,10 +69,13 @@ class CoreMLTree:
         return [node.known_token for node in self._committed]
 
     def child(self, node: int, token: int) -> int | None:
-        children = self._nodes[node].children
+        children = self._node(node).children
         return next((child.number for child in children if child.known_token == token), None)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        first = self.next_node
+        if any(token is None and parent >= first for parent, token in zip(parents, tokens, strict=True)):
+            raise InvalidRequest("a token of None needs a parent that was fed before; expected a token")
         fresh = [self._grown(parent, token) for parent, token in zip(parents, tokens, strict=True)]
         job = self._predict.submit(self._columns.grow, fresh)
         for node in fresh:
@@ -78,15 +86,18 @@ class CoreMLTree:
         """Nothing to do: feeding starts the work."""
 
     def best(self, nodes: Sequence[int]) -> list[int]:
-        return [int(self._nodes[node].known_scores.argmax()) for node in nodes]
+        return [int(self._node(node).known_scores.argmax()) for node in nodes]
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
-        return [_candidates(self._nodes[node].known_scores, count) for node in nodes]
+        return [_candidates(self._node(node).known_scores, count) for node in nodes]
 
     def commit(self, path: Sequence[int]) -> None:
         if not path:
             return
-        nodes = [self._nodes[number] for number in path]
+        nodes = [self._node(number) for number in path]
+        for above, node in zip([self._committed[-1], *nodes], nodes, strict=False):
+            if node.parent is not above:
+                raise InvalidRequest(f"node {node.number} can't be committed: it does not follow node {above.number}")
         kept: dict[int, Node] = {}
         unseen = [nodes[-1]]
         while unseen:
@@ -127,8 +138,13 @@ class CoreMLTree:
             if progress:
                 progress(done, total)
 
+    def _node(self, number: int) -> Node:
+        if number not in self._nodes:
+            raise InvalidRequest(f"node {number} is not in the tree: it was dropped, or never fed")
+        return self._nodes[number]
+
     def _grown(self, parent: int, token: int | None) -> Node:
-        above = self._nodes[parent]
+        above = self._node(parent)
         if above.position + 1 >= self._context:
             raise DrafterFault(f"the draft's context of {self._context} tokens is full; no drafting beyond it")
         node = Node(self.next_node, above, above.position + 1, token)

@@ -94,7 +94,8 @@ def test_silu_is_x_over_one_plus_e_to_minus_x() -> None:
 
 def test_slice_update_writes_its_window_and_nothing_else() -> None:
     x, update = np.zeros((2, 6, 3)), np.ones((2, 2, 3))
-    found = ops.slice_update(x, update, np.array([0, 3, 0]), np.array([0, 5, 0]), end_mask=np.array([True, False, True]))
+    begin, end, whole = np.array([0, 3, 0]), np.array([0, 5, 0]), np.array([True, False, True])
+    found = ops.slice_update(x, update, begin, end, end_mask=whole)
     assert (found[:, 3:5] == 1).all() and found.sum() == 12 and not x.any()
 
 

@@ -20,6 +20,7 @@ from draft_worker.drafter import DrafterFault, TokenTree
 from draft_worker.fan_out import POLICIES
 from draft_worker.work_ahead import WorkAhead
 from engine.sampling import Sampler
+from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
 from tests.coreml.conftest import CONTEXT, VOCAB, Bench
 
@@ -104,8 +105,13 @@ def test_a_commit_keeps_descendants_and_drops_the_rest(bench: Callable[..., Benc
         assert tree.root == left and tree.child(left, 7) == below
         assert tree.column_tokens() == [*text[:10], 5]
         check_node(tree, below, [*text[:10], 5, 7], made.mlx(), 1e-4)
-        with pytest.raises(KeyError):
+        with pytest.raises(InvalidRequest, match="was dropped"):
             tree.best([right])
+        (other,) = tree.feed([below], [8])
+        with pytest.raises(InvalidRequest, match="does not follow"):
+            tree.commit([other])
+        with pytest.raises(InvalidRequest, match="fed before"):
+            tree.feed([other, tree.next_node], [1, None])
 
 
 def test_a_parent_may_be_fed_in_the_same_call(bench: Callable[..., Bench], text: list[int]) -> None:
@@ -222,6 +228,20 @@ def test_progress_counts_the_prompt(bench: Callable[..., Bench], text: list[int]
     drafter = made.drafter()
     drafter.open(text[:150], GREEDY, lambda done, total: seen.append((done, total)))
     assert seen == [(64, 150), (128, 150), (150, 150)]
+    drafter.close()
+
+
+def test_reading_that_is_called_off_leaves_nothing(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("llama")
+    drafter = made.drafter()
+
+    def stop(done: int, total: int) -> None:
+        raise DrafterFault("nobody wants it")
+
+    with pytest.raises(DrafterFault, match="nobody"):
+        drafter.open(text, GREEDY, stop)
+    tree = drafter.open(text[:10], GREEDY)
+    check_node(tree, tree.root, text[:10], made.mlx(), TOLERANCE["fp16"])
     drafter.close()
 
 
