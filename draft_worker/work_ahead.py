@@ -121,7 +121,7 @@ class WorkAhead:
         return plan
 
     def _feed(self, plan: Plan) -> list[int]:
-        """The forward of `advance`: the unfed chain and the next token of every growing branch, whose bests it returns."""
+        """The forward of `advance`: the unfed chain, and every growing branch's next token. Returns the bests."""
         first, line = self.tree.next_node, plan.unfed
         parents = [plan.spine[-1], *range(first, first + len(line) - 1)] if line else []
         parents += [plan.spine[g.accepted] if g.tip is None else g.tip for g in plan.growing]
