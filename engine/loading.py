@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, load_model
 
-from engine import memory, positions
+from engine import memory, positions, weights
 from protocol.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,10 @@ def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = N
     if mx.default_device().type == mx.cpu:
         tell("converting to float32")
         model = _to_float32(model, parameters)
+    weight_bytes = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+    weights.lay_out(model, weight_bytes)
     mx.eval(model.parameters())
     positions.install(model)
-    weight_bytes = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
     memory.set_limits(weight_bytes)
     return LoadedModel(
         model=model,

@@ -16,7 +16,7 @@ from engine.candidate import Candidate
 from engine.columns import Columns
 from engine.layout import Layout
 from engine.sampling import Sampler
-from engine.steps import Step
+from engine.steps import Step, score
 from protocol.errors import InvalidRequest
 
 _SLACK = 8  # dead columns that are not worth a gather
@@ -104,8 +104,8 @@ class Tree:
         return [found[node] for node in nodes]
 
     def scores(self, node: int) -> mx.array:
-        """The scores [V] of what may follow a node; lazy."""
-        return self._node(node).step.scores[self._nodes[node].row]
+        """The scores [V] of what may follow a node."""
+        return self._node(node).step.row(self._nodes[node].row)
 
     def commit(self, path: Sequence[int]) -> None:
         for node in path:
@@ -142,7 +142,7 @@ class Tree:
         fed = mx.array(ids, dtype=mx.int32) if None not in ids else self._lazily(parents, ids)
         positions = self._layout.positions
         logits = self._columns.forward(fed, start, positions, self._layout.seen(start), columns)
-        step = Step(self._sampler.scores(logits, (positions[start:] + 1).tolist(), histories))
+        step = score(self._sampler, logits, (positions[start:] + 1).tolist(), histories)
         for row, (parent, token) in enumerate(zip(parents, ids, strict=True)):
             self._nodes[first + row] = _Node(parent, token, start + row, step, row)
             if parent >= 0:

@@ -68,6 +68,12 @@ class Sampler:
         return self.params.has_penalties
 
     @property
+    def filters(self) -> bool:
+        """True when `scores` rules some tokens out."""
+        params = self.params
+        return params.temp > 0 and (params.top_p < 1 or params.min_p > 0 or params.top_k > 0)
+
+    @property
     def reach(self) -> int:
         """How many of the tokens before it a choice can depend on through penalties."""
         return _reach(self.params)
@@ -82,11 +88,15 @@ class Sampler:
             positions: absolute position of the token each row chooses.
             histories: see `warp`.
         """
-        logits = _penalise(logits, histories, self.params)
+        logits = self.penalise(logits, histories)
         if self._normalised:
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         scores = _filter(logits, self.params)
         return scores if self.params.temp == 0 else scores + self.noise(positions)
+
+    def penalise(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
+        """`logits` after penalties and bias, the first step of `scores`. Lazy."""
+        return _penalise(logits, histories, self.params)
 
     def noise(self, positions: Sequence[int]) -> mx.array:
         """G at these positions, float32 [P, V]; made once a position and kept a while."""

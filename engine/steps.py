@@ -6,34 +6,46 @@ argpartition 500 us); on a GPU everything stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
+from engine import filters
 from engine.candidate import Candidate
+from engine.filters import Floats
+from engine.sampling import History, Sampler
+
+_FEW = 24  # candidates found by as many argmaxes; more by a sort
 
 
 class Step:
-    """Scores [R, V] of one forward's rows: warped log-probabilities plus noise, up to a constant a row."""
+    """Scores [R, V] of one forward's rows: warped log-probabilities plus noise, up to a constant a row.
 
-    def __init__(self, scores: mx.array) -> None:
-        self.scores = scores
+    With `finish` what the device computes are only penalised logits; the rest is done when they are read.
+    """
+
+    def __init__(self, scores: mx.array, finish: Callable[[Floats], Floats] | None = None) -> None:
+        self._scores, self._finish = scores, finish
         self._chosen: mx.array | None = None
         self._best: list[int] | None = None
+        self._read: Floats | None = None
         self._on_cpu = mx.default_device().type == mx.cpu
 
     def chosen(self) -> mx.array:
         """Each row's best token, int [R], still on the device."""
         if self._chosen is None:
-            self._chosen = mx.argmax(self.scores, axis=-1).astype(mx.int32)
+            if self._finish is None:
+                self._chosen = mx.argmax(self._scores, axis=-1).astype(mx.int32)
+            else:
+                self._chosen = mx.array(self.best(), dtype=mx.int32)
         return self._chosen
 
     @property
     def pending(self) -> mx.array:
         """What to evaluate so that `best` need not wait."""
-        return self.scores if self._chosen is None and self._on_cpu else self.chosen()
+        return self._scores if self._chosen is None and self._on_cpu else self.chosen()
 
     @property
     def is_read(self) -> bool:
@@ -43,42 +55,65 @@ class Step:
         """Each row's best token. Waits."""
         if self._best is None:
             if self._chosen is None and self._on_cpu:
-                self._best = self._host().argmax(axis=-1).tolist()
+                self._best = cast(list[int], self._host().argmax(axis=-1).tolist())
             else:
                 self._best = cast(list[int], self.chosen().tolist())
         return self._best
 
     def candidates(self, rows: Sequence[int], count: int) -> list[list[Candidate]]:
         """The `count` best tokens of each of these rows, best first; fewer when filters leave fewer. Waits."""
-        count = min(count, self.scores.shape[1])
-        found = self._host_top(rows, count) if self._on_cpu and count <= 24 else self._device_top(rows, count)
+        count = min(count, self._scores.shape[1])
+        found = self._host_top(rows, count) if self._on_cpu else self._device_top(rows, count)
         return [
             [Candidate(t, max(0.0, values[0] - v)) for t, v in zip(tokens, values, strict=True) if v > -np.inf]
             for tokens, values in found
         ]
 
-    def _host(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The scores in MLX's own memory where they are float32. Not to be written to."""
-        if self.scores.dtype != mx.float32:
-            self.scores = self.scores.astype(mx.float32)
-        return np.array(self.scores, copy=False)
+    def row(self, row: int) -> mx.array:
+        """One row's scores, [V]."""
+        return self._scores[row] if self._finish is None else mx.array(self._host()[row])
+
+    def _host(self) -> Floats:
+        """The scores, where possible in MLX's own memory: not to be written to. Waits."""
+        if self._read is None:
+            scores = self._scores if self._scores.dtype == mx.float32 else self._scores.astype(mx.float32)
+            self._read = np.array(scores, copy=False)
+            if self._finish is not None:
+                self._read = self._finish(self._read)
+        return self._read
 
     def _host_top(self, rows: Sequence[int], count: int) -> list[tuple[list[int], list[float]]]:
         left = self._host()[list(rows)]
+        if count > _FEW:
+            order = np.argsort(-left, axis=-1, kind="stable")[:, :count]
+            return list(zip(order.tolist(), np.take_along_axis(left, order, axis=-1).tolist(), strict=True))
         index = np.arange(len(left))
         tokens, values = [], []
         for _ in range(count):
             tokens.append(left.argmax(axis=-1))
             values.append(left[index, tokens[-1]])
             left[index, tokens[-1]] = -np.inf
-        by_row = zip(np.transpose(tokens).tolist(), np.transpose(values).tolist(), strict=True)
-        return list(by_row)
+        return list(zip(np.transpose(tokens).tolist(), np.transpose(values).tolist(), strict=True))
 
     def _device_top(self, rows: Sequence[int], count: int) -> list[tuple[list[int], list[float]]]:
-        scores = mx.take(self.scores, mx.array(list(rows)), axis=0)
+        scores = mx.take(self._scores, mx.array(list(rows)), axis=0)
         tokens = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
         values = mx.take_along_axis(scores, tokens, axis=-1)
         order = mx.argsort(-values, axis=-1)
         tokens, values = mx.take_along_axis(tokens, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
         mx.eval(tokens, values)
         return list(zip(cast(Any, tokens.tolist()), cast(Any, values.astype(mx.float32).tolist()), strict=True))
+
+
+def score(
+    sampler: Sampler, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None
+) -> Step:
+    """The step of these logits [R, V], whose rows choose the tokens at `positions`. Lazy."""
+    if not sampler.filters or mx.default_device().type != mx.cpu:
+        return Step(sampler.scores(logits, positions, histories))
+
+    def finish(penalised: Floats) -> Floats:
+        noise: Floats = np.array(sampler.noise(positions), copy=False)
+        return filters.apply(penalised, sampler.params) + noise
+
+    return Step(sampler.penalise(logits, histories), finish)

@@ -1,0 +1,48 @@
+"""The numpy filters keep what mlx-lm's keep."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engine import filters
+from engine.sampling import warp
+from protocol.sampling import SamplingParams
+
+
+@pytest.mark.parametrize("vocab_size", [8, 300, 4097])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_p": 0.5},
+        {"top_p": 0.95},
+        {"top_p": 0.001},
+        {"top_p": 0.999},
+        {"min_p": 0.1},
+        {"min_p": 1.0},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 5000},
+        {"top_p": 0.9, "min_p": 0.02, "top_k": 20},
+    ],
+)
+def test_the_same_tokens_with_the_same_scores(vocab_size: int, spread: float, changes: dict) -> None:
+    logits = (np.random.default_rng(1).standard_normal((6, vocab_size)) * spread).astype(np.float32)
+    params = SamplingParams(temp=0.7, seed=1, **changes)
+    theirs, ours = np.array(warp(mx.array(logits), None, params)), filters.apply(logits, params)
+    for own, mlx in zip(ours, theirs, strict=True):
+        kept = np.isfinite(mlx)
+        # A token whose cumulative mass is within rounding of the border may fall on either side.
+        assert np.count_nonzero(np.isfinite(own) != kept) <= (vocab_size > 4000)
+        kept &= np.isfinite(own)
+        assert kept.any()
+        np.testing.assert_allclose(np.ptp(own[kept] - mlx[kept]), 0.0, atol=1e-3)
+
+
+def test_ties_at_the_border_stay_together() -> None:
+    logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], dtype=np.float32))
+    params = SamplingParams(temp=1.0, seed=1, top_p=0.5)
+    assert np.isfinite(filters.apply(logits, params)).all()
+    assert np.isfinite(np.array(warp(mx.array(logits), None, params))).all()

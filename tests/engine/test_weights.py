@@ -1,0 +1,46 @@
+"""Another layout of the weights in memory changes no value and, with the reference BLAS, no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from engine import weights
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "qwen3_next"])
+def test_the_same_model_in_another_layout(tiny_model: Callable[..., Path], family: str) -> None:
+    (plain, _), (laid, _) = (load_model(tiny_model(family)) for _ in range(2))
+    assert weights.lay_out(laid, 0)
+    ours, theirs = dict(tree_flatten(laid.parameters())), dict(tree_flatten(plain.parameters()))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in theirs)
+    text = mx.array([[5, 6, 7, 8, 9]])
+    if weights._has_openblas():
+        assert mx.allclose(laid(text), plain(text), atol=1e-4)
+    else:
+        assert mx.array_equal(laid(text), plain(text))
+
+
+def test_a_tied_head_multiplies_the_transposed_copy(tiny_model: Callable[..., Path]) -> None:
+    tied, _ = load_model(tiny_model("llama"))
+    untied, _ = load_model(tiny_model("mistral"))
+    for model in (tied, untied):
+        weights.lay_out(model, 0)
+    assert type(tied.model.embed_tokens) is weights.HeadEmbedding
+    assert type(untied.model.embed_tokens) is nn.Embedding
+
+
+def test_large_weights_stay_as_they_are_with_openblas(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load_model(tiny_model("llama"))
+    monkeypatch.setattr(weights, "_has_openblas", lambda: True)
+    assert not weights.lay_out(model, 2**30)
+    assert weights.lay_out(model, 2**20)
