@@ -5,7 +5,7 @@ Counts only; knows nothing of branches or budgets. Old rounds fade, so the estim
 
 from __future__ import annotations
 
-MAX_RANK = 16
+MAX_RANK = 8
 FADE = 0.995
 
 # A mild prior, worth `PRIOR_ROUNDS` rounds: acceptance 0.75; the rank of the bonus falls off as a power law, steeper

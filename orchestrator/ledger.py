@@ -37,7 +37,7 @@ class Ledger:
         return Plan("ar", depth), ["speculation is off: there is no drafter"]
 
     def replan(self, request: Request) -> None:
-        """In `auto` the controller may change its mind between two rounds, once the target has stopped running ahead."""
+        """In `auto` the controller may change its mind between two rounds, once a run-ahead is through."""
         if request.admit.mode == "auto" and not request.proposal.run_ahead:
             request.plan = self._controller(bool(request.drafters), self._depth(request.admit)).plan()
 

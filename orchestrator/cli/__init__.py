@@ -19,6 +19,7 @@ COMMANDS = {
     "worker": "run one worker in the foreground",
     "verify": "prove that an output is the target's own",
     "bench": "compare with mlx-lm on the same weights",
+    "tune": "probe what pays on this machine",
     "overlap": "time what working ahead can hide",
     "pairs": "model pairs that fit, or a check of one",
 }
