@@ -7,10 +7,12 @@ requests, so it remembers. It has no clock and no chance: what it is told decide
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from orchestrator.estimates import Estimates
 from orchestrator.speedup import Costs, Odds, ar_rate, sd_rate, ssd_rate
+from orchestrator.tuning import Choice
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 # An episode is long enough to be measured: rounds are kept in one mode for this many.
@@ -21,6 +23,8 @@ LAST_RETRY = 192
 TRY_MARGIN = 0.9
 # Whoever is in use stays unless another is better by this much: noise should not make it waver.
 STAY_MARGIN = 1.02
+# A forecast counts as much as this many milliseconds of measuring.
+TUNING_WEIGHT_MS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,13 @@ class Controller:
     _records: dict[str, Record] = field(default_factory=dict)
     _episode: int = 0
     _rounds: int = 0
+
+    def start_from(self, choices: Iterable[Choice]) -> None:
+        """Takes a tuning's forecasts for a first measurement; real ones soon outweigh them."""
+        for choice in choices:
+            if choice.mode in self.modes:
+                rate = choice.tokens_per_second / 1000
+                self._records[choice.mode] = Record(rate * TUNING_WEIGHT_MS, TUNING_WEIGHT_MS, 0)
 
     def plan(self) -> Plan:
         """The plan for the next round."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import zmq
 
+from orchestrator import tuning
 from orchestrator.events import Admit, Broke, Quit, Stop, ToCore, ToFront, WorkersChanged
 from orchestrator.hub import Hub, Loss
 from orchestrator.mailbox import Mailbox
@@ -48,6 +49,7 @@ class Core:
             ),
             outbox.put,
             self._trace,
+            tuning.load(tuning.path_for(settings)) if settings.has_draft_worker else None,
         )
 
     @property

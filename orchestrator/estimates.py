@@ -6,6 +6,9 @@ Fed with measured spans and outcomes by the rounds; read by the fallback and the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+from orchestrator.tuning import Tuning
 
 SMOOTHING = 0.1
 PRIOR_WEIGHT = 8.0
@@ -38,6 +41,11 @@ class Acceptance:
             self._tried[position] = 0.99 * self._tried[position] + 1.0
             self._held[position] = 0.99 * self._held[position] + float(position < accepted)
 
+    def start_from(self, rates: Sequence[float]) -> None:
+        """Takes these for what `PRIOR_WEIGHT` rounds showed."""
+        for position, rate in enumerate(rates[:MAX_POSITIONS]):
+            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * rate
+
     def rate(self, position: int) -> float:
         position = min(position, MAX_POSITIONS - 1)
         return (self._held[position] + PRIOR_WEIGHT * PRIOR_ACCEPTANCE) / (self._tried[position] + PRIOR_WEIGHT)
@@ -65,6 +73,18 @@ class Estimates:
         self._turnaround_ms = Average()
         self.drafted = Acceptance()
         self.ngram = Acceptance()
+
+    def start_from(self, tuning: Tuning) -> None:
+        """Takes a tuning's measurements for first values."""
+        for rows, milliseconds in tuning.verify_ms:
+            self.saw_verify(rows, milliseconds)
+        self._ar_ms.add(tuning.step_ms)
+        self._step_ms.add(tuning.draft_ms)
+        self._depth_ms.add(tuning.depth_ms)
+        self._link_ms.add(tuning.link_ms)
+        self._turnaround_ms.add(tuning.turnaround_ms)
+        self._hits.add(tuning.hit_rate)
+        self.drafted.start_from(tuning.acceptance)
 
     def saw_verify(self, rows: int, milliseconds: float) -> None:
         self._verify_ms.setdefault(rows, Average()).add(milliseconds)

@@ -10,6 +10,7 @@ from orchestrator.estimates import Estimates
 from orchestrator.events import Admit
 from orchestrator.request import MILLISECOND_NS, Proposal, Request, RoundSettings, Source, Waiting
 from orchestrator.trace import Trace
+from orchestrator.tuning import Tuning
 from protocol.messages import Branches, Drafted, Outcome, Span
 
 ORCHESTRATOR = "orchestrator"
@@ -19,8 +20,11 @@ TARGET = "target"
 class Ledger:
     """One for all requests, so that what one taught serves the next."""
 
-    def __init__(self, settings: RoundSettings, trace: Trace) -> None:
+    def __init__(self, settings: RoundSettings, trace: Trace, tuning: Tuning | None = None) -> None:
         self.estimates = Estimates()
+        self._tuning = tuning
+        if tuning is not None:
+            self.estimates.start_from(tuning)
         self._settings = settings
         self._trace = trace
         self._controllers: dict[tuple[bool, int], Controller] = {}
@@ -113,7 +117,10 @@ class Ledger:
         means = (has_drafter, depth)
         if means not in self._controllers:
             modes = ("ar", "sd", "ssd") if has_drafter else ("ar", "sd") if self._settings.ngrams else ("ar",)
-            self._controllers[means] = Controller(self.estimates, modes, depth)
+            controller = Controller(self.estimates, modes, depth)
+            if self._tuning is not None and has_drafter:
+                controller.start_from(self._tuning.choices)
+            self._controllers[means] = controller
         return self._controllers[means]
 
     def _depth(self, admit: Admit) -> int:

@@ -21,6 +21,7 @@ from orchestrator.ngram import NgramIndex
 from orchestrator.proposals import Ask, Linger, Proposer, Step, from_cache, from_drafter
 from orchestrator.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Waiting
 from orchestrator.trace import Trace
+from orchestrator.tuning import Tuning
 from protocol.fields import MAX_COMMIT
 from protocol.messages import Branches, Close, Commit, Drafted, Fault, Message, Open, Outcome, Prefilled, Resync, Verify
 
@@ -49,13 +50,18 @@ class Rounds:
     """All requests in flight, and what comes next for each."""
 
     def __init__(
-        self, workers: Workers, settings: RoundSettings, tell: Callable[[ToFront], None], trace: Trace
+        self,
+        workers: Workers,
+        settings: RoundSettings,
+        tell: Callable[[ToFront], None],
+        trace: Trace,
+        tuning: Tuning | None = None,
     ) -> None:
         self.stale = 0
         self._workers = workers
         self._settings = settings
         self._tell = tell
-        self._ledger = Ledger(settings, trace)
+        self._ledger = Ledger(settings, trace, tuning)
         self._estimates = self._ledger.estimates
         self._proposer = Proposer(self._estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
