@@ -88,11 +88,14 @@ def compiled_path(package: Package) -> Path:
     path = package.path / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():
         return path
-    with tempfile.TemporaryDirectory(dir=package.path) as directory:
-        partial = Path(directory) / "model.mlmodelc"
-        _compile(package, partial)
-        with suppress(OSError):  # another process was quicker, and its work is as good
-            partial.rename(path)
+    try:
+        with tempfile.TemporaryDirectory(dir=package.path) as directory:
+            partial = Path(directory) / "model.mlmodelc"
+            _compile(package, partial)
+            with suppress(OSError):  # another process was quicker, and its work is as good
+                partial.rename(path)
+    except OSError as error:
+        raise ModelError(f"{package.path} can't be written to ({error}); compiled models are kept there") from error
     return path
 
 

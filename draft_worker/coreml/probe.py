@@ -100,9 +100,9 @@ def try_out(package: Package, units: str) -> Verdict:
 
 def judge(trial: Trial) -> Verdict:
     """Holds a finished trial to the agreement gate."""
-    if trial.agreement < _LEAST_AGREEMENT:
+    if not trial.agreement >= _LEAST_AGREEMENT:  # NaN is not either
         reason = f"it agreed with the reference on {trial.agreement:.0%} of tokens; expected {_LEAST_AGREEMENT:.0%}"
-    elif trial.distance > _MOST_DISTANCE:
+    elif not trial.distance <= _MOST_DISTANCE:
         reason = f"its distributions are {trial.distance:.3f} from the reference; expected at most {_MOST_DISTANCE}"
     else:
         reason = ""

@@ -61,13 +61,11 @@ def test_a_quantised_package_is_its_mlx_twin(
     _check_float16(made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16))
 
 
-def _check_float16(
-    found: NDArray[np.float32], exact: NDArray[np.float32], mlx_float16: NDArray[np.float32]
-) -> None:
-    """Argmax misses only at near-ties, and an error of at most three times what MLX's own float16 makes."""
-    error = np.abs(found - exact).max(-1)
+def _check_float16(found: NDArray[np.float32], exact: NDArray[np.float32], mlx_float16: NDArray[np.float32]) -> None:
+    """An error of at most three times what MLX's own float16 makes, and other tokens only where two are that close."""
+    allowed = 3 * np.abs(mlx_float16 - exact).max()
     second, best = np.partition(exact, -2, axis=-1)[:, -2:].T
     missed = found.argmax(-1) != exact.argmax(-1)
-    assert (best - second)[missed].size == 0 or ((best - second)[missed] <= 2 * error[missed]).all()
-    assert error.max() <= 3 * np.abs(mlx_float16 - exact).max()
+    assert np.abs(found - exact).max() <= allowed < exact.std() / 4
+    assert ((best - second)[missed] <= allowed).all()
     assert missed.mean() <= 0.05

@@ -71,9 +71,7 @@ def test_a_width_that_does_not_divide_into_groups_is_refused() -> None:
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_package_on_disk_is_its_mlx_twin_bit_for_bit(
-    bench: Callable[..., Bench], weights: str, tied: bool
-) -> None:
+def test_the_package_on_disk_is_its_mlx_twin_bit_for_bit(bench: Callable[..., Bench], weights: str, tied: bool) -> None:
     made = bench("qwen2", weights=weights, tie_word_embeddings=tied)
     assert made.twin is not None
     twin, _ = load_model(made.twin)
@@ -91,9 +89,7 @@ def test_the_package_on_disk_is_its_mlx_twin_bit_for_bit(
     assert (np.asarray(made.package.embedding) == np.array(head)).all()
 
 
-def test_a_checkpoint_of_four_bits_keeps_its_levels(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_four_bits_keeps_its_levels(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Snapping moves a scale by less than a hundredth, so no weight moves by more than a fraction of a step."""
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_size": 512, "num_hidden_layers": 1}
     source = tiny_model("llama", **sizes)

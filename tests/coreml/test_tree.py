@@ -275,8 +275,9 @@ def test_the_end_of_the_context_is_refused(bench: Callable[..., Bench], text: li
 
 def test_too_many_drafted_tokens_are_refused(bench: Callable[..., Bench], text: list[int]) -> None:
     for mode in ("stateless", "hybrid"):
-        with opened(bench("llama", mode=mode), [*text, *text][: CONTEXT - 1]) as tree, pytest.raises(
-            DrafterFault, match="slots"
+        with (
+            opened(bench("llama", mode=mode), [*text, *text][: CONTEXT - 1]) as tree,
+            pytest.raises(DrafterFault, match="slots"),
         ):
             for _ in range(20):
                 tree.best(tree.feed([tree.root] * 8, list(range(8))))
@@ -382,4 +383,3 @@ class _Watched:
 
     def close(self) -> None:
         self._inner.close()
-

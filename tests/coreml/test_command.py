@@ -1,0 +1,54 @@
+"""`python -m draft_worker.coreml.convert`, what `outrider convert` runs: output, exit codes, no torch, no noise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from draft_worker.coreml.package import open_package
+from tests.coreml.conftest import SIZES
+
+
+def run(*arguments: str, program: str = "draft_worker.coreml.convert") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", program, *arguments], capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def test_one_model_one_package(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model, out, twin = tiny_model("qwen2", **SIZES), tmp_path / "deep" / "package", tmp_path / "twin"
+    done = run("--model", str(model), "--out", str(out), "--context", "64", "--mode", "hybrid", "--weights", "int8",
+               "--mlx-out", str(twin))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["package"] == str(out) and told["mode"] == "hybrid" and told["weights"] == "int8"
+    assert told["functions"] == ["q1", "q8", "q16", "q32", "prefill64"] and told["bytes"] > told["parameters"] > 0
+    stages = done.stderr.splitlines()
+    assert len(stages) == 3 and all("[####" in line for line in stages)  # and nothing of coremltools'
+    package = open_package(out, source=model)
+    assert package.layout.context == 64 and package.manifest.versions["coremltools"]
+    assert (twin / "config.json").is_file() and (twin / "tokenizer.json").is_file()
+    assert sorted(path.name for path in out.parent.iterdir()) == ["package"]
+
+
+def test_bad_input_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
+    done = run("--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "is no model directory" in done.stderr
+    done = run("--model", str(tmp_path), "--out", str(tmp_path), "--context", "3")
+    assert done.returncode == 2 and "context is 3" in done.stderr
+
+
+def test_torch_and_tensorflow_are_never_imported() -> None:
+    program = (
+        "import sys\n"
+        "import draft_worker.coreml.converter, draft_worker.coreml.load, draft_worker.coreml.mlpackage\n"
+        "from draft_worker.coreml import quiet\n"
+        "quiet.coremltools(), quiet.mil(), quiet.model_proto()\n"
+        "sys.exit(', '.join({'torch', 'tensorflow'} & set(sys.modules)) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and done.stdout == done.stderr == ""

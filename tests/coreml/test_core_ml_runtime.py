@@ -1,0 +1,172 @@
+"""The runtime for Core ML itself, over a stand-in for its compiled models: the interpreter behind their interface."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draft_worker.coreml import coreml_runtime, load, probe, quiet
+from draft_worker.coreml.coreml_runtime import CoreMLRuntime
+from draft_worker.coreml.drafter import CoreMLDrafter
+from draft_worker.coreml.interpreter import NumpyRuntime
+from draft_worker.coreml.package import MLPACKAGE
+from draft_worker.coreml.runtime import RuntimeFault
+from draft_worker.mlx import MlxDrafter
+from protocol.errors import ModelError
+from protocol.sampling import SamplingParams
+from tests.coreml.conftest import Bench
+
+
+class FakeCoreML:
+    """Compiles by noting the path, predicts with the interpreter, holds what it is told to hold."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.loaded: list[tuple[str, str]] = []
+        self.threads: set[int] = set()
+        self.error: Exception | None = None
+        fake = self
+
+        class CompiledMLModel:
+            def __init__(self, path: str, compute_units: Any, function_name: str, optimization_hints: Any) -> None:
+                fake.fail()
+                assert Path(path).is_dir() and path.endswith(".mlmodelc")
+                fake.loaded.append((function_name, compute_units.name))
+                self._runtime = NumpyRuntime(Path(path).parent / MLPACKAGE)
+                self._function = function_name
+
+            def make_state(self) -> Any:
+                return self._runtime.new_state()
+
+            def predict(self, data: dict[str, np.ndarray], state: Any = None) -> dict[str, np.ndarray]:
+                fake.fail()
+                fake.threads.add(threading.get_ident())
+                assert all(array.dtype in (np.float32, np.int32) for array in data.values())
+                return self._runtime.call(self._function, data, state)
+
+        def compile_model(package: str, destination: str) -> str:
+            fake.fail()
+            fake.compiled.append(package)
+            Path(destination).mkdir()
+            return destination
+
+        units = {name: SimpleNamespace(name=name) for name in coreml_runtime.UNITS}
+        self.module = SimpleNamespace(
+            models=SimpleNamespace(CompiledMLModel=CompiledMLModel, utils=SimpleNamespace(compile_model=compile_model)),
+            ComputeUnit=units,
+            SpecializationStrategy=SimpleNamespace(FastPrediction="fast"),
+        )
+
+    def fail(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, bench: Callable[..., Bench]) -> Iterator[FakeCoreML]:
+    for mode in ("stateless", "hybrid", "onehot"):
+        bench("llama", mode=mode)  # made with the real coremltools
+    stand_in = FakeCoreML()
+    monkeypatch.setattr(quiet, "coremltools", lambda: stand_in.module)
+    monkeypatch.setattr(coreml_runtime.sys, "platform", "darwin")
+    monkeypatch.setattr(coreml_runtime, "os_build", lambda: "24F74")
+    yield stand_in
+    for mode in ("stateless", "hybrid", "onehot"):
+        compiled = bench("llama", mode=mode).package.path / "compiled-24F74.mlmodelc"
+        if compiled.is_dir():
+            compiled.rmdir()
+
+
+@pytest.mark.parametrize("mode", ["stateless", "hybrid", "onehot"])
+def test_a_drafter_on_core_ml_drafts_as_on_the_interpreter(
+    fake: FakeCoreML, bench: Callable[..., Bench], text: list[int], mode: str
+) -> None:
+    made, drafted = bench("llama", mode=mode), []
+    for runtime in (CoreMLRuntime(made.package, "CPU_AND_NE"), NumpyRuntime(made.package.mlpackage)):
+        drafter = CoreMLDrafter(made.package, runtime)
+        tree = drafter.open(text[:70], SamplingParams(temp=1.0, seed=3))
+        nodes = [tree.root]
+        for _ in range(6):
+            nodes += tree.feed(nodes[-1:], [None])
+        drafted.append(tree.best(nodes))
+        drafter.close()
+    assert drafted[0] == drafted[1]
+    assert len(fake.threads) == 1 and threading.get_ident() not in fake.threads
+    assert fake.loaded == [(name, "CPU_AND_NE") for name in ("q1", "q8", "q16", "q32", "prefill64")]
+
+
+def test_a_model_is_compiled_once(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
+    package = bench("llama").package
+    for _ in range(2):
+        CoreMLRuntime(package, "CPU_ONLY", ["q1"])
+    assert fake.compiled == [str(package.mlpackage)] and len(fake.loaded) == 2
+
+
+def test_what_core_ml_raises_becomes_one_sentence(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
+    package = bench("llama").package
+    runtime = CoreMLRuntime(package, "CPU_AND_NE", ["q1"])
+    inputs = {
+        tensor.name: np.zeros(tensor.shape, np.float32) for tensor in package.layout.inputs(package.layout.functions[0])
+    }
+    with pytest.raises(RuntimeFault, match="q8 was not loaded; loaded are q1"):
+        runtime.call("q8", inputs, None)
+    fake.error = Exception("ANECCompile() failed (-14)\nmore of it")  # coremltools raises it bare
+    with pytest.raises(RuntimeFault) as failed:
+        runtime.call("q1", inputs, None)
+    assert str(failed.value) == (
+        "Core ML on CPU_AND_NE failed: ANECCompile() failed (-14); no drafting for this request"
+    )
+    with pytest.raises(ModelError, match=r"Core ML can't load .* on CPU_ONLY: ANECCompile"):
+        CoreMLRuntime(package, "CPU_ONLY")
+    with pytest.raises(ModelError, match="Core ML can't compile"):
+        CoreMLRuntime(bench("llama", mode="hybrid").package, "CPU_ONLY")
+
+
+def test_elsewhere_it_says_so(bench: Callable[..., Bench]) -> None:
+    if sys.platform == "darwin":
+        pytest.skip("on a Mac Core ML is there")
+    with pytest.raises(ModelError, match="runs on macOS only; elsewhere the reference interpreter stands in"):
+        CoreMLRuntime(bench("llama").package, "CPU_AND_NE")
+
+
+def test_the_backend_says_that_it_is_the_interpreter(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if sys.platform == "darwin":
+        pytest.skip("on a Mac Core ML is there")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made, told = bench("llama"), list[str]()
+    for model in (made.package.path, made.model_path):  # a package, and a model that is converted first
+        drafter = load.load(str(model), told.append)
+        assert isinstance(drafter, CoreMLDrafter) and drafter.backend == "coreml"
+        assert "the reference interpreter (numpy): exact and slow" in drafter.note and drafter.note in told[-1]
+        assert drafter.vocab_size == 512 and drafter.weight_bytes > 0 and drafter.parameters > 0
+        drafter.close()
+    assert drafter.context_length == 1024
+    assert "converting the draft for Core ML: building" in told
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_on_a_mac_the_probe_decides(
+    fake: FakeCoreML, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    made, told = bench("llama"), list[str]()
+    choice = probe.Choice("CPU_ONLY" if works else None, "a sentence", ())
+    monkeypatch.setattr(load.probe, "choose", lambda package, memory: choice)
+    monkeypatch.setattr(load, "_package", lambda model, tell: (made.package, made.model_path))
+    drafter = load.load("whatever", told.append)
+    assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter)
+    assert told[:2] == ["trying Core ML out on this draft (once)", "a sentence"]
+    if works:
+        assert drafter.note == "a sentence" and fake.loaded[0] == ("q1", "CPU_ONLY")
+    else:
+        monkeypatch.setattr(load, "_package", lambda model, tell: (made.package, None))
+        with pytest.raises(ModelError, match="name the model this package was made from"):
+            load.load("whatever", told.append)
