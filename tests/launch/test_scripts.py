@@ -1,0 +1,129 @@
+"""The launch scripts, without installing anything: what they call, and what they say when something is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ("run_local.sh", "test.sh", "environment.sh")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A tree with the scripts, and a .venv whose python tells what it was called with."""
+    root = tmp_path / "a tree"
+    (root / "launch").mkdir(parents=True)
+    for name in SCRIPTS:
+        (root / "launch" / name).write_bytes((ROOT / "launch" / name).read_bytes())
+    (root / "pyproject.toml").write_text("[project]\n")
+    return root
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def with_venv(root):
+    """A python that passes every check, prints each install and the last call, and needs no BLAS."""
+    executable(
+        root / ".venv/bin/python",
+        'case "$*" in\n'
+        '*"pip install"*) echo "INSTALL $*" >&2 ;;\n'
+        '*"-c "*|*"--version"*) exit 0 ;;\n'
+        '*) printf "%s|" "$@"; printf "cwd=%s\\n" "$PWD" ;;\n'
+        "esac",
+    )
+
+
+def run(root, script, *arguments, path="/usr/bin:/bin", **environment):
+    return subprocess.run(
+        ["bash", str(root / "launch" / script), *arguments],
+        capture_output=True, text=True, timeout=60, cwd="/", env={"PATH": path, "HOME": str(root), **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bash_can_read_it_and_no_word_is_newer_than_bash_3(script):
+    text = (ROOT / "launch" / script).read_text()
+    assert subprocess.run(["bash", "-n", str(ROOT / "launch" / script)]).returncode == 0
+    for newer in ("declare -A", "mapfile", "readarray", "${!", "|&", "&>>", "local -n", ",,}", "^^}", "coproc"):
+        assert newer not in text, f"{newer} is not in bash 3.2"
+
+
+@pytest.mark.parametrize("flag", [["--prompt", "a b"], ["--prompt=a b"], ["-p", "a b"], ["-pa b"]])
+def test_with_a_prompt_it_generates_without_it_serves(copy, flag):
+    with_venv(copy)
+    done = run(copy, "run_local.sh", *flag, "--seed", "1")
+    assert done.stdout == "|".join(["-P", "-m", "outrider", "generate", *flag, "--seed", "1", "cwd=/\n"]), done.stderr
+    assert run(copy, "run_local.sh", "--mode", "ar").stdout == "-P|-m|outrider|serve|--mode|ar|cwd=/\n"
+
+
+def test_the_second_start_installs_nothing_until_pyproject_changes(copy):
+    with_venv(copy)
+    assert "INSTALL" in run(copy, "run_local.sh").stderr
+    assert run(copy, "run_local.sh").stderr == ""
+    (copy / "pyproject.toml").write_text("[project]\nname = 'changed'\n")
+    assert "INSTALL" in run(copy, "run_local.sh").stderr
+
+
+def test_the_tests_bring_what_they_need_and_cover_a_plain_start(copy):
+    with_venv(copy)
+    done = run(copy, "test.sh", "tests/protocol", "-k", "codec")
+    assert f"-e {copy}[test]" in done.stderr
+    assert done.stdout == f"-m|pytest|tests/protocol|-k|codec|cwd={copy}\n"
+    assert run(copy, "run_local.sh").stderr == ""
+
+
+def test_a_failed_installation_is_tried_again(copy):
+    with_venv(copy)
+    good = (copy / ".venv/bin/python").read_text()
+    executable(copy / ".venv/bin/python", 'case "$*" in *"pip install"*) exit 1 ;; esac')
+    done = run(copy, "run_local.sh")
+    assert done.returncode == 1 and "installation failed" in done.stderr
+    (copy / ".venv/bin/python").write_text(good)
+    assert "INSTALL" in run(copy, "run_local.sh").stderr
+
+
+def test_a_too_old_python_is_one_sentence(copy, tmp_path):
+    old = tmp_path / "old"
+    for name in ("python3", "python"):
+        executable(old / name, '[ "$1" = --version ] && echo "Python 3.9.6" && exit 0\nexit 1')
+    for tool in ("bash", "dirname", "cksum", "cat", "uname", "id", "flock"):
+        (old / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
+    done = run(copy, "run_local.sh", path=str(old))
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "Python 3.11 or newer is needed, and Python 3.9.6" in done.stderr
+
+
+def test_uv_is_used_where_it_is(copy, tmp_path):
+    with_venv(copy)
+    executable(tmp_path / "bin/uv", 'echo "UV $*" >&2')
+    done = run(copy, "run_local.sh", path=f"{tmp_path}/bin:/usr/bin:/bin")
+    assert f"UV pip install --quiet --python {copy}/.venv/bin/python -e {copy}" in done.stderr
+    assert "INSTALL" not in done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="OpenBLAS is a matter of Linux")
+def test_openblas_is_installed_once_by_root_and_else_only_told(copy, tmp_path):
+    tools = tmp_path / "tools"
+    executable(tools / "apt-get", f'echo "$*" >>{tmp_path}/apt; exit 100')
+    python = copy / ".venv/bin/python"
+    with_venv(copy)
+    python.write_text(
+        python.read_text().replace('*"-c "*|', '*notes*) exit 1 ;;\n*MISSING*) echo "NO BLAS" >&2 ;;\n*"-c "*|')
+    )
+    for user, wanted in (("1000", False), ("0", True)):
+        executable(tools / "id", f"echo {user}")
+        done = run(copy, "run_local.sh", path=f"{tools}:/usr/bin:/bin")
+        assert "NO BLAS" in done.stderr and done.stdout.startswith("-P|-m|outrider|serve|")
+        assert os.path.exists(tmp_path / "apt") is wanted
+    tried = (tmp_path / "apt").read_text()
+    run(copy, "run_local.sh", path=f"{tools}:/usr/bin:/bin")
+    assert "libopenblas0-pthread" in tried and (tmp_path / "apt").read_text() == tried

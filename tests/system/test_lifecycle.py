@@ -1,0 +1,288 @@
+"""Real processes: they come up, they answer, and however one of them ends, nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator import Client, LocalCluster, SamplingParams
+from orchestrator.spawn import child_environment, python
+from protocol.errors import EndpointError, OutriderError, WorkerError
+
+LIMIT = 60.0
+PROMPT = "def fibonacci(n):"
+LONG = SamplingParams(max_tokens=300, ignore_eos=True, temp=1.0, seed=1)
+
+
+def outrider(*arguments: str, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        python("-m", "outrider", *arguments),
+        env=child_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def run_dir(endpoint: str) -> str:
+    return str(Path(endpoint.removeprefix("ipc://")).parent)
+
+
+def processes_of(directory: str) -> list[str]:
+    """Command lines that name a run directory: workers and the sweeper."""
+    listing = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listing.splitlines() if directory in line]
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not holds():
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what} within {LIMIT} s")
+        time.sleep(0.05)
+
+
+def nothing_left(directory: str) -> None:
+    until(lambda: not processes_of(directory), f"processes of {directory} end")
+    until(lambda: not os.path.exists(directory), f"{directory} is removed")
+
+
+def pids(client: Client) -> dict[str, int]:
+    return {worker.role: worker.pid for worker in client.stats().workers}
+
+
+class Serving:
+    """`outrider serve` in the foreground, once it has said where clients connect."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = outrider("serve", *arguments)
+        lines = [self.process.stdout.readline() for _ in range(2)] if self.process.stdout else []
+        if not lines[0].startswith("clients: "):
+            pytest.fail(f"expected endpoints, got {lines} and {self.process.communicate()}")
+        self.endpoint = lines[0].split()[1]
+        self.workers = lines[1].split()[1]
+        self.directory = run_dir(self.workers)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Serving]]:
+    started: list[Serving] = []
+
+    def start(*arguments: str) -> Serving:
+        started.append(Serving(*arguments))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.process.kill()
+        server.process.communicate()
+        nothing_left(server.directory)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster() as running:
+        yield running
+
+
+# --- it answers ---------------------------------------------------------------------------------------------------
+
+
+def test_three_processes_complete_a_prompt_alike_in_every_mode(cluster: LocalCluster) -> None:
+    client = cluster.client()
+    assert {worker.role for worker in client.stats().workers} == {"target", "draft"}
+    sampling = SamplingParams(max_tokens=48, temp=0.8, top_p=0.95, seed=7)
+    results = {mode: client.generate(PROMPT, sampling, mode=mode) for mode in ("ar", "sd", "ssd")}
+    assert len({result.token_ids for result in results.values()}) == 1
+    assert len({result.text for result in results.values()}) == 1
+    assert [results[mode].mode for mode in results] == list(results)
+    assert results["ssd"].timings.cache_hits > 0 and results["ar"].timings.draft_n == 0
+    assert results["ar"].timings.predicted_n == len(results["ar"].token_ids) == 48
+
+
+def test_a_stop_string_gives_the_same_tokens_in_every_mode(cluster: LocalCluster) -> None:
+    client = cluster.client()
+    whole = client.generate(PROMPT, SamplingParams(max_tokens=48))
+    stop = whole.text[20:24]
+    results = [client.generate(PROMPT, SamplingParams(max_tokens=48, stop=(stop,)), mode=m) for m in ("ar", "ssd")]
+    assert {result.text for result in results} == {whole.text[: whole.text.index(stop)]}
+    assert results[0].token_ids == results[1].token_ids
+    assert [result.finish_reason for result in results] == ["stop", "stop"]
+    assert all(result.timings.predicted_n == len(result.token_ids) for result in results)
+
+
+def test_leaving_a_stream_frees_the_server_for_the_next(cluster: LocalCluster) -> None:
+    client = cluster.client()
+    for _ in client.stream(PROMPT, LONG):
+        break
+    assert client.generate(PROMPT, SamplingParams(max_tokens=4)).finish_reason == "length"
+    assert client.stats().active == 0
+
+
+def test_two_clusters_run_side_by_side(cluster: LocalCluster) -> None:
+    sampling = SamplingParams(max_tokens=8)
+    with LocalCluster(draft_backend="ngram") as other:
+        assert other.endpoint != cluster.endpoint
+        texts = {running.client().generate(PROMPT, sampling).text for running in (other, cluster)}
+        directory = run_dir(other.endpoint)
+    assert len(texts) == 1
+    nothing_left(directory)
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+def test_generate_leaves_text_on_stdout_and_nothing_else_behind() -> None:
+    process = outrider("generate", "--prompt", PROMPT, "--max-tokens", "8", "--seed", "1")
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    assert out.startswith("\n    ") and "loading" in err and "Speculation: " in err and "Traceback" not in err
+    assert not processes_of(f"--parent-fd {process.pid}")
+
+
+def test_generate_json_can_be_verified(tmp_path: Path) -> None:
+    flags = ("--prompt", PROMPT, "--max-tokens", "24", "--temp", "0.9", "--top-p", "0.9", "--draft-backend", "ngram")
+    out, err = outrider("generate", *flags, "--json").communicate(timeout=LIMIT)
+    file = tmp_path / "output.json"
+    file.write_text(out)
+    report, err = outrider("verify", *flags, "--json-file", str(file), "--json").communicate(timeout=LIMIT)
+    found = json.loads(report)
+    assert found["positions"] == 24 == found["identical"] + len(found["ties"]), err
+    changed = json.loads(out)
+    changed["token_ids"][5] = (changed["token_ids"][5] + 1) % 4096
+    file.write_text(json.dumps(changed))
+    process = outrider("verify", *flags, "--json-file", str(file))
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1 and "NOT the target's own" in out and "MISMATCH at" in out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_server_in_order(serve: Callable[..., Serving], tmp_path: Path, number: signal.Signals) -> None:
+    server = serve("--endpoint", f"ipc://{tmp_path}/c", "--draft-backend", "ngram")
+    server.process.send_signal(number)
+    out, err = server.process.communicate(timeout=LIMIT)
+    assert (server.process.returncode, out) == (0, "") and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    nothing_left(server.directory)
+
+
+def test_a_signal_in_the_middle_of_a_text_is_an_error_for_its_client(serve: Callable[..., Serving]) -> None:
+    server = serve("--draft-backend", "ngram")
+    with pytest.raises(WorkerError, match="stopped before"):
+        for _ in Client(server.endpoint).stream(PROMPT, LONG):
+            server.process.send_signal(signal.SIGTERM)
+    _, err = server.process.communicate(timeout=LIMIT)
+    assert server.process.returncode == 0 and "Traceback" not in err
+
+
+def test_a_killed_server_leaves_nothing(serve: Callable[..., Serving], tmp_path: Path) -> None:
+    server = serve("--endpoint", f"ipc://{tmp_path}/c")
+    server.process.kill()
+    nothing_left(server.directory)
+    until(lambda: list(tmp_path.iterdir()) == [], "the socket file is removed")
+
+
+def test_a_killed_parent_takes_its_cluster_along() -> None:
+    code = (
+        "from orchestrator import LocalCluster; import time\n"
+        "print(LocalCluster(draft_backend='ngram').endpoint, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(python("-c", code), env=child_environment(), stdout=subprocess.PIPE, text=True) as parent:
+        endpoint = parent.stdout.readline().strip() if parent.stdout else ""
+        alive = processes_of(run_dir(endpoint)) if endpoint else []
+        parent.kill()
+    assert any("target_worker" in line for line in alive), alive
+    nothing_left(run_dir(endpoint))
+
+
+# --- what goes wrong ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_target_that_dies_or_freezes_is_an_error_and_no_hang(number: signal.Signals) -> None:
+    with LocalCluster(draft_backend="ngram") as running:
+        client, directory = running.client(), run_dir(running.endpoint)
+        with pytest.raises(WorkerError, match="target"):
+            for count, _ in enumerate(client.stream(PROMPT, LONG)):
+                if count == 2:
+                    os.kill(pids(client)["target"], number)
+    nothing_left(directory)
+
+
+def test_a_drafter_that_dies_does_not_end_a_request() -> None:
+    with LocalCluster() as running:
+        client, stream = running.client(), running.client().stream(PROMPT, LONG, mode="ssd")
+        for count, _ in enumerate(stream):
+            if count == 2:
+                os.kill(pids(client)["draft"], signal.SIGKILL)
+        assert len(stream.result.token_ids) == 300
+        assert stream.result.token_ids == client.generate(PROMPT, LONG, mode="ar").token_ids
+
+
+def test_rubbish_on_either_socket_disturbs_nobody(cluster: LocalCluster) -> None:
+    client = cluster.client()
+    directory = run_dir(cluster.endpoint)
+    stream = client.stream(PROMPT, SamplingParams(max_tokens=64))
+    for count, _ in enumerate(stream):
+        if count == 1:
+            for name in ("clients", "workers"):
+                with socket.socket(socket.AF_UNIX) as raw:
+                    raw.connect(f"{directory}/{name}")
+                    raw.sendall(os.urandom(4096))
+    assert stream.result.finish_reason in ("length", "eos")
+    assert len(stream.result.token_ids) <= 64
+
+
+def test_an_endpoint_in_use_is_refused_and_its_server_goes_on(cluster: LocalCluster) -> None:
+    with pytest.raises(EndpointError, match="already served"):
+        LocalCluster(endpoint=cluster.endpoint)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(EndpointError, match="the port is in use"):
+            LocalCluster(endpoint=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+    with pytest.raises(EndpointError, match="bytes; this system allows"):
+        LocalCluster(endpoint="ipc:///tmp/" + "x" * 200)
+    assert cluster.client().generate(PROMPT, SamplingParams(max_tokens=2)).token_ids
+
+
+def test_a_cluster_may_listen_on_tcp() -> None:
+    with LocalCluster(endpoint="tcp://127.0.0.1:0", draft_backend="none") as running:
+        assert not running.endpoint.endswith(":0")
+        assert Client(running.endpoint).generate(PROMPT, SamplingParams(max_tokens=2)).mode == "ar"
+
+
+def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path("models/target") / name).read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of", "vocab_size": 4096}))
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(OutriderError, match="unheard-of"):
+        LocalCluster(model=str(tmp_path))
+
+
+def test_errors_of_many_clients_stay_their_own(cluster: LocalCluster) -> None:
+    outcomes: list[str] = []
+
+    def ask(prompt: str) -> None:
+        try:
+            outcomes.append(cluster.client().generate(prompt, SamplingParams(max_tokens=4)).finish_reason)
+        except OutriderError as error:
+            outcomes.append(type(error).__name__)
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in (PROMPT, "x " * 3000, PROMPT)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert sorted(outcomes) == ["InvalidRequest", "length", "length"]

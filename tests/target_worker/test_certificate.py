@@ -1,0 +1,147 @@
+"""The certificate: an output of the model's own passes, and whatever is changed in it is found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import mlx.core as mx
+import pytest
+
+from engine.loading import load
+from engine.sampling import Sampler
+from engine.slots import open_slots
+from engine.verify import verify
+from protocol.errors import InvalidRequest, ModelError
+from protocol.sampling import SamplingParams
+from target_worker.certificate import Claim, certify
+
+PROMPT = (5, 9, 17, 4)
+LENGTH = 24
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temp=0.9, top_p=0.9, min_p=0.02, top_k=40, repetition_penalty=1.2, seed=11)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return load(tiny_model("llama"))
+
+
+def honest(model, params, length=LENGTH):
+    """What plain decoding says."""
+    slot = open_slots(model, [PROMPT], [params])[0]
+    for _ in range(length):
+        verify(model, [slot], [()])
+    return Claim("", PROMPT, tuple(slot.tokens[len(PROMPT) :]), params)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_the_models_own_output_is_certified(model, params):
+    told = []
+    report = certify(model, honest(model, params), lambda done, total: told.append((done, total)))
+    assert (report.positions, report.identical, report.ties, report.mismatches) == (LENGTH, LENGTH, (), ())
+    assert report.tolerance == 1e-4 and told == [(16, LENGTH)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_a_changed_token_is_a_mismatch_where_it_stands(model, params):
+    claim = honest(model, params)
+    wrong = (claim.generated[7] + 1) % model.vocab_size
+    report = certify(model, replace(claim, generated=(*claim.generated[:7], wrong)))
+    assert report.identical == 7 and report.ties == ()
+    found = report.mismatches[0]
+    assert (found.position, found.token, found.expected) == (len(PROMPT) + 7, wrong, claim.generated[7])
+    assert found.margin is None or found.margin > report.tolerance
+
+
+def test_another_seed_is_found_out(model):
+    claim = honest(model, SAMPLED)
+    assert certify(model, replace(claim, sampling=replace(SAMPLED, seed=12))).mismatches
+
+
+def test_a_token_below_the_best_by_less_than_rounding_is_a_tie(model, monkeypatch):
+    claim = honest(model, GREEDY)
+    best, second = claim.generated[0], (claim.generated[0] + 1) % model.vocab_size
+    honest_scores = Sampler.scores
+
+    def near(gap):
+        def scores(self, logits, positions, histories=None):
+            found = honest_scores(self, logits, positions, histories)
+            if positions[0] == len(PROMPT):
+                found[0, second] = found[0, best] - gap
+            return found
+
+        return scores
+
+    monkeypatch.setattr(Sampler, "scores", near(5e-5))
+    report = certify(model, replace(claim, generated=(second,)))
+    assert len(report.ties) == 1 and not report.mismatches
+    assert report.ties[0].margin == pytest.approx(5e-5, rel=0.5)
+    monkeypatch.setattr(Sampler, "scores", near(5e-3))
+    assert len(certify(model, replace(claim, generated=(second,))).mismatches) == 1
+
+
+@pytest.mark.parametrize(("below", "tied"), [(3e-5, True), (1e-2, False)])
+def test_a_token_at_the_very_border_of_top_p_is_a_tie_and_beyond_it_a_mismatch(model, below, tied):
+    """top-p is chosen so that the sampled token lies just outside: rounding may have let it in."""
+    plain = SamplingParams(temp=1.0, seed=0)
+    slot = open_slots(model, [PROMPT], [plain])[0]
+    probabilities = mx.softmax(slot.forward(mx.array(slot.unfed))[-1]).tolist()
+    ordered = sorted(range(model.vocab_size), key=lambda token: -probabilities[token])
+    for seed in range(50):
+        claim = honest(model, replace(plain, seed=seed), 1)
+        before = sum(probabilities[token] for token in ordered[: ordered.index(claim.generated[0])])
+        if before > 0.2:
+            break
+    report = certify(model, replace(claim, sampling=replace(claim.sampling, top_p=before - below)))
+    assert (len(report.ties), len(report.mismatches)) == ((1, 0) if tied else (0, 1))
+    assert report.mismatches == () or report.mismatches[0].margin is None, "filtered out: it has no score"
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        Claim("", (), (1,), GREEDY),
+        Claim("", (10**6,), (1,), GREEDY),
+        Claim("", PROMPT, (10**6,), GREEDY),
+    ],
+)
+def test_tokens_the_model_does_not_have_are_a_sentence(model, claim):
+    with pytest.raises(InvalidRequest):
+        certify(model, claim)
+
+
+# --- the process --------------------------------------------------------------------------------------------------
+
+
+def ask(text):
+    done = subprocess.run(
+        [sys.executable, "-m", "target_worker.certificate"], input=text, capture_output=True, text=True, timeout=100
+    )
+    return done, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_process_reads_a_claim_and_ends_with_the_report(model, tiny_model):
+    claim = honest(model, SAMPLED)
+    fields = {"model": str(tiny_model("llama")), "tokens": PROMPT, "generated": claim.generated}
+    done, lines = ask(json.dumps({**fields, "sampling": asdict(SAMPLED)}))
+    assert done.returncode == 0 and done.stderr == ""
+    assert lines[-1]["positions"] == lines[-1]["identical"] + len(lines[-1]["ties"]) == LENGTH
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("not json", InvalidRequest),
+        ("{}", InvalidRequest),
+        ('{"model": "/no/such", "tokens": ["a"], "generated": [1], "sampling": {}}', InvalidRequest),
+        ('{"model": "/no/such", "tokens": [1], "generated": [1], "sampling": {"temp": -1}}', InvalidRequest),
+        ('{"model": "/no/such", "tokens": [1], "generated": [1], "sampling": {}}', ModelError),
+    ],
+)
+def test_a_bad_claim_is_one_sentence(text, kind):
+    done, lines = ask(text)
+    assert done.returncode == kind.exit_code and lines[-1]["kind"] == kind.__name__
+    assert lines[-1]["error"] and "Traceback" not in done.stderr
