@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from draft_worker.calibration import MAX_RANK, Calibration
+from draft_worker.calibration import MAX_RANK, Calibration, Point
 from draft_worker.drafter import TokenTree
 from draft_worker.fan_out import FanOut
 from protocol.messages import Branch
@@ -34,18 +34,29 @@ class Ready:
     final: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The bonus tokens that may follow at a fork point, best first, and how they compare."""
+
+    bonuses: tuple[int, ...]
+    point: Point
+
+
 @dataclass(slots=True)
 class Plan:
     """The work for one chain under verification.
 
     `spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes as
-    far as they are fed; `unfed` is the rest of the chain. `counts[k]` is F_k; `unforked` are the k whose branches are
-    not begun.
+    far as they are fed; `unfed` is the rest of the chain. `thoughts[k]` are what the drafter would place there, None
+    until that was looked at. `counts[k]` is F_k, of `branches` in all; `unforked` are the k whose branches are not
+    begun.
     """
 
     chain: tuple[int, ...]
     spine: list[int]
-    depth: int = 0
+    depth: int
+    branches: int
+    thoughts: list[Thought | None]
     counts: list[int] = field(default_factory=list)
     unfed: tuple[int, ...] = ()
     unforked: list[int] = field(default_factory=list)
@@ -113,9 +124,9 @@ class WorkAhead:
         return Ready(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy)
 
     def _planned(self, chain: tuple[int, ...], known: list[int], depth: int, branches: int) -> Plan:
-        plan = Plan(chain, [self.tree.root, *known], min(depth, self.tree.room - len(chain) - 1))
-        if plan.depth > 0 and branches > 0:
-            plan.counts = self._fan_out(len(chain), branches, self._calibration)
+        depth = min(depth, self.tree.room - len(chain) - 1)
+        plan = Plan(chain, [self.tree.root, *known], depth, branches, [None] * (len(chain) + 1))
+        if depth > 0 and branches > 0:
             plan.unfed = chain[len(known) :]
             plan.unforked = list(range(len(chain) + 1))
         return plan
@@ -136,18 +147,32 @@ class WorkAhead:
         return self.tree.best(nodes)[len(line) :]
 
     def _fork(self, plan: Plan) -> None:
-        """Starts branches wherever the chain has been fed: the best candidates, never the chain's own token or EOS."""
-        points = [k for k in plan.unforked if k < len(plan.spine)]
-        plan.unforked = plan.unforked[len(points) :]
-        points = [k for k in points if plan.counts[k] > 0]
-        if not points:
+        """Starts branches wherever the chain has been fed; the budget is shared out when the first are started."""
+        ready = [k for k in plan.unforked if k < len(plan.spine)]
+        if not ready:
             return
-        widest = max(plan.counts[k] for k in points) + 1 + len(self._eos)
-        ranked = self.tree.candidates([plan.spine[k] for k in points], widest)
-        for k, candidates in zip(points, ranked, strict=True):
-            bonuses = [c.token for c in candidates if c.token != plan.own(k) and c.token not in self._eos]
-            for bonus in bonuses[: plan.counts[k]]:
+        plan.unforked = plan.unforked[len(ready) :]
+        self._look(plan, ready)
+        if not plan.counts:
+            points = [thought.point if thought else None for thought in plan.thoughts]
+            plan.counts = self._fan_out(points, plan.branches, self._calibration)
+        for k in ready:
+            thought = plan.thoughts[k]
+            for bonus in thought.bonuses[: plan.counts[k]] if thought else ():
                 self._begin(plan, k, bonus)
+
+    def _look(self, plan: Plan, points: Sequence[int]) -> None:
+        """What the drafter thinks at these fork points: never the chain's own token, never EOS."""
+        wide = max(plan.branches, MAX_RANK) + 1 + len(self._eos)
+        found = self.tree.candidates([plan.spine[k] for k in points], wide)
+        for k, candidates in zip(points, found, strict=True):
+            own = plan.own(k)
+            others = [c for c in candidates if c.token != own and c.token not in self._eos]
+            gaps = tuple(c.gap for c in others)
+            own_gap = None
+            if own is not None and others:
+                own_gap = gaps[0] - next((c.gap for c in candidates if c.token == own), gaps[-1])
+            plan.thoughts[k] = Thought(tuple(c.token for c in others), Point(own_gap, gaps))
 
     def _begin(self, plan: Plan, accepted: int, bonus: int) -> None:
         """A new branch; where an earlier round already fed its first tokens, they are taken over."""
@@ -179,7 +204,10 @@ class WorkAhead:
         plan, accepted = self._plan, len(tokens) - 1
         if plan is None or not 0 <= accepted < len(plan.spine) or tuple(tokens[:-1]) != plan.chain[:accepted]:
             return
-        candidates = self.tree.candidates([plan.spine[accepted]], MAX_RANK + 1)[0]
-        ranked = [c.token for c in candidates if c.token != plan.own(accepted)]
-        rank = ranked.index(tokens[-1]) if tokens[-1] in ranked else None
-        self._calibration.learn(len(plan.chain), accepted, rank)
+        unseen = [k for k in range(accepted + 1) if plan.thoughts[k] is None]
+        if unseen:
+            self._look(plan, unseen)
+        thoughts = [thought for thought in plan.thoughts[: accepted + 1] if thought is not None]
+        bonuses = thoughts[accepted].bonuses
+        rank = bonuses.index(tokens[-1]) if tokens[-1] in bonuses else None
+        self._calibration.learn([thought.point for thought in thoughts], len(plan.chain), accepted, rank)
