@@ -11,11 +11,13 @@ from pathlib import Path
 from draft_worker.backends import BACKENDS, make
 from draft_worker.fan_out import POLICIES
 from draft_worker.paced import PacedDrafter
+from draft_worker.replay import ReplayDrafter
 from draft_worker.slow_link import SlowLink
 from draft_worker.worker import DraftWorker, Link
-from engine.pace import Profile
+from engine.pace import Pace
 from protocol.errors import OutriderError
 from protocol.messages import Fault, Hello, Loading
+from protocol.profile import Profile
 from protocol.worker_link import WorkerLink
 
 
@@ -30,7 +32,9 @@ def main() -> int:
             if options.simulate:
                 profile = Profile.read(options.simulate)
                 far = slow = SlowLink(link, profile.link_ms)
-                drafter = PacedDrafter(drafter, profile, slow.nap)
+                if isinstance(drafter, ReplayDrafter):
+                    drafter = drafter.erring_like(profile)
+                drafter = PacedDrafter(drafter, profile, lambda latency: Pace(latency, slow.nap))
         except OutriderError as error:
             link.send(Fault(options.name, None, str(error)))
             return error.exit_code

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from draft_worker.drafter import Candidate, Drafter, TokenTree
-from engine.pace import Pace, Profile
+from engine.pace import Pace
+from protocol.profile import Latency, Profile
 from protocol.sampling import SamplingParams
 
 
 class PacedDrafter:
-    """Wraps `drafter`; `nap(seconds)` is how it waits."""
+    """Wraps `drafter`; `pace(latency)` makes what its trees keep to."""
 
-    def __init__(self, drafter: Drafter, profile: Profile, nap: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, drafter: Drafter, profile: Profile, pace: Callable[[Latency], Pace]) -> None:
         self._drafter = drafter
         self._profile = profile
-        self._nap = nap
+        self._pace = pace
         self.backend = f"{drafter.backend}, simulating {profile.name}"
         self.vocab_size = drafter.vocab_size
         self.context_length = drafter.context_length
@@ -27,7 +27,7 @@ class PacedDrafter:
     def open(
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> TokenTree:
-        return PacedTree(self._drafter.open(tokens, sampling, progress), Pace(self._profile.draft, self._nap))
+        return PacedTree(self._drafter.open(tokens, sampling, progress), self._pace(self._profile.draft))
 
 
 class PacedTree:

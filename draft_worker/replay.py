@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draft_worker.drafter import Candidate, TokenTree
 from protocol.errors import InvalidRequest
+from protocol.profile import Profile
 from protocol.sampling import SamplingParams
 
 
@@ -83,6 +84,11 @@ class ReplayDrafter:
         self._script = script
         self.vocab_size = script.vocab_size
         self.context_length = script.context_length
+
+    def erring_like(self, profile: Profile) -> ReplayDrafter:
+        """The same texts with the acceptance and the bonus ranks of `profile`."""
+        script = replace(self._script, acceptance=profile.acceptance, bonus_ranks=profile.bonus_ranks)
+        return ReplayDrafter(script)
 
     def open(
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None

@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from engine.pace import AWAKE_SECONDS
 from protocol.messages import Message
 from protocol.worker_link import WorkerLink
 
-SLICE_SECONDS = 0.0005
+# How long a message may lie unseen, which adds to its way, while this thread sleeps.
+SLICE_SECONDS = 0.0003
 
 
 class SlowLink:
@@ -45,7 +47,8 @@ class SlowLink:
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
             self._pass_on()
-            time.sleep(min(left, SLICE_SECONDS))
+            if left > AWAKE_SECONDS:
+                time.sleep(min(left - AWAKE_SECONDS, SLICE_SECONDS))
 
     def _pass_on(self) -> None:
         now = time.perf_counter()

@@ -6,91 +6,49 @@ sleeping process stands for a remote accelerator. Work slower than the profile f
 
 from __future__ import annotations
 
-import json
 import time
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
-from protocol.errors import InvalidRequest, WorkerError
+from protocol.errors import WorkerError
+from protocol.profile import Latency
 
 # A simulated forward may end this much late before it counts as failed: the system's own jitter.
 SLACK_SECONDS = 0.002
+# The system's sleep overshoots; the last stretch is waited for awake.
+AWAKE_SECONDS = 0.0002
 
 
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Milliseconds of a forward by its rows (tokens): measured points, straight lines between and beyond."""
-
-    points: tuple[tuple[int, float], ...]
-
-    def milliseconds(self, rows: int) -> float:
-        rows_known = [point[0] for point in self.points]
-        right = min(max(bisect_left(rows_known, rows), 1), len(self.points) - 1) if len(self.points) > 1 else 0
-        if len(self.points) == 1:
-            return self.points[0][1]
-        (low, low_ms), (high, high_ms) = self.points[right - 1], self.points[right]
-        return max(low_ms + (high_ms - low_ms) * (rows - low) / (high - low), min(low_ms, high_ms))
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """A machine we don't have. `link_ms` is the one-way time of a message to or from its drafter.
-
-    `acceptance` by chain position and `bonus_ranks` are for the replay drafter; `sources` say where the numbers are
-    from.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    target: Latency
-    draft: Latency
-    link_ms: float
-    acceptance: tuple[float, ...]
-    bonus_ranks: tuple[float, ...]
-
-    @classmethod
-    def read(cls, path: Path) -> Profile:
-        """Reads and checks a JSON profile.
-
-        Raises:
-            InvalidRequest: the file is missing, is no JSON, or a time is missing or negative; says which.
-        """
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
-                name=str(fields["name"]),
-                sources=tuple(str(source) for source in fields["sources"]),
-                target=_latency("target_ms", fields["target_ms"]),
-                draft=_latency("draft_ms", fields["draft_ms"]),
-                link_ms=_time("link_ms", fields["link_ms"]),
-                acceptance=tuple(_share("acceptance", share) for share in fields["acceptance"]),
-                bonus_ranks=tuple(_share("bonus_ranks", share) for share in fields["bonus_ranks"]),
-            )
-        except KeyError as error:
-            raise InvalidRequest(
-                f"profile {path} has no {error.args[0]}; see docs/simulation.md for its fields"
-            ) from error
-        except (OSError, ValueError, TypeError) as error:
-            raise InvalidRequest(f"profile {path} can't be read: {error}") from error
+def sleep(seconds: float) -> None:
+    """`time.sleep` that ends on time, within microseconds on an idle core."""
+    end = time.perf_counter() + seconds
+    if seconds > AWAKE_SECONDS:
+        time.sleep(seconds - AWAKE_SECONDS)
+    while time.perf_counter() < end:
+        pass
 
 
 class Pace:
     """Holds a worker to a latency. `begin` before a forward is built, `end` after it with its rows, `wait` when its
-    result has been read; `nap(seconds)` is how it waits.
+    result has been read; `nap(seconds)` is how it waits, `clock` tells seconds.
     """
 
-    def __init__(self, latency: Latency, nap: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        latency: Latency,
+        nap: Callable[[float], None] = sleep,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._latency = latency
         self._nap = nap
-        self._due = 0.0
+        self._clock = clock
+        self._due: float | None = None
 
     def begin(self) -> None:
-        self._due = max(self._due, time.perf_counter())
+        now = self._clock()
+        self._due = now if self._due is None else max(self._due, now)
 
     def end(self, rows: int) -> None:
-        self._due += self._latency.milliseconds(rows) / 1000
+        self._due = (self._clock() if self._due is None else self._due) + self._latency.milliseconds(rows) / 1000
 
     def wait(self) -> None:
         """Sleeps until all forwards since are due.
@@ -98,29 +56,13 @@ class Pace:
         Raises:
             WorkerError: the real work ended after the profile's machine would have.
         """
-        left = self._due - time.perf_counter()
-        if left < -SLACK_SECONDS and self._due > 0:
+        if self._due is None:
+            return
+        left, self._due = self._due - self._clock(), None
+        if left < -SLACK_SECONDS:
             raise WorkerError(
-                f"the real forward ended {-left * 1000:.1f} ms after the simulated one would have;"
-                " use a smaller model or a slower profile"
+                f"the simulation failed: the real forward ended {-left * 1000:.1f} ms after the simulated one would"
+                " have; use a smaller model, a slower profile or an idle machine"
             )
-        self._due = 0.0
-        self._nap(max(left, 0.0))
-
-
-def _latency(name: str, points: object) -> Latency:
-    if not isinstance(points, dict) or not points:
-        raise ValueError(f"{name} is {points!r}; expected milliseconds by rows, like {{'1': 18.3, '8': 19.0}}")
-    return Latency(tuple(sorted((int(rows), _time(f"{name}[{rows}]", ms)) for rows, ms in points.items())))
-
-
-def _time(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"{name} is {value!r}; expected milliseconds, zero or more")
-    return float(value)
-
-
-def _share(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} has {value!r}; expected probabilities from 0 to 1")
-    return float(value)
+        if left > 0:
+            self._nap(left)

@@ -45,7 +45,11 @@ class Core:
         self._rounds = Rounds(
             self._hub,
             RoundSettings(
-                settings.num_draft_tokens, settings.branches, settings.branch_depth == "full", settings.ngrams
+                settings.num_draft_tokens,
+                settings.branches,
+                settings.branch_depth == "full",
+                settings.ngrams,
+                settings.simulate is not None,
             ),
             outbox.put,
             self._trace,

@@ -13,6 +13,7 @@ from orchestrator.settings import ServeSettings
 from orchestrator.tokenizer import TextCodec, load_codec
 from orchestrator.vocabulary import require_same
 from protocol.errors import ModelError
+from protocol.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,10 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
 
     Raises:
         ModelError: a model can't be found or is none.
+        InvalidRequest: the latency profile to simulate can't be used.
     """
+    if settings.simulate is not None:
+        Profile.read(settings.simulate)
     notes: tuple[str, ...] = ()
     names = (settings.model, settings.draft_model)
     if settings.model is None:

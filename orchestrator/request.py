@@ -22,12 +22,16 @@ MAX_TURNAROUNDS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RoundSettings:
-    """`depth` is K, `branches` B. `full_depth`: wait until a round's branches are complete (reproducible rounds)."""
+    """`depth` is K, `branches` B. `full_depth`: wait until a round's branches are complete (reproducible rounds).
+
+    `simulated`: without its drafter a request stands for no machine, so it fails.
+    """
 
     depth: int
     branches: int
     full_depth: bool = False
     ngrams: bool = True
+    simulated: bool = False
 
 
 class Source(Enum):

@@ -311,6 +311,9 @@ class Rounds:
     def _leave(self, request: Request, drafter: str, why: str, now_ns: int) -> None:
         if drafter not in request.drafters:
             return
+        if self._settings.simulated:
+            self._break(request, why)
+            return
         request.drafters.discard(drafter)
         request.notes.append(f"speculation: {why}")
         if not request.drafters and request.waiting:

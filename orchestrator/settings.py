@@ -27,7 +27,7 @@ class ServeSettings:
     `model` and `draft_model` are Hugging Face ids or folders; both None: the embedded pair. `endpoint` is where clients
     connect; None: a socket of its own in the run directory. `threads`: BLAS threads of each worker. `max_active`:
     requests in flight at once. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the script
-    of the replay drafter.
+    of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -48,6 +48,7 @@ class ServeSettings:
     trace: Path | None = None
     log_level: str = "warning"
     replay: Path | None = None
+    simulate: Path | None = None
 
     def __post_init__(self) -> None:
         check_word("mode", self.mode, MODES)

@@ -115,6 +115,8 @@ def worker_command(
     options = ["--endpoint", endpoint, "--name", name, "--model", str(model), "--log-level", settings.log_level]
     if role == "draft":
         options += ["--backend", settings.draft_backend, "--fan-out", settings.fan_out]
+    if settings.simulate is not None:
+        options += ["--simulate", str(settings.simulate)]
     if parent_fd is not None:
         options += ["--parent-fd", str(parent_fd)]
     return [*python("-m", MODULES[role]), *options]

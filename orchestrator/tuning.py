@@ -49,6 +49,8 @@ class Tuning:
 def path_for(settings: ServeSettings) -> Path:
     """Where the record of this pair lies; `settings` must name folders (see `pairing`)."""
     what = [settings.model, settings.draft_model, settings.draft_backend, settings.threads, os.cpu_count()]
+    if settings.simulate is not None:
+        what += [str(settings.simulate.resolve())]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "outrider" / f"tuning-{key}.json"

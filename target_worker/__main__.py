@@ -10,6 +10,7 @@ from pathlib import Path
 
 from protocol.errors import OutriderError
 from protocol.messages import Fault, Hello, Loading
+from protocol.profile import Profile
 from protocol.worker_link import WorkerLink
 
 
@@ -20,7 +21,7 @@ def main() -> int:
         try:
             link.send(Loading("target", "importing MLX"))
             from engine.loading import load
-            from engine.pace import Pace, Profile
+            from engine.pace import Pace
             from target_worker.worker import TargetWorker
 
             profile = Profile.read(options.simulate) if options.simulate else None

@@ -63,7 +63,7 @@ class TargetWorker:
             self._handle(message)
             return True
         for running in ahead:
-            self._step_ahead(running)
+            self._step_guarded(running)
         return True
 
     def _handle(self, message: Message) -> None:
@@ -80,8 +80,18 @@ class TargetWorker:
                 case _:
                     log.warning("a target has no use for %s", type(message).__name__)
         except OutriderError as error:
-            self._running.pop(request or "", None)
-            self._link.send(Fault(self._link.name, request, str(error)))
+            self._fail(request, error)
+
+    def _step_guarded(self, running: Running) -> None:
+        try:
+            self._step_ahead(running)
+        except OutriderError as error:
+            self._fail(running.last.request, error)
+
+    def _fail(self, request: str | None, error: OutriderError) -> None:
+        """That request is lost, never the worker."""
+        self._running.pop(request or "", None)
+        self._link.send(Fault(self._link.name, request, str(error)))
 
     def _open(self, message: Open) -> None:
         self._running.pop(message.request, None)

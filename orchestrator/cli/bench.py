@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temps", default="0,0.8", help="comma-separated temperatures, default 0,0.8")
     group.add_argument("--depths", default="2,3,4", help="K to try for SD, SSD and mlx-lm, default 2,3,4")
     group.add_argument("--max-tokens", "-m", type=int, default=128, metavar="N", help="of each run, default 128")
-    group.add_argument("--no-peers", action="store_true", help="leave mlx-lm out")
+    group.add_argument("--no-peers", action="store_true", help="leave mlx-lm out, as every simulation does")
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for bench.json and bench.png")
     flags.add_request_flags(parser)
     flags.add_cluster_flags(parser)
@@ -88,7 +88,7 @@ def _field(
             "ssd": [Ours(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in depths],
             "auto": [Ours("auto", cluster.client(), "auto")],
         }
-        if not options.no_peers:
+        if not options.no_peers and settings.simulate is None:
             pair = choose_pair(settings)
             peers = stack.enter_context(PeerProcess(pair.settings))
             families["mlx-lm"] = [Peer("mlx-lm", peers)]

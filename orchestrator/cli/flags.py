@@ -38,6 +38,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-active", type=int, metavar="N", help="requests in flight at once, default 1")
     group.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing or Perfetto")
     group.add_argument("--replay", type=Path, metavar="FILE", help="script of the replay drafter")
+    group.add_argument("--simulate", type=Path, metavar="FILE", help="a machine's latency profile to keep to")
     add_log_flag(parser)
 
 

@@ -91,6 +91,7 @@ class Cluster:
         ngrams: bool = True,
         steps: int = 100,
         context: int = 1 << 20,
+        simulated: bool = False,
         drop: Callable[[Message], bool] = lambda message: False,
     ) -> None:
         self.target = OracleTarget(text, context)
@@ -101,7 +102,7 @@ class Cluster:
         self._steps = steps
         self._drop = drop
         self._now = 0
-        settings = RoundSettings(depth, branches, full_depth, ngrams)
+        settings = RoundSettings(depth, branches, full_depth, ngrams, simulated)
         self.rounds = Rounds(self, settings, self.told.append, Trace(None))
 
     @property

@@ -11,7 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster_in_process import Cluster, Script
 
-from protocol.messages import Branches, Commit, Drafted, Message
+from orchestrator.events import Admit, Broke
+from protocol.messages import Branches, Commit, Drafted, Fault, Message
+from protocol.sampling import SamplingParams
 
 VOCAB = 200
 PROMPT = tuple(range(10, 20))
@@ -145,6 +147,15 @@ def test_a_drafter_lost_in_the_middle_leaves_the_target_to_finish_alone() -> Non
     ended = cluster.run(PROMPT, 100)
     assert cluster.generated == list(text[10:110])
     assert any("lost" in note for note in ended.notes)
+
+
+def test_a_simulation_without_its_drafter_fails() -> None:
+    text = random_text(12)
+    cluster = Cluster(text, script(text), simulated=True)
+    cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    cluster.rounds.handle("draft-0", Fault("draft-0", "r", "the simulation failed: too late"), 0)
+    assert cluster.told[-1] == Broke("r", "WorkerError", "the simulation failed: too late")
+    assert not cluster.rounds.active
 
 
 def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:

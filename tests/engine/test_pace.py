@@ -1,0 +1,95 @@
+"""A paced worker's forwards end when the profile's machine's would; work that is later fails the run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from engine.pace import SLACK_SECONDS, Pace, sleep
+from protocol.errors import WorkerError
+from protocol.profile import Latency
+
+LATENCY = Latency(((1, 10.0), (5, 14.0)))
+
+
+class Clock:
+    """Seconds that pass when somebody works or naps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.naps: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def nap(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def pace(clock):
+    return Pace(LATENCY, clock.nap, clock)
+
+
+def test_a_forward_takes_the_profiles_time_whatever_the_real_one_took(clock, pace):
+    pace.begin()
+    clock.now += 0.004
+    pace.end(3)
+    pace.wait()
+    assert clock.now == pytest.approx(100.012)
+    assert clock.naps == [pytest.approx(0.008)]
+
+
+def test_forwards_in_a_row_take_the_sum_of_their_times(clock, pace):
+    for rows in (1, 5):
+        pace.begin()
+        clock.now += 0.001
+        pace.end(rows)
+    pace.wait()
+    assert clock.now == pytest.approx(100.024)
+
+
+def test_idle_time_before_a_forward_is_not_made_up_for(clock, pace):
+    pace.begin()
+    pace.end(1)
+    pace.wait()
+    clock.now += 1.0
+    pace.begin()
+    pace.end(1)
+    pace.wait()
+    assert clock.now == pytest.approx(101.020)
+
+
+def test_waiting_for_nothing_takes_no_time(clock, pace):
+    pace.wait()
+    assert clock.naps == []
+
+
+def test_real_work_slower_than_the_profile_fails_the_run(clock, pace):
+    pace.begin()
+    clock.now += 0.010 + 2 * SLACK_SECONDS
+    pace.end(1)
+    with pytest.raises(WorkerError, match=r"simulation failed: the real forward ended 4\.0 ms after"):
+        pace.wait()
+
+
+def test_jitter_within_the_slack_is_borne(clock, pace):
+    pace.begin()
+    clock.now += 0.010 + SLACK_SECONDS / 2
+    pace.end(1)
+    pace.wait()
+    assert clock.naps == []
+
+
+def test_sleep_never_ends_early():
+    for seconds in (0.0, 0.00005, 0.0015):
+        began = time.perf_counter()
+        sleep(seconds)
+        assert time.perf_counter() - began >= seconds

@@ -1,0 +1,129 @@
+"""A latency profile is read whole or refused in a sentence, and says what a forward of any size takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import InvalidRequest
+from protocol.profile import Latency, Profile, Published
+
+GOOD: dict[str, Any] = {
+    "name": "a machine",
+    "sources": ["a page"],
+    "target_ms": {"1": 18.3, "8": 19.0},
+    "draft_ms": {"1": 1.8},
+    "link_ms": 0.5,
+    "acceptance": [0.9, 0.8],
+    "bonus_ranks": [0.6, 0.2],
+}
+PUBLISHED = {"ar": 54.7, "sd": 161.8, "ssd": 255.8, "sd_depth": 6, "ssd_depth": 7, "branches": 24}
+SHIPPED = sorted((Path(__file__).parents[2] / "bench" / "profiles").glob("*.json"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content: object) -> Path:
+        path = tmp_path / "machine.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return write
+
+
+def test_a_profile_is_read_from_json(write):
+    profile = Profile.read(write(GOOD | {"notes": ["guessed"], "published": PUBLISHED}))
+    assert profile.target == Latency(((1, 18.3), (8, 19.0)))
+    assert profile.draft == Latency(((1, 1.8),))
+    assert (profile.link_ms, profile.acceptance, profile.bonus_ranks) == (0.5, (0.9, 0.8), (0.6, 0.2))
+    assert profile.published == Published(54.7, 161.8, 255.8, 6, 7, 24)
+    assert Profile.read(write(GOOD)).published is None
+
+
+@pytest.mark.parametrize("name", list(GOOD))
+def test_a_missing_field_is_named(write, name):
+    with pytest.raises(InvalidRequest, match=rf"has no {name}; see docs/simulation\.md") as told:
+        Profile.read(write({key: value for key, value in GOOD.items() if key != name}))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"target_ms": {"1": -1.0}}, "target_ms of 1 rows is -1.0; expected a number, zero or more"),
+        ({"target_ms": {"1": None}}, "target_ms of 1 rows is None"),
+        ({"target_ms": {"1": True}}, "target_ms of 1 rows is True"),
+        ({"target_ms": {"0": 1.0}}, "target_ms has '0' for rows"),
+        ({"target_ms": {"one": 1.0}}, "target_ms has 'one' for rows"),
+        ({"target_ms": {"1": 1.0, "01": 2.0}}, "the same number of rows twice"),
+        ({"draft_ms": {}}, "draft_ms is {}; expected milliseconds by rows"),
+        ({"draft_ms": 3.0}, "draft_ms is 3.0"),
+        ({"link_ms": -0.1}, "link_ms is -0.1"),
+        ({"link_ms": "fast"}, "link_ms is 'fast'"),
+        ({"acceptance": []}, "acceptance is empty"),
+        ({"acceptance": [1.5]}, "expected a list of probabilities"),
+        ({"acceptance": 0.9}, "acceptance is 0.9"),
+        ({"bonus_ranks": [0.6, 0.6]}, "add up to 1.2"),
+        ({"sources": "a page"}, "sources is 'a page'; expected a list of texts"),
+        ({"name": ""}, "name is ''"),
+        ({"published": [1]}, "published is"),
+        ({"published": PUBLISHED | {"sd_depth": 0}}, "published sd_depth is 0"),
+        ({"published": {"ar": 1.0}}, "has no sd"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_in_a_sentence(write, change, words):
+    with pytest.raises(InvalidRequest, match=words) as told:
+        Profile.read(write(GOOD | change))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"name": NaN'])
+def test_what_is_no_profile_is_refused_in_a_sentence(write, content):
+    with pytest.raises(InvalidRequest, match=r"machine\.json can't be used"):
+        Profile.read(write(content))
+
+
+def test_times_that_are_no_numbers_are_refused(write):
+    for word in ("NaN", "Infinity"):
+        with pytest.raises(InvalidRequest, match="link_ms"):
+            Profile.read(write(json.dumps(GOOD).replace("0.5", word)))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InvalidRequest, match=r"none\.json can't be read: No such file"):
+        Profile.read(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_profiles_that_are_shipped_say_where_they_are_from(path):
+    profile = Profile.read(path)
+    assert profile.sources and profile.notes
+
+
+def test_latency_passes_through_its_points_and_straight_between():
+    latency = Latency(((1, 10.0), (5, 12.0), (9, 20.0)))
+    assert [latency.milliseconds(rows) for rows in (1, 5, 9)] == [10.0, 12.0, 20.0]
+    assert latency.milliseconds(3) == pytest.approx(11.0)
+    assert latency.milliseconds(7) == pytest.approx(16.0)
+
+
+def test_latency_goes_straight_on_beyond_its_points_but_never_under_them():
+    rising, falling = Latency(((2, 10.0), (4, 14.0))), Latency(((1, 5.0), (2, 4.0)))
+    assert rising.milliseconds(6) == pytest.approx(18.0)
+    assert rising.milliseconds(1) == 10.0
+    assert falling.milliseconds(9) == 4.0
+
+
+def test_one_point_holds_for_all_rows():
+    assert {Latency(((4, 3.0),)).milliseconds(rows) for rows in (1, 4, 99)} == {3.0}
+
+
+@given(st.dictionaries(st.integers(1, 64), st.floats(0, 1000), min_size=1), st.integers(1, 200))
+def test_latency_is_never_under_its_least_point(points, rows):
+    latency = Latency(tuple(sorted(points.items())))
+    assert latency.milliseconds(rows) >= min(points.values()) - 1e-9
