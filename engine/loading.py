@@ -67,6 +67,8 @@ def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = N
     mx.eval(model.parameters())
     positions.install(model)
     memory.set_limits(weight_bytes)
+    tell("warming up")
+    _warm_up(model)
     return LoadedModel(
         model=model,
         config=config,
@@ -140,6 +142,26 @@ def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
         )
         return model
     return dequantize_model(model)
+
+
+def _warm_up(model: nn.Module) -> None:
+    """The first forward of each shape compiles kernels, which may take seconds, once a machine: a token and a pair.
+
+    On a CPU MLX compiles with g++ where there is one and does without where there is none, but one that fails would raise
+    in the middle of a request.
+    """
+    try:
+        _forward_once(model)
+    except RuntimeError as error:
+        log.warning("kernels can't be compiled (%s); going on without, a little slower", _first_line(error))
+        os.environ["MLX_DISABLE_COMPILE"] = "1"
+        mx.disable_compile()
+        _forward_once(model)
+
+
+def _forward_once(model: nn.Module) -> None:
+    for text in ([[0]], [[0, 0]]):
+        mx.eval(model(mx.array(text), cache=make_prompt_cache(model)))
 
 
 def _context_length(config: dict[str, Any]) -> int:

@@ -7,7 +7,9 @@ bit-identical with `mlx_lm.generate`. Knows nothing of models, caches or where a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -175,10 +177,22 @@ def _reach(params: SamplingParams) -> int:
 def _filter(logprobs: mx.array, params: SamplingParams) -> mx.array:
     if params.temp == 0:
         return logprobs
-    if 0 < params.top_p < 1:
-        logprobs = apply_top_p(logprobs, params.top_p)
-    if params.min_p > 0:
-        logprobs = apply_min_p(logprobs, params.min_p)
-    if 0 < params.top_k < logprobs.shape[-1]:
-        logprobs = apply_top_k(logprobs, params.top_k)
+    with _uncompiled():
+        if 0 < params.top_p < 1:
+            logprobs = apply_top_p(logprobs, params.top_p)
+        if params.min_p > 0:
+            logprobs = apply_min_p(logprobs, params.min_p)
+        if 0 < params.top_k < logprobs.shape[-1]:
+            logprobs = apply_top_k(logprobs, params.top_k)
     return logprobs * (1.0 / params.temp)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """mlx-lm compiles its filters for each value of their parameters: seconds of g++ for every new top-p on a CPU."""
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        if "MLX_DISABLE_COMPILE" not in os.environ:
+            mx.enable_compile()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,3 +139,27 @@ def test_limits_leave_room_and_never_pass_the_recommended() -> None:
     small = memory.plan_limits(2**30, 96 * 2**30)
     assert 2**30 < small.wired < 8 * 2**30
     assert memory.plan_limits(95 * 2**30, 96 * 2**30).wired == 96 * 2**30
+
+
+@pytest.mark.parametrize("compiler", ["none", "broken"])
+def test_a_machine_without_a_working_compiler(tiny_model: TinyModel, tmp_path: Path, compiler: str) -> None:
+    """MLX compiles small kernels with g++ at run time; a model must load and run without."""
+    (tmp_path / "bin").mkdir()
+    if compiler == "broken":
+        fake = tmp_path / "bin" / "g++"
+        fake.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
+        fake.chmod(0o755)
+    program = (
+        "from engine.loading import load; from engine.slots import open_slots; from engine.verify import verify\n"
+        "from protocol.sampling import SamplingParams\n"
+        f"model = load({str(tiny_model('llama'))!r})\n"
+        "slots = open_slots(model, [[5, 6, 7]], [SamplingParams(temp=1.0, top_p=0.9, min_p=0.01, seed=1)])\n"
+        "print(verify(model, slots, [[1, 2]])[0].accepted < 3)\n"
+    )
+    environment = {"PATH": f"{tmp_path / 'bin'}:/bin" if compiler == "broken" else str(tmp_path / "bin")}
+    environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.strip() == "True", done.stderr
+    assert ("can't be compiled" in done.stderr) == (compiler == "broken")

@@ -138,3 +138,14 @@ def test_choices_are_distributed_as_warp_says(logits: mx.array, changes: dict) -
     if expected[-1] < 5:
         observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
     assert stats.chisquare(observed, expected).pvalue > 1e-4
+
+
+def test_filters_are_not_compiled_for_each_value(logits: mx.array, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes seconds on a CPU; models' own compiled functions must stay compiled."""
+    seen: list[str] = []
+    monkeypatch.setattr(mx, "disable_compile", lambda: seen.append("off"))
+    monkeypatch.setattr(mx, "enable_compile", lambda: seen.append("on"))
+    warp(logits, None, SamplingParams(temp=0.7, seed=1, top_p=0.87654))
+    assert seen == ["off", "on"]
+    warp(logits, None, SamplingParams())
+    assert seen == ["off", "on"]
