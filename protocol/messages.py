@@ -17,7 +17,6 @@ from protocol.fields import (
     Committed,
     Count,
     Floats,
-    Ids,
     Mode,
     Name,
     Nanoseconds,
@@ -30,6 +29,7 @@ from protocol.fields import (
     Tokens,
 )
 from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ
 
 # --- between the orchestrator and its workers ---------------------------------------------------------------------
 
@@ -92,7 +92,8 @@ class Verify:
     """Orchestrator -> target: one forward over the last committed token plus `chain`.
 
     `run_ahead` = n lets the target go on by itself for n further single-token rounds, one Outcome each, until any other
-    message for the request arrives. `kind` says how the chain was proposed and so which rule verifies it.
+    message for the request arrives. `kind` says how the chain was proposed and so which rule verifies it: by equality,
+    or by rejection sampling against a certain proposal (one-hot) or against `q`, which a sparse one was drawn from.
     """
 
     request: RequestId
@@ -102,8 +103,7 @@ class Verify:
     chain: Chain
     run_ahead: Count = 0
     kind: Annotated[str, Choice(("coupled", "one-hot", "sparse"))] = "coupled"
-    q_ids: Ids | None = None
-    q_probs: Floats | None = None
+    q: SparseQ | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ class Branch:
 class Branches:
     """Drafter -> orchestrator, unasked: the branches of this round's outcomes as deep as they are by now.
 
-    `final` says that nothing more will come for the round.
+    `final` says that nothing more will come for the round. `q`: what the chains' tokens were drawn from, a row a token,
+    entry after entry; None: they were not drawn by chance.
     """
 
     request: RequestId
@@ -165,11 +166,15 @@ class Branches:
     entries: Annotated[tuple[Branch, ...], Size(MAX_BRANCHES)]
     work: Span
     final: bool = False
+    q: SparseQ | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Drafter -> orchestrator: the continuation asked for by Commit(verifying=None); to be verified in `round`."""
+    """Drafter -> orchestrator: the continuation asked for by Commit(verifying=None); to be verified in `round`.
+
+    `q`: what each of its tokens was drawn from; None: they were not drawn by chance.
+    """
 
     request: RequestId
     epoch: Serial
@@ -177,6 +182,7 @@ class Drafted:
     base_len: Count
     chain: Chain
     work: Span
+    q: SparseQ | None = None
 
 
 @dataclass(frozen=True, slots=True)

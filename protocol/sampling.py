@@ -11,6 +11,7 @@ from typing import Any
 from protocol.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
+RULES = ("coupled", "residual")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,13 @@ class SamplingParams:
     `temp` 0 is greedy. `top_p` 1, `min_p` 0, `top_k` 0 and penalties of 0 are off; `repetition_penalty` 1 is off.
     `seed` None means: draw one and report it. Penalties look at the last `*_context_size` tokens, prompt included.
 
+    `rule` is how proposals are verified above temperature 0: "coupled", or "residual" (docs/exactness.md). For residual
+    sampling a draft proposes from its `q_width` likeliest tokens, with the weight of those that work ahead prepares for
+    multiplied by `saguaro` (the C of the SSD paper, definition 14).
+
     `max_tokens` and context sizes are at least 1, `temp` is 0 to 100, `top_p` and `min_p` 0 to 1, `top_k` at least 0,
-    `repetition_penalty` 0.01 to 100, the other penalties -100 to 100, a bias -10^6 to 10^6, `seed` 0 to 2^63-1.
+    `repetition_penalty` 0.01 to 100, the other penalties -100 to 100, a bias -10^6 to 10^6, `seed` 0 to 2^63-1,
+    `saguaro` 0.01 to 1 (1 is off), `q_width` 1 to 1024.
 
     Raises:
         InvalidRequest: a value is out of range; the message names the field, the value and what is allowed.
@@ -42,6 +48,9 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    rule: str = "coupled"
+    saguaro: float = 1.0
+    q_width: int = 20
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -61,6 +70,20 @@ class SamplingParams:
             raise InvalidRequest(f"stop is {self.stop!r}; expected a tuple of non-empty strings")
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos is {self.ignore_eos!r}; expected True or False")
+        self._check_rule()
+
+    def _check_rule(self) -> None:
+        if self.rule not in RULES:
+            raise InvalidRequest(f"sampling rule is {self.rule!r}; expected {' or '.join(RULES)}")
+        _check_float("saguaro", self.saguaro, 0.01, 1.0)
+        _check_int("q_width", self.q_width, 1, 1024)
+        if self.saguaro != 1.0 and self.rule != "residual":
+            raise InvalidRequest(f"saguaro is {self.saguaro:g}; without residual sampling expected 1")
+
+    @property
+    def is_residual(self) -> bool:
+        """True when chains are verified by rejection sampling. At temperature 0 both rules are equality."""
+        return self.rule == "residual" and self.temp > 0
 
     @property
     def has_penalties(self) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from protocol.sampling import MAX_SEED, SamplingParams
+from protocol.sampling import MAX_SEED, RULES, SamplingParams
 from protocol.schema import Fixed, Flag, Many, Maybe, Raw, Real, Record, Shape, String, Whole, Word, fields_of
 
 
@@ -63,6 +63,7 @@ def sampling() -> st.SearchStrategy[SamplingParams]:
         seed=st.none() | st.integers(0, MAX_SEED),
         stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
         ignore_eos=st.booleans(),
+        rule=st.sampled_from(RULES),
     )
 
 

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from protocol.codec import MESSAGES, decode, encode, request_of
 from protocol.errors import ProtocolError
-from protocol.messages import Branch, Branches, Chunk, Close, Commit, Generate, Outcome, Span, Verify
+from protocol.messages import Branch, Branches, Chunk, Close, Commit, Drafted, Generate, Outcome, Span, Verify
 from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ
 
+SPAN = Span(1, 2)
 VERIFY = Verify("r", 1, 2, 30, (4, 5, 6))
+OUTCOME = Outcome("r", 1, 2, 30, 0, 4, SPAN)
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
@@ -37,10 +40,15 @@ def test_arrays_travel_as_raw_little_endian_frames_and_come_back_read_only():
 
 def test_two_arrays_keep_their_places_and_an_absent_one_takes_no_frame():
     ids, probs = np.array([[1, 2]], np.int32), np.array([[0.5, 0.25]], np.float32)
-    both = decode(encode(replace(VERIFY, kind="sparse", q_ids=ids, q_probs=probs)))
-    assert (both.q_ids == ids).all() and (both.q_probs == probs).all()
-    only = decode(encode(replace(VERIFY, q_probs=probs)))
-    assert only.q_ids is None and (only.q_probs == probs).all()
+    both = decode(encode(replace(VERIFY, kind="sparse", q=SparseQ(ids, probs))))
+    assert (both.q.ids == ids).all() and (both.q.probs == probs).all()
+    only = decode(encode(replace(OUTCOME, features=probs)))
+    assert only.logprobs is None and (only.features == probs).all()
+
+
+def test_a_coupled_rounds_messages_are_one_frame_each():
+    for message in (VERIFY, Branches("r", 1, 2, 3, 1, (Branch(0, 1, (2,)),), SPAN), Drafted("r", 1, 2, 3, (4,), SPAN)):
+        assert len(encode(message)) == 1
 
 
 def test_a_strided_array_is_sent_in_its_own_order():
@@ -53,7 +61,6 @@ def test_a_whole_number_stands_for_the_float_of_its_value():
     assert sampling.temp == 1.0 and type(sampling.temp) is float
 
 
-SPAN = Span(1, 2)
 UNSAYABLE = {
     "negative": (replace(VERIFY, round=-1), "Verify.round is -1; expected a whole number from 0 to"),
     "too large": (replace(VERIFY, base_len=2**31), "Verify.base_len"),
