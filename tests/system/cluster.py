@@ -1,0 +1,287 @@
+"""A whole cluster in one thread, without sockets: the real rounds, the real draft worker, the real target worker.
+
+Messages pass through the real codec, time is virtual, and a seeded schedule decides how far the drafter comes before an
+outcome arrives, what arrives late and whose patience ends: a run repeats exactly.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draft_worker.drafter import Drafter, TokenTree
+from draft_worker.fan_out import POLICIES
+from draft_worker.worker import DraftWorker
+from engine.loading import LoadedModel
+from orchestrator.events import Admit, Broke, Committed, Ended, ToFront
+from orchestrator.ledger import ORCHESTRATOR
+from orchestrator.request import RoundSettings
+from orchestrator.rounds import Rounds
+from orchestrator.trace import Trace
+from protocol.codec import decode, encode
+from protocol.messages import Message, Span, Timings, Verify
+from protocol.sampling import SamplingParams
+from target_worker.worker import TargetWorker
+
+UNTIL_IDLE = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`turns`: how many turns the draft worker gets before each of the target's, one of these at random.
+
+    `late`: the share of its messages that arrive only after the next outcome. `impatient`: how often a wait for it runs
+    out before it may answer.
+    """
+
+    turns: tuple[int, ...] = (UNTIL_IDLE,)
+    late: float = 0.0
+    impatient: float = 0.0
+
+
+AMPLE = Schedule()
+SLOW = Schedule(turns=(0,))
+MIXED = Schedule(turns=(0, 1, 2, 3, 5, UNTIL_IDLE), late=0.2, impatient=0.2)
+
+
+class VirtualClock:
+    """Every look at it costs some time, at random: so all sorts of waits and fallbacks seem to pay now and then."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(0)
+        self._now_ns = 0
+
+    def __call__(self) -> int:
+        return self.skip(self._rng.choice((200_000, 1_000_000, 5_000_000)))
+
+    def skip(self, nanoseconds: int) -> int:
+        self._now_ns += nanoseconds
+        return self._now_ns
+
+
+class Idle(Exception):
+    """The worker would block."""
+
+
+@dataclass
+class FakeLink:
+    """A worker's link: what it will receive, and what it sent."""
+
+    name: str
+    inbox: deque[Message] = field(default_factory=deque)
+    sent: deque[Message] = field(default_factory=deque)
+    _put_back: deque[Message] = field(default_factory=deque)
+
+    def send(self, message: Message) -> None:
+        self.sent.append(through_the_codec(message))
+
+    def receive(self, wait: bool) -> Message | None:
+        if self._put_back:
+            return self._put_back.popleft()
+        if self.inbox:
+            return self.inbox.popleft()
+        if wait:
+            raise Idle
+        return None
+
+    def peek(self) -> Message | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def put_back(self, message: Message) -> None:
+        self._put_back.append(message)
+
+
+def through_the_codec(message: Message) -> Message:
+    return decode([bytes(frame) for frame in encode(message)])
+
+
+class Recorder(Trace):
+    """Keeps where each round's chain came from: hit, miss, drafter, ngram or none."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.sources: dict[int, str] = {}
+
+    @property
+    def enabled(self) -> bool:
+        return True
+
+    def add(self, track: str, name: str, span: Span, **args: Any) -> None:
+        if track == ORCHESTRATOR:
+            self.sources[args["round"]] = name
+
+
+class WatchedDrafter:
+    """Lends the trees it opens to whoever wants to look."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner = inner
+        self.trees: list[TokenTree] = []
+
+    def open(self, *arguments: Any) -> TokenTree:
+        self.trees.append(self._inner.open(*arguments))
+        return self.trees[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A verify of `chain`, which came from `source`, after `base_len` tokens."""
+
+    base_len: int
+    chain: tuple[int, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished request: its `tokens` without the prompt, and what was verified on the way."""
+
+    tokens: list[int]
+    reason: str
+    timings: Timings
+    rounds: list[Round]
+    notes: tuple[str, ...]
+
+    @property
+    def sources(self) -> Counter[str]:
+        return Counter(round_.source for round_ in self.rounds)
+
+
+class Cluster:
+    """Runs one request at a time to its end. `after_draft` is called with every tree after each turn of the drafter."""
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        drafter: Drafter | None,
+        clock: VirtualClock,
+        *,
+        depth: int = 3,
+        branches: int = 6,
+        policy: str = "best-first",
+        full_depth: bool = False,
+        ngrams: bool = True,
+        schedule: Schedule = AMPLE,
+        seed: int = 0,
+        after_draft: Callable[[TokenTree, Sequence[int]], None] | None = None,
+    ) -> None:
+        self._model, self._clock, self._schedule = target, clock, schedule
+        self._rng = random.Random(seed)
+        self._target_link, self._draft_link = FakeLink("target-0"), FakeLink("draft-0")
+        self._target = TargetWorker(self._target_link, target)  # type: ignore[arg-type]
+        self._watched = WatchedDrafter(drafter) if drafter is not None else None
+        self._draft_worker: DraftWorker | None = None
+        if self._watched is not None:
+            self._draft_worker = DraftWorker(self._draft_link, self._watched, POLICIES[policy])  # type: ignore[arg-type]
+        self.after_draft = after_draft
+        self._told: list[ToFront] = []
+        self._verifies: list[Verify] = []
+        self._tokens: list[int] = []
+        self._recorder = Recorder()
+        settings = RoundSettings(depth, branches, full_depth, ngrams)
+        self.rounds = Rounds(self, settings, self._tell, self._recorder)
+        self._serial = 0
+
+    # --- what the rounds see --------------------------------------------------------------------------------------
+
+    @property
+    def target_context(self) -> int:
+        return self._model.context_length
+
+    def drafters(self) -> set[str]:
+        return {"draft-0"} if self._draft_worker is not None else set()
+
+    def send_target(self, message: Message) -> None:
+        if isinstance(message, Verify):
+            self._verifies.append(message)
+        self._target_link.inbox.append(through_the_codec(message))
+
+    def send_drafter(self, name: str, message: Message) -> None:
+        self._draft_link.inbox.append(through_the_codec(message))
+
+    # --- what a test sees -----------------------------------------------------------------------------------------
+
+    def run(
+        self, prompt: Sequence[int], sampling: SamplingParams, mode: str = "ssd", eos: frozenset[int] = frozenset()
+    ) -> Run:
+        self._told, self._verifies, self._tokens, self._recorder.sources = [], [], list(prompt), {}
+        self._serial += 1
+        self.rounds.begin(Admit(f"r{self._serial}", tuple(prompt), sampling, mode, eos), self._clock())
+        for _ in range(100 * sampling.max_tokens + 1000):
+            if not self.rounds.active:
+                return self._finished(len(prompt))
+            self._turn()
+        raise TimeoutError(f"the request hangs: {self._told[-3:]}")
+
+    def lose_drafter(self) -> None:
+        self._draft_worker = None
+        self.rounds.lost_drafter("draft-0", self._clock())
+
+    def _finished(self, prompt_len: int) -> Run:
+        last = self._told[-1]
+        if isinstance(last, Broke) or not isinstance(last, Ended):
+            raise RuntimeError(f"the request broke: {last}")
+        rounds = [Round(v.base_len, v.chain, self._recorder.sources[v.round]) for v in self._verifies]
+        return Run(self._tokens[prompt_len:], last.reason, last.timings, rounds, last.notes)
+
+    def _tell(self, event: ToFront) -> None:
+        self._told.append(event)
+        if isinstance(event, Committed):
+            self._tokens += event.tokens
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """The drafter gets some turns, the target one; when the target waits for the drafter, that one goes on."""
+        late = list(self._draft(self._rng.choice(self._schedule.turns)))
+        if self._turn_target():
+            self._deliver(late)
+            return
+        if self._rng.random() >= self._schedule.impatient:
+            self._deliver([*late, *self._draft(UNTIL_IDLE)])
+        if not self._target_link.inbox:
+            self._clock.skip(10_000_000_000)
+            self.rounds.on_time(self._clock())
+
+    def _turn_target(self) -> bool:
+        """One turn of the target's loop and the delivery of its answers; False when it had nothing to do."""
+        try:
+            self._target.turn()
+        except Idle:
+            return False
+        while self._target_link.sent:
+            self.rounds.handle("target-0", self._target_link.sent.popleft(), self._clock())
+        return True
+
+    def _draft(self, turns: int) -> Iterator[Message]:
+        """Some turns of the draft worker's loop: delivers what it sends, but yields what shall be late."""
+        for _ in range(turns):
+            if self._draft_worker is None:
+                return
+            try:
+                self._draft_worker.turn()
+            except Idle:
+                return
+            self._look()
+            while self._draft_link.sent:
+                message = self._draft_link.sent.popleft()
+                if self._rng.random() < self._schedule.late:
+                    yield message
+                else:
+                    self._deliver([message])
+
+    def _deliver(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if self._draft_worker is not None:
+                self.rounds.handle("draft-0", message, self._clock())
+
+    def _look(self) -> None:
+        if self.after_draft is not None and self._watched is not None:
+            for tree in self._watched.trees[-1:]:
+                self.after_draft(tree, self._tokens)

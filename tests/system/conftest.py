@@ -1,0 +1,74 @@
+"""Fixtures of the system's tests: tiny models in memory, whole clusters in one thread, the engine's plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draft_worker.mlx import MlxDrafter
+from engine.loading import LoadedModel, load
+from engine.slots import open_slots
+from engine.verify import verify
+from protocol.sampling import SamplingParams
+from tests.system.cluster import Cluster, VirtualClock
+from tests.system.small import NOISES, SMALL
+from tests.tiny import Pair
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny_model: Callable[..., Path]) -> Callable[..., LoadedModel]:
+    """`loaded(path)`: a model in memory, once a session."""
+    models: dict[Path, LoadedModel] = {}
+
+    def get(path: Path) -> LoadedModel:
+        if path not in models:
+            models[path] = load(path)
+        return models[path]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def small_pair(
+    tiny_pair: Callable[..., Pair], loaded: Callable[[Path], LoadedModel]
+) -> Callable[..., tuple[LoadedModel, LoadedModel]]:
+    """`small_pair("model", **config) -> target, draft`: the draft is one of NOISES, the target the same for all."""
+
+    def make(draft: str, **config: Any) -> tuple[LoadedModel, LoadedModel]:
+        pair = tiny_pair("llama", noise=NOISES[draft], **{**SMALL, **config})
+        return loaded(pair.target), loaded(pair.draft)
+
+    return make
+
+
+@pytest.fixture
+def make_cluster(
+    small_pair: Callable[..., tuple[LoadedModel, LoadedModel]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Cluster]:
+    """`make_cluster("model", depth=3, ...)`; draft None: there is no drafter. `config` is the models'."""
+    clock = VirtualClock()
+    monkeypatch.setattr("protocol.clock.now", clock)
+
+    def make(draft: str | None, *, config: dict[str, Any] | None = None, **settings: Any) -> Cluster:
+        target, drafting = small_pair(draft or "self", **(config or {}))
+        return Cluster(target, MlxDrafter(drafting) if draft else None, clock, **settings)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def plain() -> Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]:
+    """`plain(model, prompt, sampling)`: what the target alone says, one step a token."""
+    known: dict[tuple[LoadedModel, tuple[int, ...], SamplingParams], list[int]] = {}
+
+    def decode(model: LoadedModel, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+        key = (model, tuple(prompt), sampling)
+        if key not in known:
+            slots = open_slots(model, [prompt], [sampling])
+            known[key] = [verify(model, slots, [()])[0].bonus for _ in range(sampling.max_tokens)]
+        return known[key]
+
+    return decode

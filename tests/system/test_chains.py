@@ -1,0 +1,137 @@
+"""What the drafter proposes is what a fresh drafter would: a draft cache gone wrong shows nowhere else.
+
+The text can't tell: the target corrects everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from draft_worker.drafter import TokenTree
+from draft_worker.mlx import MlxDrafter
+from engine.loading import LoadedModel
+from protocol.messages import Branches, Message
+from protocol.sampling import SamplingParams
+from tests.system.cluster import AMPLE, MIXED, Cluster, Schedule
+from tests.system.redraft import TIE, doubts, fresh_scores, only_ties
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=40),
+    "sampled": SamplingParams(max_tokens=40, temp=1.0, top_p=0.95, seed=5),
+    "penalised": SamplingParams(max_tokens=40, temp=0.7, repetition_penalty=1.3, presence_penalty=0.4, seed=6),
+}
+SCHEDULES = {"ample": AMPLE, "one step": Schedule(turns=(2,)), "mixed": MIXED}
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
+
+Make = Callable[..., Cluster]
+Small = Callable[..., tuple[LoadedModel, LoadedModel]]
+
+
+@every_sampling
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("draft", "mode"), [("model", "ssd"), ("model", "sd"), ("random", "ssd")])
+def test_every_served_chain_is_a_fresh_drafters(
+    make_cluster: Make, small_pair: Small, sampling: str, schedule: str, draft: str, mode: str
+) -> None:
+    params, model = SAMPLINGS[sampling], small_pair(draft)[1]
+    cluster = make_cluster(draft, depth=4, branches=8, ngrams=False, schedule=SCHEDULES[schedule])
+    run = cluster.run(PROMPT, params, mode)
+    text, served = [*PROMPT, *run.tokens], [round_ for round_ in run.rounds if round_.chain]
+    found = [doubt for round_ in served for doubt in doubts(model, text[: round_.base_len], round_.chain, params)]
+    assert len(served) > 6
+    assert only_ties(found), found
+    print("ties:", found)
+
+
+@every_sampling
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_branch_is_a_fresh_drafters_and_forks_where_it_would(
+    make_cluster: Make, small_pair: Small, sampling: str, schedule: str
+) -> None:
+    """Those that nobody asked for too; and the outcomes chosen are its best candidates there."""
+    params, model = SAMPLINGS[sampling], small_pair("model")[1]
+    cluster = make_cluster("model", depth=3, branches=8, ngrams=False, schedule=SCHEDULES[schedule])
+    pushed = record_branches(cluster)
+    run = cluster.run(PROMPT, params)
+    text = [*PROMPT, *run.tokens]
+    verified = {round_.base_len: round_.chain for round_ in run.rounds} | {len(PROMPT): ()}
+    checked = 0
+    for (base_len, accepted), branches in pushed.items():
+        chain = verified[base_len]
+        at = [*text[:base_len], *chain[:accepted]]
+        for bonus, branch in branches.items():
+            assert only_ties(doubts(model, [*at, bonus], branch, params))
+            checked += 1
+        scores = fresh_scores(model, at, 1, params)[0]
+        if accepted < len(chain):
+            scores[chain[accepted]] = -np.inf
+        least = np.sort(scores)[-len(branches)]
+        assert all(scores[bonus] > least - TIE for bonus in branches)
+    assert checked > 50
+
+
+def record_branches(cluster: Cluster) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
+    """(base_len, accepted) -> bonus -> the longest chain pushed for that outcome."""
+    pushed: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
+    handle = cluster.rounds.handle
+
+    def listen(sender: str, message: Message, now_ns: int) -> None:
+        for entry in message.entries if isinstance(message, Branches) else ():
+            known = pushed.setdefault((message.base_len, entry.accepted), {})
+            known[entry.bonus] = max(known.get(entry.bonus, ()), entry.chain, key=len)
+        handle(sender, message, now_ns)
+
+    cluster.rounds.handle = listen  # type: ignore[method-assign]
+    return pushed
+
+
+@every_sampling
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_the_drafters_columns_are_the_committed_tokens_every_round(
+    make_cluster: Make, small_pair: Small, sampling: str, schedule: str, mode: str
+) -> None:
+    """By their own account, and by what they make the model say after them."""
+    params = SAMPLINGS[sampling]
+    fresh = MlxDrafter(small_pair("model")[1])
+    seen: list[int] = []
+
+    def look(tree: TokenTree, tokens: Sequence[int]) -> None:
+        columns = tree.column_tokens()
+        assert columns == list(tokens[: len(columns)])
+        if seen and seen[-1] == tree.committed_len:
+            return
+        seen.append(tree.committed_len)
+        assert len(columns) == tree.committed_len
+        again = fresh.open(columns, params)
+        (ours,), (theirs,) = tree.candidates([tree.root], 10), again.candidates([again.root], 10)
+        assert [c.gap for c in ours] == pytest.approx([c.gap for c in theirs], abs=TIE)
+        assert [c.token for c in ours] == [c.token for c in theirs]
+
+    cluster = make_cluster("model", schedule=SCHEDULES[schedule], after_draft=look)
+    cluster.run(PROMPT, params, mode)
+    assert len(seen) > 10
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_draft_that_is_the_target_is_always_right(make_cluster: Make, temp: float, schedule: str, mode: str) -> None:
+    cluster = make_cluster("self", depth=4, branches=8, ngrams=False, schedule=SCHEDULES[schedule])
+    times = cluster.run(PROMPT, SamplingParams(max_tokens=100, temp=temp, seed=9), mode).timings
+    assert times.draft_n_accepted == times.draft_n > 50
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=101, temp=temp, seed=9) for temp in (0.0, 1.0)])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_at_full_depth_such_a_draft_brings_depth_and_one_tokens_a_round(
+    make_cluster: Make, sampling: SamplingParams, depth: int
+) -> None:
+    cluster = make_cluster("self", depth=depth, branches=8, ngrams=False, full_depth=True)
+    run = cluster.run(PROMPT, sampling)
+    assert run.timings.cache_misses == 0
+    assert [len(round_.chain) for round_ in run.rounds] == [depth] * (100 // (depth + 1))

@@ -1,0 +1,162 @@
+"""Whatever proposes and whenever it comes, the text is what the target says alone: the full matrix, real workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from draft_worker.fan_out import POLICIES
+from engine.loading import LoadedModel
+from protocol.sampling import SamplingParams
+from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
+from tests.system.same import check_same
+from tests.system.small import LOOPING
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
+LENGTH = 32
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=LENGTH),
+    "0.7": SamplingParams(
+        max_tokens=LENGTH, temp=0.7, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3, seed=11
+    ),
+    "1.0": SamplingParams(max_tokens=LENGTH, temp=1.0, top_p=0.95, frequency_penalty=0.2, seed=2**40 + 7),
+}
+DEPTHS = (1, 3, 6)
+BRANCHES = (1, 6, 16)
+DRAFTERS = {"n-gram + model": ("model", True), "model": ("model", False), "random": ("random", True)}
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
+every_depth = pytest.mark.parametrize("depth", DEPTHS)
+
+Make = Callable[..., Cluster]
+Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
+Small = Callable[..., tuple[LoadedModel, LoadedModel]]
+Check = Callable[[Run, str], None]
+
+
+@pytest.fixture
+def check(small_pair: Small, plain: Plain) -> Check:
+    def same_as_alone(run: Run, sampling: str) -> None:
+        target, params = small_pair("self")[0], SAMPLINGS[sampling]
+        check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
+        assert run.reason == "length"
+        assert run.timings.predicted_n == LENGTH
+
+    return same_as_alone
+
+
+@every_sampling
+@every_depth
+@pytest.mark.parametrize("branches", BRANCHES)
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_ssd(
+    make_cluster: Make, check: Check, sampling: str, depth: int, branches: int, policy: str, drafter: str
+) -> None:
+    draft, ngrams = DRAFTERS[drafter]
+    cluster = make_cluster(
+        draft, depth=depth, branches=branches, policy=policy, ngrams=ngrams, schedule=MIXED, seed=depth + branches
+    )
+    check(cluster.run(PROMPT, SAMPLINGS[sampling], "ssd"), sampling)
+
+
+@every_sampling
+@every_depth
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("mode", ["sd", "auto"])
+def test_sd_and_auto(make_cluster: Make, check: Check, mode: str, sampling: str, depth: int, drafter: str) -> None:
+    draft, ngrams = DRAFTERS[drafter]
+    cluster = make_cluster(draft, depth=depth, ngrams=ngrams, schedule=MIXED, seed=depth)
+    check(cluster.run(PROMPT, SAMPLINGS[sampling], mode), sampling)
+    check(cluster.run(PROMPT, SAMPLINGS[sampling], mode), sampling)  # what the first one taught changes no token
+
+
+@every_sampling
+@every_depth
+@pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
+def test_ngrams_alone(make_cluster: Make, check: Check, mode: str, sampling: str, depth: int) -> None:
+    run = make_cluster(None, depth=depth).run(PROMPT, SAMPLINGS[sampling], mode)
+    check(run, sampling)
+    assert run.sources["ngram"] > 0 or mode == "auto"
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_ngrams_alone_carry_a_text_that_goes_in_circles(
+    make_cluster: Make, small_pair: Small, plain: Plain, mode: str
+) -> None:
+    sampling = SamplingParams(max_tokens=60)
+    target = small_pair("self", **LOOPING)[0]
+    run = make_cluster(None, config=LOOPING, depth=4).run(PROMPT, sampling, mode)
+    check_same(target, PROMPT, sampling, run.tokens, plain(target, PROMPT, sampling))
+    assert run.timings.draft_n_accepted > 20
+
+
+@every_sampling
+@pytest.mark.parametrize("draft", ["model", None])
+def test_ar(make_cluster: Make, check: Check, sampling: str, draft: str | None) -> None:
+    run = make_cluster(draft).run(PROMPT, SAMPLINGS[sampling], "ar")
+    check(run, sampling)
+    assert run.timings.draft_n == 0
+
+
+@every_sampling
+@pytest.mark.parametrize("schedule", [AMPLE, SLOW, Schedule(turns=(1,)), Schedule(turns=(2,), late=1.0, impatient=1.0)])
+@pytest.mark.parametrize("full_depth", [False, True])
+def test_early_and_late_outcomes(
+    make_cluster: Make, check: Check, sampling: str, schedule: Schedule, full_depth: bool
+) -> None:
+    cluster = make_cluster("model", depth=4, branches=8, schedule=schedule, full_depth=full_depth)
+    check(cluster.run(PROMPT, SAMPLINGS[sampling], "ssd"), sampling)
+
+
+def test_the_matrix_takes_every_path(make_cluster: Make) -> None:
+    """Else identity would be cheap: hits, misses, the drafter's own chains, n-grams and bare steps all occur."""
+    seen: Counter[str] = Counter()
+    accepted: Counter[int] = Counter()
+    for seed in range(6):
+        cluster = make_cluster("model", schedule=MIXED, seed=seed)
+        for sampling in SAMPLINGS.values():
+            run = cluster.run(PROMPT, sampling, "ssd")
+            seen += run.sources
+            accepted.update(dict(enumerate(run.timings.accepted_by_position)))
+    assert min(seen[source] for source in ("hit", "miss", "drafter")) > 10
+    assert all(accepted[position] > 10 for position in range(3))
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
+def test_greedy_text_is_mlx_lms(make_cluster: Make, small_pair: Small, mode: str) -> None:
+    target, sampling = small_pair("self")[0], SamplingParams(max_tokens=120)
+    theirs = [token for token, _ in generate_step(mx.array(PROMPT), target.model, max_tokens=sampling.max_tokens)]
+    run = make_cluster("model", schedule=MIXED).run(PROMPT, sampling, mode)
+    check_same(target, PROMPT, sampling, run.tokens, theirs)
+
+
+@every_sampling
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_text_that_ends_ends_at_the_same_token(
+    make_cluster: Make, small_pair: Small, plain: Plain, sampling, mode
+) -> None:
+    target, params = small_pair("self")[0], SAMPLINGS[sampling]
+    truth = plain(target, PROMPT, params)
+    end = truth[LENGTH * 3 // 4]
+    run = make_cluster("model", schedule=MIXED).run(PROMPT, params, mode, frozenset({end}))
+    check_same(target, PROMPT, params, run.tokens, truth[: truth.index(end) + 1])
+    assert run.reason == "eos"
+
+
+@every_sampling
+def test_a_drafter_lost_in_the_middle_changes_no_token(make_cluster: Make, check: Check, sampling: str) -> None:
+    cluster = make_cluster("model", schedule=MIXED)
+    rounds = iter(range(1000))
+
+    def lose_after_some(*_: object) -> None:
+        if next(rounds) == 20:
+            cluster.lose_drafter()
+
+    cluster.after_draft = lose_after_some
+    run = cluster.run(PROMPT, SAMPLINGS[sampling], "ssd")
+    check(run, sampling)
+    assert any("lost" in note for note in run.notes)
