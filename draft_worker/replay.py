@@ -8,7 +8,6 @@ function of (seed, position), so a run repeats exactly. Knows no model.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,10 @@ from draft_worker.drafter import Candidate, TokenTree
 from protocol.errors import InvalidRequest
 from protocol.profile import Profile
 from protocol.sampling import SamplingParams
+
+_MASK = 2**64 - 1
+# What a draw is for; the serial number of a wrong candidate is added to the last.
+_ACCEPT, _RANK, _WRONG = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,28 +168,25 @@ class ReplayTree:
 
     def _proposal(self, node: _Node) -> int:
         truth = self._truth(node)
-        noise = self._noise(node, "accept")
         shares = self._script.acceptance
-        right = truth is not None and noise.random() < shares[min(node.drafted, len(shares) - 1)]
+        right = truth is not None and self._draw(node, _ACCEPT) < shares[min(node.drafted, len(shares) - 1)]
         return truth if right and truth is not None else self._wrong(node, truth, 0)
 
     def _ranked(self, node: _Node, count: int) -> list[Candidate]:
         truth, best = self._truth(node), self._proposal(node)
-        tokens = [best]
+        tokens = {best: None}
         true_rank = self._true_rank(node) if truth is not None and best != truth else None
         serial = 1
         while len(tokens) < count:
             if true_rank is not None and len(tokens) == true_rank + 1 and truth is not None:
-                tokens.append(truth)
+                tokens[truth] = None
                 continue
-            wrong = self._wrong(node, truth, serial)
+            tokens[self._wrong(node, truth, serial)] = None
             serial += 1
-            if wrong not in tokens:
-                tokens.append(wrong)
         return [Candidate(token, float(rank)) for rank, token in enumerate(tokens)]
 
     def _true_rank(self, node: _Node) -> int | None:
-        draw = self._noise(node, "rank").random()
+        draw = self._draw(node, _RANK)
         for rank, share in enumerate(self._script.bonus_ranks):
             draw -= share
             if draw < 0:
@@ -198,8 +198,13 @@ class ReplayTree:
         return self._text[after] if node.right and after < len(self._text) else None
 
     def _wrong(self, node: _Node, truth: int | None, serial: int) -> int:
-        token = self._noise(node, f"wrong {serial}").randrange(self._script.vocab_size)
+        token = int(self._draw(node, _WRONG + serial) * self._script.vocab_size)
         return token if token != truth else (token + 1) % self._script.vocab_size
 
-    def _noise(self, node: _Node, purpose: str) -> random.Random:
-        return random.Random(f"{self._script.seed} {node.position} {node.token} {purpose}")
+    def _draw(self, node: _Node, purpose: int) -> float:
+        """Uniform in [0, 1): a hash, because a round takes hundreds and a paced forward waits for none of them."""
+        mixed = self._script.seed * 0x9E3779B97F4A7C15 + node.position * 0xBF58476D1CE4E5B9
+        mixed = (mixed + node.token * 0x94D049BB133111EB + purpose * 0xD6E8FEB86659FD93) & _MASK
+        for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+            mixed = (mixed ^ (mixed >> 31)) * multiplier & _MASK
+        return ((mixed ^ (mixed >> 29)) >> 11) / 2**53
