@@ -51,7 +51,8 @@ def best_first(points: Sequence[Point | None], budget: int, calibration: Calibra
         full = k == len(points) - 1
         holds = 0.0 if full else calibration.acceptance(k, point.own_gap if point else None)
         stops_here = reach * (1.0 - holds)
-        heapq.heappush(heap, (-stops_here * calibration.bonus_share(full, 0, point), k, 0, stops_here))
+        if point is None or point.gaps:  # filters may leave nothing but the chain's own token
+            heapq.heappush(heap, (-stops_here * calibration.bonus_share(full, 0, point), k, 0, stops_here))
         reach *= holds
     counts = [0] * len(points)
     while heap and sum(counts) < budget:

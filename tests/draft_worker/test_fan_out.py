@@ -79,3 +79,9 @@ def test_what_was_never_seen_keeps_its_prior() -> None:
     near, far = Point(1.0, (0.0, 0.4)), Point(1.0, (0.0, 8.0))
     assert calibration.bonus_share(False, 1, near) > 0.9
     assert calibration.bonus_share(False, 1, far) < 0.05
+
+
+def test_best_first_passes_over_points_without_candidates() -> None:
+    """Top-p or top-k may leave nothing but the chain's own token."""
+    assert best_first([Point(1.0, ()), Point(None, GAPS)], 5, Calibration()) == [0, 5]
+    assert best_first([Point(None, ())], 5, Calibration()) == [0]
