@@ -19,6 +19,7 @@ from draft_worker.coreml.saved import Constant, Operation, Port, SavedFunction, 
 from protocol.errors import ModelError
 
 _STATE_OPS = ("read_state", "write_state")
+_MOVES = ("concat", "reshape", "slice_update", "split", "transpose")  # these make no new numbers to round
 _CONSTEXPR = "constexpr_blockwise_shift_scale"
 
 
@@ -159,7 +160,7 @@ def _execute(step: _Step, run: ops.Op, values: dict[str, NDArray[Any]]) -> None:
         for port, array in zip(step.operation.outputs, results, strict=True):
             if array.shape != port.shape:
                 raise RuntimeFault(f"{step.operation.kind} {port.name} gave {array.shape}, declared {port.shape}")
-            values[port.name] = _rounded(array, port.dtype)
+            values[port.name] = array if step.operation.kind in _MOVES else _rounded(array, port.dtype)
 
 
 def _touch_state(step: _Step, values: dict[str, NDArray[Any]], state: State | None) -> None:

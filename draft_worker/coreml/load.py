@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from draft_worker.drafter import Drafter
 from protocol.errors import ModelError
 
 Tell = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
 def load(model: str, tell: Tell) -> Drafter:
@@ -49,14 +51,30 @@ def _package(model: str, tell: Tell) -> tuple[Package, Path | None]:
     given = Path(model).expanduser()
     if (given / manifest.FILE).is_file():
         return open_package(given), None
+    checkpoint = checkpoint_of(model, tell)
+    return store.package_of(checkpoint, _options(checkpoint), _stages(tell)), checkpoint
+
+
+def checkpoint_of(model: str, tell: Tell = log.info) -> Path:
+    """The directory of a model that is given as a directory or a Hugging Face id. Raises ModelError for neither."""
     from engine.loading import find
 
-    checkpoint = find(model, tell)
-    options = converter.Options(context=_context(checkpoint))
-    return store.package_of(checkpoint, options, _stages(tell)), checkpoint
+    return find(model, tell)
 
 
-def _context(checkpoint: Path) -> int:
+def package_for(checkpoint: Path, convert: bool) -> Package | None:
+    """The package the drafter would use for `checkpoint`; None when it is not made yet and `convert` is False."""
+    options = _options(checkpoint)
+    if not convert and not store.directory_of(checkpoint, options).exists():
+        return None
+    return store.package_of(checkpoint, options)
+
+
+def _options(checkpoint: Path) -> converter.Options:
+    return converter.Options(context=context_of(checkpoint))
+
+
+def context_of(checkpoint: Path) -> int:
     """The default context, or the model's own where that is shorter."""
     from mlx_lm.utils import load_config
 

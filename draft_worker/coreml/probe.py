@@ -81,14 +81,11 @@ def recall(package: Package, memory: Path) -> dict[str, Verdict]:
         return {}
 
 
-def try_out(package: Package, units: str) -> Verdict:
+def try_out(package: Package, units: str, predictions: int = PREDICTIONS) -> Verdict:
     """Runs the trial of `units` in a subprocess."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "trial.json"
-        command = [
-            sys.executable, "-m", "draft_worker.coreml.trial", "--package", str(package.path), "--units", units,
-            "--predictions", str(PREDICTIONS), "--result", str(result),
-        ]  # fmt: skip
+        command = trial_command(package, units, predictions, result)
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -96,6 +93,12 @@ def try_out(package: Package, units: str) -> Verdict:
         if not result.is_file():
             return Verdict(units, None, _ending(done))
         return judge(Trial(**json.loads(result.read_text(encoding="utf-8"))))
+
+
+def trial_command(package: Package, units: str, predictions: int, result: Path) -> list[str]:
+    """The command line of a trial."""
+    module = [sys.executable, "-m", "draft_worker.coreml.trial", "--package", str(package.path), "--units", units]
+    return [*module, "--predictions", str(predictions), "--result", str(result)]
 
 
 def judge(trial: Trial) -> Verdict:

@@ -19,14 +19,19 @@ def root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "coreml"
 
 
+def directory_of(model: Path, options: Options, folder: Path | None = None) -> Path:
+    """Where the package of the checkpoint `model` lies, once it is made."""
+    key = f"{source.fingerprint(model)[:16]}-{options.mode.value}-{options.weights}-{options.context}"
+    return (folder or root()) / f"{key}-f{manifest.FORMAT}"
+
+
 def package_of(model: Path, options: Options, progress: Progress | None = None, folder: Path | None = None) -> Package:
     """The package of the checkpoint `model` from `folder` (`root()` by default), converted if it is not there.
 
     Raises:
         ModelError: the model is refused, or can't be converted here.
     """
-    key = f"{source.fingerprint(model)[:16]}-{options.mode.value}-{options.weights}-{options.context}"
-    directory = (folder or root()) / f"{key}-f{manifest.FORMAT}"
+    directory = directory_of(model, options, folder)
     if not directory.exists():
         try:
             converter.convert(model, directory, options, progress)

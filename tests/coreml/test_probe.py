@@ -19,7 +19,8 @@ from draft_worker.coreml.probe import Verdict
 from draft_worker.coreml.trial import Trial
 from tests.coreml.conftest import Bench
 
-GOOD = Trial("CPU_AND_NE", 1.5, 300, 1.0, 0.001, {"q1": 2.25, "q8": 2.5}, {"q1": 0.97})
+MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
+GOOD = Trial("CPU_AND_NE", 1.5, 300, 1.0, 0.001, MS, {"q1": 0.97})
 
 
 def outcomes(**by_units: Verdict) -> tuple[Callable[[Package, str], Verdict], list[str]]:
@@ -41,9 +42,7 @@ def good(units: str) -> Verdict:
     return Verdict(units, dataclasses.replace(GOOD, units=units))
 
 
-def test_the_neural_engine_is_tried_first_and_often_alone(
-    bench: Callable[..., Bench], tmp_path: Path
-) -> None:
+def test_the_neural_engine_is_tried_first_and_often_alone(bench: Callable[..., Bench], tmp_path: Path) -> None:
     attempt, tried = outcomes(CPU_AND_NE=good("CPU_AND_NE"))
     choice = probe.choose(bench("llama").package, tmp_path, attempt)
     assert choice.units == "CPU_AND_NE" and tried == ["CPU_AND_NE"]

@@ -1,0 +1,114 @@
+"""What drafting would cost in each place this machine has: milliseconds for one token, and for a tree of eight.
+
+Measured where that takes seconds; for Core ML what the probe remembers, or a new probe when asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from draft_worker.coreml import probe, store
+from draft_worker.coreml.host import Host
+from draft_worker.coreml.interpreter import NumpyRuntime
+from draft_worker.coreml.layout import Function
+from draft_worker.coreml.line import Line
+from draft_worker.coreml.package import Package
+from draft_worker.coreml.probe import Verdict
+from engine.loading import load
+from protocol.errors import ModelError
+
+_ROUNDS = 12
+_WARM_UP = 2
+_TREE = 8
+_SHARED = "shares the target's GPU: each slows the other down"
+_APART = "beside the target's GPU"
+_SLOW = "for checking only"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`one_ms` and `eight_ms` are milliseconds a call, None where unknown; `engine_share` only for Core ML."""
+
+    name: str
+    usable: bool
+    one_ms: float | None = None
+    eight_ms: float | None = None
+    engine_share: float | None = None
+    note: str = ""
+
+
+def on_mlx(model: Path, device: mx.DeviceType) -> Placement:
+    """The draft `model` through MLX on `device`."""
+    kept = mx.default_device()
+    mx.set_default_device(mx.Device(device))
+    try:
+        loaded = load(model)
+        caches = make_prompt_cache(loaded.model)
+
+        def step(rows: int) -> None:
+            mx.eval(loaded.model(mx.zeros((1, rows), mx.int32), cache=caches))
+
+        one, eight = _time(lambda: step(1)), _time(lambda: step(_TREE))
+    finally:
+        mx.set_default_device(kept)
+    gpu = device == mx.gpu
+    return Placement(f"MLX on the {'GPU' if gpu else 'CPU'}", True, one, eight, note=_SHARED if gpu else _APART)
+
+
+def on_core_ml(package: Package, try_now: bool) -> list[Placement]:
+    """Each compute unit's verdict: remembered, or tried out now."""
+    if sys.platform != "darwin":
+        return [Placement("Core ML on the Neural Engine", False, note="macOS only")]
+    memory = store.root() / "probes"
+    if try_now:
+        probe.choose(package, memory)
+    known = probe.recall(package, memory)
+    return [_verdict(known[units]) if units in known else _untried(units) for units in probe.PREFERRED]
+
+
+def on_interpreter(package: Package) -> Placement:
+    """The reference interpreter."""
+    host = Host(package, NumpyRuntime(package.mlpackage))
+    single, tree = package.layout.smallest(1), package.layout.smallest(_TREE)
+    if single is None or tree is None:
+        raise ModelError(f"{package.path} has no function for one row and for {_TREE}")
+    return Placement("reference interpreter", True, _feed_time(host, single), _feed_time(host, tree), note=_SLOW)
+
+
+def _feed_time(host: Host, function: Function) -> float:
+    line = Line(host)
+    taken = _time(lambda: line.feed([1] * function.rows, function))
+    line.close()
+    return taken
+
+
+def _verdict(verdict: Verdict) -> Placement:
+    name = f"Core ML on {verdict.units}"
+    if verdict.trial is None:
+        return Placement(name, False, note=verdict.reason)
+    trial = verdict.trial
+    note = verdict.reason or _APART
+    share = trial.engine_share.get("q1")
+    return Placement(name, verdict.good, trial.ms.get("q1"), trial.ms.get(f"q{_TREE}"), share, note)
+
+
+def _untried(units: str) -> Placement:
+    return Placement(f"Core ML on {units}", False, note="not tried yet: outrider doctor --probe")
+
+
+def _time(task: Callable[[], object]) -> float:
+    """Median milliseconds of `task`, warmed up."""
+    taken = []
+    for _ in range(_ROUNDS + _WARM_UP):
+        started = time.perf_counter()
+        task()
+        taken.append(time.perf_counter() - started)
+    return round(1e3 * median(taken[_WARM_UP:]), 3)

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Everything about the CoreML drafter that only a Mac can show, into one report file. Run it once and send the report.
+#
+#   launch/mac_check.sh                                   the embedded pair, about fifteen minutes
+#   launch/mac_check.sh --model T --draft-model D         also a real pair, such as
+#       --model mlx-community/Qwen2.5-7B-Instruct-4bit --draft-model mlx-community/Qwen2.5-0.5B-Instruct-bf16
+#   --report FILE (mac-report.md)   --predictions N (1000)   --quick (20 predictions, few tokens)
+#
+# A step that fails is noted and the next one runs: a crash of Core ML is a finding, not the end.
+set -uo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+target="$root/models/target"
+draft="$root/models/draft"
+report="mac-report.md"
+predictions=1000
+tokens=128
+real_pair=""
+while [ "$#" -gt 0 ]; do
+    case "$1" in
+        --model) [ "$#" -gt 1 ] || fail "--model needs a model"; target="$2"; real_pair=yes; shift 2 ;;
+        --draft-model) [ "$#" -gt 1 ] || fail "--draft-model needs a model"; draft="$2"; real_pair=yes; shift 2 ;;
+        --report) [ "$#" -gt 1 ] || fail "--report needs a file"; report="$2"; shift 2 ;;
+        --predictions) [ "$#" -gt 1 ] || fail "--predictions needs a number"; predictions="$2"; shift 2 ;;
+        --quick) predictions=20; tokens=32; shift ;;
+        *) fail "there is no flag $1; expected --model, --draft-model, --report, --predictions or --quick" ;;
+    esac
+done
+case "$predictions" in '' | *[!0-9]*) fail "--predictions is '$predictions'; expected a whole number" ;; esac
+: >"$report" || fail "$report can't be written; name another file with --report"
+if [ "$(uname -s)" != Darwin ]; then
+    say "outrider: this is no Mac: the reference interpreter stands in for Core ML, which only shows that the check works"
+fi
+
+# step TITLE COMMAND...: its output in the report, and on the screen where it stands.
+step() {
+    local title="$1" started status
+    shift
+    say "== $title"
+    started="$(date +%s)"
+    {
+        printf '\n## %s\n\n`%s`\n\n' "$title" "$*"
+        "$@" 2>"$report.stderr"
+        status=$?
+        if [ "$status" -ne 0 ] || [ "${keep_stderr:-}" = yes ]; then
+            printf '\n```\n'
+            tail -n 30 "$report.stderr"
+            printf '```\n'
+        fi
+        printf '\nexit code %s, %s s\n' "$status" "$(($(date +%s) - started))"
+    } >>"$report"
+}
+
+generate() {
+    local mode="$1" backend="$2"
+    for prompt in "def fibonacci(n):" "class Stack:" "import os"; do
+        "$python" -P -m outrider generate --model "$target" --draft-model "$draft" --draft-backend "$backend" \
+            --mode "$mode" --prompt "$prompt" --max-tokens "$tokens" --ignore-chat-template --json || return
+    done
+}
+
+set_up test
+cd "$root" || exit 1
+printf '# Outrider on a Mac\n\n%s, %s, draft `%s`, target `%s`\n' "$(date -u +%Y-%m-%dT%H:%MZ)" \
+    "$(git rev-parse --short HEAD 2>/dev/null || printf 'no commit')" "$draft" "$target" >>"$report"
+
+step "This machine, and what each placement costs" "$python" -P -m draft_worker.coreml.doctor --model "$draft" --probe
+step "Tests that need macOS" "$python" -m pytest -m macos -rs -v --timeout 1800 tests/coreml
+step "Every mode, weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU beside it" \
+    "$python" -P -m draft_worker.coreml.survey --model "$draft" --target "$target" --predictions "$predictions"
+keep_stderr=yes step "Overlap timing, MLX drafter" "$python" -P launch/overlap_timing.py --model "$target" \
+    --draft-model "$draft"
+keep_stderr=yes step "Overlap timing, CoreML drafter" "$python" -P launch/overlap_timing.py --model "$target" \
+    --draft-model "$draft" --draft-backend coreml
+step "AR" generate ar mlx
+step "SD, MLX drafter" generate sd mlx
+step "SD, CoreML drafter" generate sd coreml
+step "SSD, MLX drafter" generate ssd mlx
+step "SSD, CoreML drafter" generate ssd coreml
+[ -n "$real_pair" ] || printf '\nOnly the embedded pair was run; name a real one with --model and --draft-model.\n' >>"$report"
+rm -f "$report.stderr"
+say "the report is in $report"

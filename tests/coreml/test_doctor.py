@@ -1,0 +1,117 @@
+"""What `outrider doctor` renders: one JSON object about the machine and the places a drafter could run in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from draft_worker.coreml import doctor, machine, placements, probe, survey
+from draft_worker.coreml.probe import Verdict
+from tests.coreml.conftest import SIZES, Bench
+from tests.coreml.test_probe import GOOD
+
+
+def test_the_machine_in_json(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "draft_worker.coreml.doctor"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["placements"] == [] and found["model"] is None
+    told = found["machine"]
+    assert told["chip"] and told["cores"] >= 1 and told["memory_bytes"] > 2**30 and told["build"]
+    assert set(told["libraries"]) == {"mlx", "mlx-lm", "coremltools", "numpy"}
+    assert told["mlx_device"] in ("cpu", "gpu") and told["blas"]["gflops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mapped", "system", "library"),
+    [
+        ("", "darwin", "Accelerate"),
+        ("7f0 r-xp /usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblasp-r0.3.21.so\n", "linux", "OpenBLAS"),
+        ("7f0 r-xp /venv/numpy.libs/libscipy_openblas64_-8fb3d286.so\n", "linux", "reference"),
+        ("7f0 r-xp /venv/mlx/lib/libblas.so.3\n", "linux", "reference"),
+    ],
+)
+def test_the_blas_is_told_from_what_is_loaded(mapped: str, system: str, library: str) -> None:
+    assert machine.blas_of(mapped, system)[0] == library
+
+
+def test_placements_of_a_draft(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sys.platform == "darwin":
+        pytest.skip("the list is another on a Mac")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = tiny_model("llama", **SIZES)
+    before = {place.name: place for place in doctor.examine(str(model), try_now=False).placements}
+    assert set(before) == {"MLX on the CPU", "Core ML"} and "not converted yet" in before["Core ML"].note
+    after = {place.name: place for place in doctor.examine(str(model), try_now=True).placements}
+    assert set(after) == {"MLX on the CPU", "Core ML on the Neural Engine", "reference interpreter"}
+    for name in ("MLX on the CPU", "reference interpreter"):
+        assert after[name].usable and (after[name].one_ms or 0) > 0 and (after[name].eight_ms or 0) > 0
+    assert not after["Core ML on the Neural Engine"].usable
+    assert after["reference interpreter"].note == "for checking only"
+
+
+def test_a_draft_that_core_ml_can_not_have_still_has_its_other_places(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    places = doctor.examine(str(tiny_model("llama")), try_now=True).placements  # heads of 16
+    assert places[-1].name == "Core ML" and "off the Neural Engine's grid" in places[-1].note and places[0].usable
+
+
+def test_verdicts_become_placements(
+    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = bench("llama").package
+    monkeypatch.setattr(placements.sys, "platform", "darwin")
+    monkeypatch.setattr(placements.store, "root", lambda: tmp_path)
+    assert [place.usable for place in placements.on_core_ml(package, try_now=False)] == [False, False]
+    known = {"CPU_AND_NE": Verdict("CPU_AND_NE", GOOD), "CPU_ONLY": Verdict("CPU_ONLY", None, "it crashed")}
+    monkeypatch.setattr(placements.probe, "recall", lambda package, memory: known)
+    engine, cpu = placements.on_core_ml(package, try_now=False)
+    assert (engine.usable, engine.one_ms, engine.eight_ms, engine.engine_share) == (True, 2.25, 2.5, 0.97)
+    assert not cpu.usable and cpu.note == "it crashed"
+
+
+def test_a_draft_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "draft_worker.coreml.doctor", "--model", "/nowhere"],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3 and done.stdout == "" and done.stderr.count("\n") == 1
+
+
+def test_the_survey_has_a_row_for_every_mode_and_kind(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sys.platform == "darwin":
+        pytest.skip("a Mac has other units, and takes its time with each")
+    tried: list[tuple[str, int]] = []
+
+    def try_out(package: object, units: str, predictions: int) -> Verdict:
+        tried.append((units, predictions))
+        return probe.judge(GOOD) if len(tried) % 2 else Verdict(units, None, "its trial was ended by SIGKILL")
+
+    monkeypatch.setattr(survey.probe, "try_out", try_out)
+    rows = [row.cells for row in survey.survey(tiny_model("llama", **SIZES), 50, tmp_path)]
+    assert len(rows) == 9 and tried == [("REFERENCE", 50)] * 9
+    assert all(len(row) == len(survey.COLUMNS) for row in rows)
+    modes, kinds = ("stateless", "hybrid", "onehot"), ("fp16", "int8", "int4")
+    assert {row[:2] for row in rows} == {(mode, kind) for mode in modes for kind in kinds}
+    assert rows[1][-1] == "its trial was ended by SIGKILL" and rows[1][3] == "NO"
+
+
+def test_default_devices_are_left_as_they_were(tiny_model: Callable[..., Path]) -> None:
+    before = mx.default_device()
+    placements.on_mlx(tiny_model("llama", **SIZES), mx.cpu)
+    assert mx.default_device() == before

@@ -1,0 +1,102 @@
+"""What only a Mac can show. launch/mac_check.sh runs these there; elsewhere they are skipped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from draft_worker.coreml import compute_plan, probe
+from draft_worker.coreml.coreml_runtime import CoreMLRuntime
+from draft_worker.coreml.drafter import CoreMLDrafter
+from draft_worker.coreml.host import Host
+from draft_worker.coreml.interpreter import NumpyRuntime
+from draft_worker.coreml.line import Line
+from draft_worker.coreml.runtime import Runtime
+from draft_worker.coreml.trial import agreement
+from protocol.sampling import SamplingParams
+from tests.coreml.conftest import Bench
+
+pytestmark = [
+    pytest.mark.macos,
+    pytest.mark.skipif(sys.platform != "darwin", reason="needs macOS: Core ML is there only"),
+]
+MODES = ["stateless", "hybrid", "onehot"]
+
+
+def logits(made: Bench, runtime: Runtime, text: list[int]) -> NDArray[np.float32]:
+    """Teacher-forced through every function in turn, one cache for all of them."""
+    host, rows, turn = Host(made.package, runtime), [], 0
+    line = Line(host)
+    line.feed(text[:40], host.layout.prefill)
+    scored = [function for function in host.layout.functions if function.logits]
+    while line.length < len(text):
+        function = scored[turn % len(scored)]
+        fresh = line.feed(text[line.length : line.length + function.rows], function)
+        assert fresh.logits is not None
+        rows.append(fresh.logits)
+        turn += 1
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_cpu_predicts_what_the_interpreter_does(
+    bench: Callable[..., Bench], text: list[int], mode: str, weights: str
+) -> None:
+    """Tight: float16 noise. Prefill, trees and single rows share one cache, so this is also state across functions."""
+    made = bench("qwen2", mode=mode, weights=weights)
+    found = logits(made, CoreMLRuntime(made.package, "CPU_ONLY"), text)
+    expected = logits(made, NumpyRuntime(made.package.mlpackage), text)
+    assert np.abs(found - expected).max() <= 0.1 * expected.std()
+    assert agreement(found, expected) >= 0.99
+
+
+def test_a_float32_package_is_exact_on_the_cpu(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("qwen2", weights="fp32")
+    found = logits(made, CoreMLRuntime(made.package, "CPU_ONLY"), text)
+    assert np.abs(found - logits(made, NumpyRuntime(made.package.mlpackage), text)).max() <= 1e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_neural_engine_survives_its_trial_or_is_refused(bench: Callable[..., Bench], mode: str) -> None:
+    """Loose: what the probe finds may be bad, but it finds it, in a process of its own."""
+    verdict = probe.try_out(bench("qwen2", mode=mode).package, "CPU_AND_NE")
+    assert verdict.good or verdict.reason
+    if mode == "stateless":
+        assert verdict.good, verdict.reason
+
+
+def test_a_plan_tells_the_share_of_the_neural_engine(bench: Callable[..., Bench]) -> None:
+    shares = compute_plan.engine_share(bench("qwen2").package, "CPU_AND_NE")
+    assert set(shares) == {"q1", "q8", "q16", "q32", "prefill64"}
+    assert all(0 <= share <= 1 for share in shares.values())
+
+
+def test_a_thousand_predictions(bench: Callable[..., Bench]) -> None:
+    made = bench("qwen2")
+    host = Host(made.package, CoreMLRuntime(made.package, "CPU_ONLY", ["q1"]))
+    single, line, first = host.layout.functions[0], None, None
+    for turn in range(1000):
+        if turn % 200 == 0:
+            line = Line(host)
+            result = line.feed([7], single).logits
+            assert result is not None
+            first = result if first is None else first
+            assert (result == first).all()
+        else:
+            assert line is not None and line.feed([turn % 500], single).logits is not None
+
+
+def test_a_drafter_on_the_cpu_drafts_as_the_interpreter(bench: Callable[..., Bench], text: list[int]) -> None:
+    made, drafted = bench("qwen2"), []
+    for runtime in (CoreMLRuntime(made.package, "CPU_ONLY"), NumpyRuntime(made.package.mlpackage)):
+        drafter = CoreMLDrafter(made.package, runtime)
+        tree = drafter.open(text[:60], SamplingParams())
+        drafted.append([tree.best(tree.feed([tree.root] * 8, list(range(8))))])
+        drafter.close()
+    same = np.mean([a == b for a, b in zip(drafted[0][0], drafted[1][0], strict=True)])
+    assert same >= 0.75  # near-ties may fall either way
