@@ -6,12 +6,14 @@ a request; acts only on the newest commit; says RESYNC when it missed one. Knows
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from draft_worker.calibration import Calibration
-from draft_worker.drafter import Drafter, DrafterFault
+from draft_worker.drafter import Drafter, DrafterFault, DrawingDrafter
 from draft_worker.fan_out import FanOut
 from draft_worker.work_ahead import WorkAhead
 from protocol import clock
@@ -53,6 +55,7 @@ class DraftWorker:
         self._stale = 0
 
     def run(self) -> None:
+        gc.freeze()  # a full collection over the imported libraries takes longer than a forward
         while self.turn():
             pass
 
@@ -102,8 +105,7 @@ class DraftWorker:
         def progress(done: int, total: int) -> None:
             self._link.send(Prefilled(message.request, message.epoch, done, total))
 
-        tree = self._drafter.open(message.tokens.tolist(), message.sampling, progress)
-        work = WorkAhead(tree, message.eos, self._fan_out, self._calibration)
+        work = self._begun(message, progress)
         work.commit((), message.verifying, message.depth, message.branches)
         newest = Commit(
             message.request,
@@ -116,6 +118,16 @@ class DraftWorker:
             message.branches,
         )
         self._drafting[message.request] = Drafting(work, message.epoch, newest)
+
+    def _begun(self, message: Open, progress: Callable[[int, int], None]) -> WorkAhead:
+        """Drawing, where residual sampling wants it and the drafter can: C lowers what an even fan-out would prepare."""
+        tokens, sampling = message.tokens.tolist(), message.sampling
+        if sampling.is_residual and isinstance(self._drafter, DrawingDrafter):
+            cached = max(round(message.branches / (message.depth + 1)), 1)
+            drawing = self._drafter.open_drawing(tokens, sampling, cached, progress)
+            return WorkAhead(drawing, message.eos, self._fan_out, self._calibration, drawing)
+        tree = self._drafter.open(tokens, sampling, progress)
+        return WorkAhead(tree, message.eos, self._fan_out, self._calibration)
 
     def _commit(self, message: Commit) -> None:
         drafting = self._drafting.get(message.request)
@@ -139,9 +151,10 @@ class DraftWorker:
         started_ns, newest = clock.now(), drafting.newest
         if drafting.owed:
             drafting.owed = False
-            chain = tuple(drafting.work.continuation(newest.depth))
+            found = drafting.work.continuation(newest.depth)
+            work = clock.since(started_ns)
             self._link.send(
-                Drafted(newest.request, newest.epoch, newest.round, newest.base_len, chain, clock.since(started_ns))
+                Drafted(newest.request, newest.epoch, newest.round, newest.base_len, found.chain, work, found.q)
             )
             return
         ready = drafting.work.advance()
@@ -155,6 +168,7 @@ class DraftWorker:
                 ready.entries,
                 clock.since(started_ns),
                 ready.final,
+                ready.q,
             )
         )
 

@@ -5,6 +5,7 @@ Owns no state but the loop. Everything here must answer in microseconds.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from pathlib import Path
@@ -70,6 +71,7 @@ class Core:
 
     def run(self) -> None:
         """Runs until Quit; always ends the workers it started."""
+        gc.freeze()  # what was loaded by now is never searched again: a full collection takes milliseconds
         poller = zmq.Poller()
         poller.register(self._hub.socket, zmq.POLLIN)
         poller.register(self._inbox.wake, zmq.POLLIN)

@@ -220,4 +220,8 @@ class Hub:
         return self._workers["target-0"]
 
     def _send(self, name: str, message: Message) -> None:
-        self.socket.send_multipart([name.encode(), *encode(message)])
+        frames = encode(message)
+        self.socket.send(name.encode(), zmq.SNDMORE)
+        for frame in frames[:-1]:
+            self.socket.send(frame, zmq.SNDMORE)
+        self.socket.send(frames[-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from orchestrator.controller import Controller, Plan
 from orchestrator.estimates import Estimates
 from orchestrator.events import Admit
-from orchestrator.request import MILLISECOND_NS, Proposal, Request, RoundSettings, Source, Waiting
+from orchestrator.request import MILLISECOND_NS, Proposal, Request, Round, RoundSettings, Source, Waiting
 from orchestrator.trace import Trace
 from orchestrator.tuning import Tuning
 from protocol.messages import Branches, Drafted, Outcome, Span
@@ -83,34 +83,34 @@ class Ledger:
         self.estimates.saw_link((now_ns - waiting.asked_ns) / MILLISECOND_NS - work_ms)
         self._trace.add(sender, "chain", message.work, tokens=len(message.chain), round=message.round)
 
-    def outcome(self, request: Request, outcome: Outcome, kept: int, now_ns: int) -> None:
+    def outcome(self, request: Request, ended: Round, outcome: Outcome, kept: int, now_ns: int) -> None:
         """Counts and times of a round; tokens past the end of the request do not count."""
-        chain = request.proposal.chain
+        chain = ended.proposal.chain
         counted = chain if kept > outcome.accepted else chain[:kept]
         request.account.verified(counted, min(outcome.accepted, kept))
-        request.account.took(request.proposal, outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns, now_ns)
-        if request.round > 0:
-            self._learn(request, outcome, kept, (now_ns - request.handled_ns) / MILLISECOND_NS)
+        request.account.took(ended.proposal, outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns, now_ns)
+        if ended.number > 0:
+            self._learn(request, ended, outcome, kept, (now_ns - request.handled_ns) / MILLISECOND_NS)
         request.handled_ns = now_ns
         if self._trace.enabled:
             self._trace.add(
-                TARGET, f"verify {len(chain) + 1}", outcome.work, round=request.round, accepted=outcome.accepted
+                TARGET, f"verify {len(chain) + 1}", outcome.work, round=ended.number, accepted=outcome.accepted
             )
 
-    def _learn(self, request: Request, outcome: Outcome, kept: int, round_ms: float) -> None:
-        """What this round says about costs and odds; a round under way when the plan changed says nothing of AR."""
-        proposal, estimates = request.proposal, self.estimates
+    def _learn(self, request: Request, ended: Round, outcome: Outcome, kept: int, round_ms: float) -> None:
+        """What this round says about costs and odds."""
+        proposal, estimates = ended.proposal, self.estimates
         estimates.saw_round(kept, round_ms)
         if proposal.run_ahead:
             estimates.saw_ar(round_ms)
-        elif request.mode != "ar":
+        elif ended.plan.mode != "ar":
             estimates.saw_verify(len(proposal.chain) + 1, _milliseconds(outcome.work))
             estimates.saw_chain(proposal.source.value, len(proposal.chain), outcome.accepted)
         if proposal.source is Source.CACHE and not proposal.waited:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto":
             controller = self._controller(bool(request.drafters), self._depth(request.admit))
-            controller.saw_round(request.plan, kept, round_ms)
+            controller.saw_round(ended.plan, kept, round_ms)
 
     def _controller(self, has_drafter: bool, depth: int) -> Controller:
         """One controller for each set of means, so that what it learned with a drafter is not mixed with the rest."""

@@ -68,6 +68,15 @@ class Waiting:
     hit: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round that has ended, as it was: the books are made after the next one is under way."""
+
+    number: int
+    plan: Plan
+    proposal: Proposal
+
+
 @dataclass(slots=True)
 class Account:
     """Counts and times of one request; `timings` gives them their public names."""
@@ -176,6 +185,9 @@ class Request:
     @property
     def id(self) -> str:
         return self.admit.request
+
+    def this_round(self) -> Round:
+        return Round(self.round, self.plan, self.proposal)
 
     @property
     def mode(self) -> str:

@@ -153,7 +153,7 @@ class Rounds:
             self.stale += 1
             return
         kept, reason = self._up_to_end(request, [*chain[: outcome.accepted], outcome.bonus])
-        self._ledger.outcome(request, outcome, len(kept), now_ns)
+        ended = request.this_round()
         request.tokens += kept
         request.untold += kept
         if reason is None:
@@ -162,6 +162,7 @@ class Rounds:
             longest = self._longest(request)
             step = self._proposer.after(request, outcome.accepted, outcome.bonus, longest, now_ns)
             self._take(request, step, now_ns)
+        self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
         self._tell(Committed(request.id, tuple(kept)))
         if reason is not None:
             self._finish(request, reason)
