@@ -1,0 +1,133 @@
+"""The embedded pair through three real processes: each mode gives the target's own text, to several clients at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from bench.prompts import Prompt, mixed
+from engine.loading import LoadedModel, load
+from orchestrator import Client, LocalCluster, SamplingParams
+from orchestrator.model_files import EMBEDDED_TARGET, find_model
+from orchestrator.tokenizer import TextCodec, load_codec
+from target_worker.certificate import Claim, certify
+
+LIMIT_SECONDS = 60.0
+PROMPTS = mixed(4)
+GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=32, ignore_eos=True, temp=0.8, top_p=0.95, repetition_penalty=1.1, seed=5)
+# Three K, three B; auto keeps to the server's.
+WAYS = {"sd": (3, None), "ssd": (6, 16), "auto": (None, None)}
+every_prompt = pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.name)
+
+Same = Callable[[Prompt, SamplingParams, Sequence[int], Sequence[int]], None]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(cluster: LocalCluster) -> Client:
+    return cluster.client()
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return load(EMBEDDED_TARGET)
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return load_codec(find_model(str(EMBEDDED_TARGET)))
+
+
+@pytest.fixture(scope="module")
+def check_same(target: LoadedModel, codec: TextCodec) -> Same:
+    """The same tokens; or, the workers' BLAS rounding by shape, tokens the target says as well."""
+
+    def check(prompt: Prompt, sampling: SamplingParams, got: Sequence[int], expected: Sequence[int]) -> None:
+        if tuple(got) == tuple(expected):
+            return
+        report = certify(target, Claim("", codec.encode(prompt.text), tuple(got), sampling))
+        assert not report.mismatches and len(got) == len(expected)
+
+    return check
+
+
+@every_prompt
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["0", "0.8"])
+def test_every_mode_gives_the_same_tokens(client: Client, check_same: Same, prompt: Prompt, sampling: SamplingParams):
+    alone = client.generate(prompt.text, sampling, mode="ar")
+    assert len(alone.token_ids) == alone.timings.predicted_n == 32
+    for mode, (depth, branches) in WAYS.items():
+        result = client.generate(prompt.text, sampling, mode=mode, num_draft_tokens=depth, branches=branches)
+        check_same(prompt, sampling, result.token_ids, alone.token_ids)
+        assert result.timings.rounds > 0
+
+
+@pytest.mark.parametrize(("depth", "branches"), [(1, 1), (1, 16), (3, 6), (6, 1)])
+def test_every_depth_and_budget_gives_the_same_tokens(client: Client, check_same: Same, depth: int, branches: int):
+    prompt = PROMPTS[0]
+    alone = client.generate(prompt.text, SAMPLED, mode="ar")
+    result = client.generate(prompt.text, SAMPLED, mode="ssd", num_draft_tokens=depth, branches=branches)
+    check_same(prompt, SAMPLED, result.token_ids, alone.token_ids)
+    assert len(result.timings.drafted_by_position) <= depth
+
+
+@every_prompt
+def test_greedy_tokens_are_mlx_lms(
+    client: Client, target: LoadedModel, codec: TextCodec, check_same: Same, prompt: Prompt
+) -> None:
+    tokens = mx.array(codec.encode(prompt.text))
+    theirs = [token for token, _ in generate_step(tokens, target.model, max_tokens=32)]
+    check_same(prompt, GREEDY, client.generate(prompt.text, GREEDY, mode="ssd").token_ids, theirs)
+
+
+def test_a_stream_is_the_text_as_it_grows(client: Client) -> None:
+    stream = client.stream(PROMPTS[0].text, SAMPLED, mode="ssd")
+    chunks = list(stream)
+    assert "".join(chunk.text for chunk in chunks) == stream.result.text
+    assert tuple(token for chunk in chunks for token in chunk.token_ids) == stream.result.token_ids
+    assert len(chunks) > 5
+
+
+def test_the_async_client_says_the_same(cluster: LocalCluster, client: Client) -> None:
+    async def ask() -> tuple[tuple[int, ...], str]:
+        asked = cluster.async_client()
+        result = await asked.generate(PROMPTS[0].text, SAMPLED, mode="ssd")
+        stream = asked.stream(PROMPTS[0].text, SAMPLED, mode="ssd")
+        return result.token_ids, "".join([chunk.text async for chunk in stream])
+
+    token_ids, text = asyncio.run(ask())
+    again = client.generate(PROMPTS[0].text, SAMPLED, mode="ssd")
+    assert (token_ids, text) == (again.token_ids, again.text)
+
+
+def test_a_client_with_one_request_does_not_wait_for_all_of_anothers(cluster: LocalCluster) -> None:
+    finished: list[str] = []
+    busy, single = cluster.client(), cluster.client()
+
+    def ask(client: Client, name: str) -> None:
+        client.generate(PROMPTS[0].text, SamplingParams(max_tokens=40, ignore_eos=True))
+        finished.append(name)
+
+    threads = [threading.Thread(target=ask, args=(busy, "busy")) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while single.stats().queued < 4 and not finished and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ask(single, "single")
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    assert len(finished) == 7
+    assert finished.index("single") < 5
