@@ -147,7 +147,7 @@ def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
 def _warm_up(model: nn.Module) -> None:
     """The first forward of each shape compiles kernels, which may take seconds, once a machine: a token and a pair.
 
-    On a CPU MLX compiles with g++ where there is one and does without where there is none, but one that fails would raise
+    MLX on a CPU compiles with g++ where there is one and does without where there is none; one that fails would raise
     in the middle of a request.
     """
     try:

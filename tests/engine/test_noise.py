@@ -97,6 +97,17 @@ def test_no_row_is_another_row_shuffled_by_xor_or_shift() -> None:
     assert np.mean(shared) < 1.2 and max(shared) < 12
 
 
+def test_either_half_of_a_key_makes_another_row() -> None:
+    """With one half the same, rows of 4,096 share no more values than chance has them share, nor are they correlated."""
+    tokens = np.arange(4096, dtype=np.uint32)
+    same, others = np.full((64, 1), 12345, dtype=np.uint32), np.arange(64, dtype=np.uint32)[:, None]
+    for first, second in ((same, others), (same, others << 20), (others << 20, same)):
+        rows = noise.integers(np, tokens, first, second)
+        shared = [len(np.intersect1d(rows[0], row)) for row in rows[1:]]
+        assert np.mean(shared) < 1.6 and max(shared) < 12
+        assert all(abs(correlation(rows[0].astype(float), row.astype(float))) < 5 for row in rows[1:])
+
+
 def test_argmax_draws_from_the_softmax() -> None:
     logits = np.array([2.0, 1.0, 0.0, -1.0, 0.5])
     draws = np.argmax(logits + np.concatenate([gumbel_numpy(s, range(500), 5) for s in range(400)]), axis=-1)

@@ -125,6 +125,29 @@ def test_many_rounds_gather_and_grow_the_buffers(loaded: Loaded) -> None:
     assert grown.worst < 1e-4
 
 
+def test_survivors_keep_their_ancestors_when_columns_are_gathered(loaded: Loaded) -> None:
+    grown = Grown(loaded("llama"), GREEDY, list(range(30, 40)), "survivors")
+    tree, fed = grown.tree, {}
+    for name, parent, token in [
+        *(("", "root", token) for token in range(60, 70)),
+        ("a", "root", 70),
+        *(("", "root", token) for token in range(80, 90)),
+        ("b", "a", 71),
+        ("c", "a", 72),
+        ("d", "b", 73),
+        ("e", "c", 74),
+    ]:
+        above = tree.root if parent == "root" else fed[parent]
+        fed[name] = tree.feed([above], [token])[0]
+        grown.texts[fed[name]] = [*grown.texts[above], token]
+    tree.commit([fed["a"]])
+    for name in "bcde":
+        grown.texts |= dict(zip(tree.feed([fed[name]], [9]), [[*grown.texts[fed[name]], 9]], strict=True))
+    for node in (n for n in grown.texts if n in tree._nodes):
+        grown.check(node)
+    assert grown.worst < 1e-4
+
+
 def test_the_window_of_a_sliding_layer_is_kept(loaded: Loaded) -> None:
     """A prompt much longer than the window of 32; forks and commits beyond it."""
     grown = Grown(loaded("gemma3_text"), GREEDY, [2 + 7 * i % 250 for i in range(90)], "window")
@@ -169,6 +192,11 @@ def test_chains_are_lazy_and_equal_step_by_step(loaded: Loaded) -> None:
         lazy.start(branches[0][-4:])
         found = lazy.best(branches[0])
         assert [[found[4 * depth + i] for depth in range(4)] for i in range(4)] == chains
+        for first, chain in zip([60, 61, 62, 63], chains, strict=True):
+            text = [*range(30, 50), first]
+            for token in chain:
+                assert token == int(expected(model, params, text).argmax())
+                text.append(token)
 
 
 def test_lazy_and_known_tokens_in_one_feed(loaded: Loaded) -> None:
