@@ -98,7 +98,7 @@ def test_no_row_is_another_row_shuffled_by_xor_or_shift() -> None:
 
 
 def test_either_half_of_a_key_makes_another_row() -> None:
-    """With one half the same, rows of 4,096 share no more values than chance has them share, nor are they correlated."""
+    """With one half the same, rows share no more values than chance has them share, nor are they correlated."""
     tokens = np.arange(4096, dtype=np.uint32)
     same, others = np.full((64, 1), 12345, dtype=np.uint32), np.arange(64, dtype=np.uint32)[:, None]
     for first, second in ((same, others), (same, others << 20), (others << 20, same)):
