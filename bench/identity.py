@@ -1,0 +1,202 @@
+"""Whatever way a text is made, its tokens are the target's own: the embedded pair through the real processes.
+
+    python -m bench.identity                          # 50 prompts x 200 tokens: about an hour on two cores
+    python -m bench.identity --prompts 4 --tokens 60  # minutes
+
+The reference is `ar` of the first cluster, and at temperature 0 mlx-lm's own plain decoding on the same weights. Every
+way below makes every prompt's text at temperature 0; at 0.7 and 1.0 (top-p 0.95, penalties, a seed for each prompt)
+those of SAMPLED_WAYS do. A text that differs is replayed teacher-forced through the target: differences that rounding
+explains are ties; anything else is a difference, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.prompts import Prompt, mixed
+from bench.scrambled import scrambled
+from orchestrator.certify import certify
+from orchestrator.cli.screen import Screen
+from orchestrator.client import Client
+from orchestrator.cluster import LocalCluster
+from orchestrator.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from orchestrator.pairing import choose_pair
+from orchestrator.settings import ServeSettings
+from orchestrator.study.contest import PeerProcess
+from orchestrator.tokenizer import load_codec
+from protocol.errors import InvalidRequest, OutriderError
+from protocol.sampling import SamplingParams
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A mode with its K and B; None: the server's own."""
+
+    mode: str
+    depth: int | None = None
+    branches: int | None = None
+
+    def __str__(self) -> str:
+        marks = [f"K={self.depth}"] * (self.depth is not None) + [f"B={self.branches}"] * (self.branches is not None)
+        return " ".join([self.mode, *marks])
+
+
+AR = Way("ar")
+SD3, SSD3, SSD6, AUTO = Way("sd", 3), Way("ssd", 3, 12), Way("ssd", 6, 24), Way("auto")
+# By cluster: what proposes and by which policy, and the ways it is asked for.
+HOUSES: dict[str, tuple[Way, ...]] = {
+    "best-first": (
+        AR,
+        Way("sd", 1), SD3, Way("sd", 6),
+        Way("ssd", 1, 4), Way("ssd", 1, 12), Way("ssd", 3, 4), SSD3, Way("ssd", 3, 24), Way("ssd", 6, 4), SSD6,
+        AUTO,
+    ),
+    "geometric": (Way("ssd", 1, 4), SSD3, SSD6),
+    "uniform": (Way("ssd", 1, 4), SSD3, SSD6),
+    "full depth": (SSD3,),
+    "model alone": (SD3, SSD3, SSD6),
+    "n-gram alone": (SD3, Way("ssd", 6), AUTO),
+    "random draft": (SD3, SSD3, AUTO),
+}  # fmt: skip
+SAMPLED_WAYS: dict[str, tuple[Way, ...]] = {
+    "best-first": (AR, SD3, SSD3, SSD6, AUTO),
+    "n-gram alone": (Way("ssd", 6),),
+    "random draft": (SSD3,),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "best-first": {},
+    "geometric": {"fan_out": "geometric"},
+    "uniform": {"fan_out": "uniform"},
+    "full depth": {"branch_depth": "full"},
+    "model alone": {"ngrams": False},
+    "n-gram alone": {"draft_backend": "ngram"},
+    "random draft": {},
+}
+SAMPLINGS = {
+    "T=0": SamplingParams(),
+    "T=0.7": SamplingParams(temp=0.7, top_p=0.95, repetition_penalty=1.1),
+    "T=1.0": SamplingParams(temp=1.0, top_p=0.95, presence_penalty=0.3, frequency_penalty=0.1),
+}
+
+
+@dataclass(slots=True)
+class Tally:
+    """How one way's texts compare with the reference."""
+
+    same: int = 0
+    ties: int = 0
+    different: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [f"{self.same} same"] + [f"{self.ties} by a tie"] * bool(self.ties)
+        return ", ".join(parts + [f"{len(self.different)} DIFFERENT"] * bool(self.different))
+
+
+class Judge:
+    """Holds the reference texts, compares others with them, and has the target replay what differs."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._reference: dict[tuple[str, str], tuple[int, ...]] = {}
+        self.tallies: dict[tuple[str, str], Tally] = {}
+
+    def compare(self, row: str, sampling: str, case: Case, tokens: Sequence[int]) -> None:
+        expected = self._reference.setdefault((sampling, case.prompt.name), tuple(tokens))
+        tally = self.tallies.setdefault((row, sampling), Tally())
+        if tuple(tokens) == expected:
+            tally.same += 1
+            return
+        report = certify(EMBEDDED_TARGET, case.tokens, tokens, case.params, self._tell)
+        if report.holds and len(tokens) == len(expected):
+            tally.ties += 1
+        else:
+            tally.different.append(f"{row}, {sampling}, {case.prompt.name}: {report.mismatches[:1] or len(tokens)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt with its tokens, and how its text is sampled."""
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    params: SamplingParams
+
+
+def cases(prompts: Sequence[Prompt], sampling: str, length: int) -> list[Case]:
+    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    params = replace(SAMPLINGS[sampling], max_tokens=length, ignore_eos=True)
+    return [Case(p, codec.encode(p.text), replace(params, seed=1000 + n)) for n, p in enumerate(prompts)]
+
+
+@contextmanager
+def cluster(house: str, tell: Tell) -> Iterator[Client]:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = dict(SETTINGS[house])
+        if house == "random draft":
+            settings |= {"model": str(EMBEDDED_TARGET), "draft_model": str(scrambled(EMBEDDED_DRAFT, Path(folder)))}
+        with LocalCluster(progress=tell, **settings) as running:
+            yield running.client()
+
+
+def run(prompts: Sequence[Prompt], length: int, houses: Sequence[str], tell: Tell) -> Judge:
+    """All ways of these clusters; the first way of the first one is the reference."""
+    judge = Judge(tell)
+    for house in houses:
+        with cluster(house, tell) as client:
+            for sampling in SAMPLINGS:
+                ways = HOUSES[house] if sampling == "T=0" else SAMPLED_WAYS.get(house, ())
+                for case in cases(prompts, sampling, length):
+                    for way in ways:
+                        tell(f"{house}, {way}, {sampling}: {case.prompt.name}")
+                        result = client.generate(
+                            case.tokens, case.params, mode=way.mode, num_draft_tokens=way.depth, branches=way.branches
+                        )
+                        judge.compare(f"{house}: {way}", sampling, case, result.token_ids)
+    with PeerProcess(choose_pair(ServeSettings()).settings) as peer:
+        for case in cases(prompts, "T=0", length):
+            tell(f"mlx-lm: {case.prompt.name}")
+            judge.compare("mlx-lm: plain decoding", "T=0", case, peer.run(case.tokens, case.params, 0).tokens)
+    return judge
+
+
+def table(judge: Judge) -> str:
+    rows = list(dict.fromkeys(row for row, _ in judge.tallies))
+    cells = [[row, *(str(judge.tallies.get((row, sampling), "-")) for sampling in SAMPLINGS)] for row in rows]
+    cells.insert(0, ["", *SAMPLINGS])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=50, help="how many prompts, all classes in turn")
+    parser.add_argument("--tokens", type=int, default=200, help="how many tokens each")
+    parser.add_argument("--houses", nargs="+", choices=HOUSES, default=list(HOUSES), help="only these clusters")
+    options = parser.parse_args()
+    screen = Screen()
+    try:
+        if not 1 <= options.tokens <= 600:
+            raise InvalidRequest(f"--tokens is {options.tokens}; expected 1 to 600, the pair's context being 1,024")
+        judge = run(mixed(options.prompts), options.tokens, options.houses, screen.show)
+    except OutriderError as error:
+        screen.clear()
+        print(error, file=sys.stderr)
+        return error.exit_code
+    screen.clear()
+    print(table(judge))
+    different = [line for tally in judge.tallies.values() for line in tally.different]
+    print("\n".join(different) or f"No difference in {sum(t.same + t.ties for t in judge.tallies.values())} texts.")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
