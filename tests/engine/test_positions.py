@@ -56,6 +56,19 @@ def test_each_token_has_its_position(name: str, tabulated: bool) -> None:
     assert (RopeTable.of(rope, 16) is None) == (name == "traditional")
 
 
+@pytest.mark.parametrize("name", sorted(set(ROPES) - {"traditional"}))
+def test_plain_text_is_roped_to_the_bit(name: str) -> None:
+    """From the table where it is exact, by the rope itself where it is not."""
+    rope = ROPES[name]()
+    wrapped = TokenRope(rope, {})
+    for length in (1, 5, 600):
+        x = mx.random.normal((1, 3, length, 16))
+        for offset in (0, 1, 511, 900):
+            assert mx.array_equal(wrapped(x, offset=offset), rope(x, offset=offset))
+    table = RopeTable.of(rope, 16)
+    assert table is not None and table.exact == (name not in ("longrope", "yarn"))
+
+
 def test_other_offsets_go_to_the_rope_itself() -> None:
     rope = ROPES["default"]()
     wrapped = TokenRope(rope, {})
