@@ -1,0 +1,85 @@
+"""The controller goes where the tokens per second are, comes back when they move, and never needs a clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from orchestrator.controller import EPISODE_ROUNDS, Controller, Plan
+from orchestrator.estimates import Estimates
+from orchestrator.tuning import Choice
+
+MODES = ("ar", "sd", "ssd")
+
+
+def run(controller: Controller, rates: dict[str, float], rounds: int) -> Counter[str]:
+    """Plays rounds in a world where each mode brings these tokens per millisecond; counts rounds by mode."""
+    seen: Counter[str] = Counter()
+    for _ in range(rounds):
+        plan = controller.plan()
+        seen[plan.mode] += 1
+        tokens = 1 if plan.mode == "ar" else 3
+        controller.saw_round(plan, tokens, tokens / rates[plan.mode])
+    return seen
+
+
+def world(**rates: float) -> dict[str, float]:
+    return rates
+
+
+@pytest.mark.parametrize("best", MODES)
+def test_it_settles_on_the_fastest_mode(best: str) -> None:
+    rates = {mode: 0.12 if mode == best else 0.08 for mode in MODES}
+    controller = Controller(Estimates(), MODES, 4)
+    run(controller, rates, 20 * EPISODE_ROUNDS)
+    assert run(controller, rates, 200 * EPISODE_ROUNDS)[best] > 0.9 * 200 * EPISODE_ROUNDS
+
+
+def test_where_nothing_pays_nearly_every_round_is_plain_decoding() -> None:
+    rates = world(ar=0.1, sd=0.03, ssd=0.05)
+    controller = Controller(Estimates(), MODES, 4)
+    run(controller, rates, 50 * EPISODE_ROUNDS)
+    assert run(controller, rates, 400 * EPISODE_ROUNDS)["ar"] > 0.97 * 400 * EPISODE_ROUNDS
+
+
+def test_it_notices_when_the_world_changes() -> None:
+    controller = Controller(Estimates(), MODES, 4)
+    run(controller, world(ar=0.1, sd=0.12, ssd=0.2), 50 * EPISODE_ROUNDS)
+    changed = world(ar=0.1, sd=0.05, ssd=0.04)
+    run(controller, changed, 100 * EPISODE_ROUNDS)
+    assert run(controller, changed, 50 * EPISODE_ROUNDS)["ar"] > 40 * EPISODE_ROUNDS
+
+
+def test_the_same_story_gives_the_same_plans() -> None:
+    def plans() -> list[Plan]:
+        controller = Controller(Estimates(), MODES, 4)
+        found = []
+        for index in range(500):
+            plan = controller.plan()
+            found.append(plan)
+            controller.saw_round(plan, 1 + index % 3, 10.0 + index % 7)
+        return found
+
+    assert plans() == plans()
+
+
+def test_a_tuning_saves_the_first_tries() -> None:
+    controller = Controller(Estimates(), MODES, 4)
+    choices = [Choice("ssd", 3, 8, 200.0), Choice("sd", 3, 0, 150.0), Choice("ar", 0, 0, 90.0)]
+    controller.start_from(choices)
+    rates = world(ar=0.09, sd=0.15, ssd=0.2)
+    assert run(controller, rates, 5 * EPISODE_ROUNDS)["ssd"] == 5 * EPISODE_ROUNDS
+
+
+def test_every_choice_has_a_reason() -> None:
+    controller = Controller(Estimates(), MODES, 4)
+    for _ in range(5 * EPISODE_ROUNDS):
+        plan = controller.plan()
+        assert controller.why.startswith(plan.mode)
+        controller.saw_round(plan, 1, 10.0)
+
+
+def test_without_a_drafter_there_is_nothing_to_choose() -> None:
+    controller = Controller(Estimates(), ("ar",), 4)
+    assert {controller.plan().mode for _ in range(50)} == {"ar"}

@@ -1,0 +1,54 @@
+"""A tuning record comes back as it was written, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator import tuning
+from orchestrator.settings import ServeSettings
+from orchestrator.tuning import Choice, Tuning
+from protocol.errors import InvalidRequest
+
+RECORD = Tuning(
+    10.0,
+    ((1, 10.5), (4, 12.0)),
+    3.5,
+    1.9,
+    0.3,
+    0.4,
+    (0.8, 0.7),
+    0.85,
+    (Choice("ssd", 3, 8, 200.0), Choice("ar", 0, 0, 95.0)),
+)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "tuning.json"
+    tuning.save(RECORD, path)
+    assert tuning.load(path) == RECORD
+    assert [found.name for found in path.parent.iterdir()] == ["tuning.json"]
+
+
+def test_no_record_is_none(tmp_path: Path) -> None:
+    assert tuning.load(tmp_path / "none.json") is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}', '{"format": 99}', '{"format": 1, "choices": 3}'])
+def test_a_damaged_record_counts_as_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_text(content)
+    assert tuning.load(path) is None
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="can't be written"):
+        tuning.save(RECORD, tmp_path / "file" / "tuning.json")
+
+
+def test_another_pair_or_thread_count_has_another_record() -> None:
+    first = ServeSettings(model="a", draft_model="b")
+    others = [ServeSettings(model="a", draft_model="c"), ServeSettings(model="a", draft_model="b", threads=2)]
+    assert len({tuning.path_for(settings) for settings in [first, *others]}) == 3
