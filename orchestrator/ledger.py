@@ -65,7 +65,8 @@ class Ledger:
             self.estimates.saw_lookup(not proposal.missed)
         if self._trace.enabled:
             name = "miss" if proposal.missed else "hit" if proposal.source is Source.CACHE else proposal.source.value
-            self._trace.mark(ORCHESTRATOR, name, now_ns, round=request.round, chain=len(proposal.chain))
+            chain = proposal.chain
+            self._trace.mark(ORCHESTRATOR, name, now_ns, round=request.round, chain=len(chain), tokens=chain)
 
     # --- what came ------------------------------------------------------------------------------------------------
 
