@@ -9,8 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from orchestrator.cli.parser import Parser
+from orchestrator.spawn import child_environment, python
 from protocol.errors import OutriderError
 
 COMMANDS = {
@@ -21,8 +23,12 @@ COMMANDS = {
     "bench": "compare with mlx-lm on the same weights",
     "tune": "probe what pays on this machine",
     "overlap": "time what working ahead can hide",
+    "convert": "make a CoreML package of a model",
+    "doctor": "what this machine has and what each placement would cost",
     "pairs": "model pairs that fit, or a check of one",
 }
+PROGRAMS = {"convert": "draft_worker.coreml.convert"}
+"""Commands that are programs of another room, which may import MLX as this one may not: this process becomes them."""
 INTERRUPTED = 130
 
 
@@ -31,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] not in COMMANDS:
         return _without_command(given)
+    if given[0] in PROGRAMS:
+        _become(PROGRAMS[given[0]], given[1:])
     command = import_module(f"orchestrator.cli.{given[0]}")
     parser = Parser(prog=f"outrider {given[0]}", description=command.__doc__)
     command.add_flags(parser)
@@ -45,6 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _become(module: str, arguments: list[str]) -> NoReturn:
+    command = python("-m", module, *arguments)
+    os.execve(command[0], command, child_environment())
 
 
 def _without_command(given: list[str]) -> int:

@@ -1,0 +1,84 @@
+"""Tells what this machine has: chip, memory, libraries, BLAS, and what drafting would cost in each place."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from typing import Any
+
+from orchestrator import blas
+from orchestrator.cli import flags
+from orchestrator.cli.screen import Screen
+from orchestrator.model_files import embedded_pair
+from orchestrator.spawn import child_environment, python
+from protocol.errors import WorkerError
+
+DATA = "draft_worker.coreml.doctor"
+GIBIBYTE = 2**30
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draft-model", metavar="ID|PATH", help="the draft to place; default: the embedded one")
+    parser.add_argument("--probe", action="store_true", help="convert it and try Core ML out, which can take minutes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    flags.add_log_flag(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The data come from a process of the drafters' room, which may import MLX."""
+    screen = Screen()
+    screen.show("looking at this machine")
+    draft = options.draft_model or embedded_pair()[1]
+    command = python("-m", DATA, "--model", draft, *(["--probe"] if options.probe else []))
+    environment = blas.environment(child_environment(), 1)
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=False)
+    screen.clear()
+    if done.returncode != 0:
+        raise WorkerError(f"this machine can't be examined: {DATA} ended with code {done.returncode}")
+    if options.json:
+        print(done.stdout.strip())
+    else:
+        print(_page(json.loads(done.stdout)))
+    return 0
+
+
+def _page(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    rows = [
+        ("chip", f"{machine['chip']}, {machine['cores']} cores, {machine['architecture']}"),
+        (
+            "memory",
+            f"{machine['memory_bytes'] / GIBIBYTE:.0f} GiB, wired budget {_size(machine['wired_budget_bytes'])}",
+        ),
+        ("system", f"{machine['system']} {machine['build']}, Python {machine['python']}"),
+        ("libraries", ", ".join(f"{name} {number}" for name, number in machine["libraries"].items())),
+        ("MLX runs on", machine["mlx_device"]),
+        ("BLAS", _blas(machine["blas"])),
+    ]
+    lines = [f"{name:12} {value}" for name, value in rows]
+    if report["placements"]:
+        lines += ["", f"drafting with {report['model']}: milliseconds for one token, and for eight at once"]
+        lines += [_placement(place) for place in report["placements"]]
+    return "\n".join(lines)
+
+
+def _placement(place: dict[str, Any]) -> str:
+    share = place["engine_share"]
+    engine = "" if share is None else f", {share:.0%} on the Neural Engine"
+    note = f"   {place['note']}" if place["note"] else ""
+    state = f"{_ms(place['one_ms']):>8} {_ms(place['eight_ms']):>8}" if place["usable"] else f"{'no':>8} {'':8}"
+    return f"  {place['name']:28} {state}{engine}{note}"
+
+
+def _ms(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:.2f}"
+
+
+def _size(count: int) -> str:
+    return f"{count / GIBIBYTE:.0f} GiB" if count else "none"
+
+
+def _blas(found: dict[str, Any]) -> str:
+    note = f" ({found['note']})" if found.get("note") else ""
+    return f"{found['library']}, {found['gflops']:.0f} GFLOP/s{note}"
