@@ -1,0 +1,281 @@
+"""Rounds in arithmetic: tokens per second of a profile's machine under a policy, tens of thousands of rounds a second.
+
+Times come from the profile's curves, luck from the draws of a text: whether the drafter's proposal at a position is
+right, and if not, where the true token stands. The same text under two policies has the same luck. No process, no
+message, no model; `bench.virtual_time` runs the real rounds and is what this is held against. With a batch, rounds are
+in step: whoever waits makes all wait (paper, corollary 16).
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from draft_worker.calibration import Calibration, Point
+from draft_worker.fan_out import POLICIES
+from protocol.profile import Profile
+
+# The worth of a millisecond is the rate itself: a shorter run finds it, this part of the whole.
+PILOT_PART = 4
+BEYOND_RANKS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How rounds are made; `mode` is ar, sd or ssd.
+
+    `anytime`: branches serve as deep as they are; else all wait until a round's are complete. `filled`: after a miss
+    the best of an AR step and a just-in-time chain of any length; else always a chain of full depth.
+    """
+
+    mode: str = "ssd"
+    depth: int = 4
+    branches: int = 10
+    fan_out: str = "best-first"
+    anytime: bool = True
+    filled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Luck:
+    """What a text has in store, by position: the proposal there is right if its draw is under the acceptance, and if it
+    is not, the true token stands at this rank among the other candidates."""
+
+    draws: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def drawn(cls, profile: Profile, length: int, seed: int) -> Luck:
+        rng = random.Random(seed)
+        borders = tuple(accumulate(profile.bonus_ranks))
+        draws = tuple(rng.random() for _ in range(length))
+        ranks = (bisect_right(borders, rng.random()) for _ in range(length))
+        return cls(draws, tuple(rank if rank < len(borders) else BEYOND_RANKS for rank in ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one run; tokens count all sequences of a batch together. `busy` is the target's share of the time."""
+
+    tokens_per_second: float
+    tokens_per_round: float
+    hit_rate: float
+    round_ms: float
+    busy: float
+
+
+@dataclass(slots=True)
+class Stream:
+    """One sequence. `chain` tokens are under verification at `at`; the drafter knows `fed` of them and, behind the
+    whole chain, `ahead` more; it must still read `behind` committed tokens before it knows anything."""
+
+    luck: Luck
+    at: int = 0
+    chain: int = 0
+    fed: int = 0
+    ahead: int = 0
+    behind: int = 1
+    accepted: int = 0
+    rank: int = 0
+    served: int = 0
+
+
+@dataclass(slots=True)
+class Work:
+    """The drafter's forwards of a round: from `start`, ending at `ends`."""
+
+    start: float
+    ends: list[float] = field(default_factory=list)
+
+    def done(self, at: float) -> int:
+        """How many have ended by `at`."""
+        return bisect_right(self.ends, at)
+
+    def free(self, at: float) -> tuple[float, int]:
+        """When it attends to a message that comes at `at`, and the forwards done by then: one under way is ended."""
+        done = self.done(at)
+        begun = self.ends[done - 1] if done else self.start
+        if done == len(self.ends) or at == begun:
+            return max(at, self.start), done
+        return (self.start, 0) if at < begun else (self.ends[done], done + 1)
+
+
+class KnownOdds(Calibration):
+    """The estimates of a drafter that knows its own odds."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._right, self._ranks = profile.acceptance, profile.bonus_ranks
+
+    def acceptance(self, position: int, gap: float | None = None) -> float:
+        return self._right[min(position, len(self._right) - 1)]
+
+    def bonus_share(self, full: bool, rank: int, point: Point | None = None) -> float:
+        if not full:
+            return self._ranks[rank] if rank < len(self._ranks) else 0.0
+        right = self._right[0]
+        return right if rank == 0 else (1 - right) * self.bonus_share(False, rank - 1)
+
+
+class Simulator:
+    """One machine, one policy, `batch` sequences; `hop_ms` is what any message takes beyond the profile's link."""
+
+    def __init__(self, profile: Profile, policy: Policy, batch: int = 1, hop_ms: float = 0.0) -> None:
+        self._profile, self._policy, self._batch = profile, policy, batch
+        self._hop, self._way = hop_ms, hop_ms + profile.link_ms
+        self._odds = KnownOdds(profile)
+        self._target_ms, self._draft_ms = profile.target.milliseconds, profile.draft.milliseconds
+        self._reach = list(accumulate((self._odds.acceptance(i) for i in range(policy.depth)), lambda a, b: a * b))
+        self._tokens = [1.0, *(1.0 + total for total in accumulate(self._reach))]
+        self._counts: dict[int, list[int]] = {}
+        self._worth = 0.0
+
+    def run(self, tokens: int, seed: int = 0) -> Result:
+        """Texts of `tokens` tokens, drawn from `seed`."""
+        return self.play([Luck.drawn(self._profile, tokens, seed + index) for index in range(self._batch)])
+
+    def play(self, lucks: Sequence[Luck]) -> Result:
+        """The same on texts whose luck is known; the run ends when a text does."""
+        tokens = min(len(luck.draws) for luck in lucks) - self._policy.depth - 1
+        self._worth = self._batch / self._target_ms(self._batch)
+        self._worth = self._play(lucks, tokens // PILOT_PART).tokens_per_second / 1000
+        return self._play(lucks, tokens)
+
+    def _play(self, lucks: Sequence[Luck], length: int) -> Result:
+        streams = [Stream(luck) for luck in lucks]
+        now = free = busy = 0.0
+        tokens = hits = rounds = 0
+        while all(stream.at < length for stream in streams):
+            rounds += 1
+            verify_ms = self._verify_ms(streams)
+            busy += verify_ms
+            for stream in streams:
+                self._verify(stream)
+                tokens += stream.accepted + 1
+            if self._policy.mode == "ar":
+                now += verify_ms
+                continue
+            told = now + verify_ms + 2 * self._hop
+            if self._policy.mode == "sd":
+                now = self._draft(streams, told)
+            else:
+                now, free, found = self._look_up(streams, self._work(streams, max(now + self._way, free)), told)
+                hits += found
+        return Result(tokens / now * 1000, tokens / rounds, hits / (rounds * len(streams)), now / rounds, busy / now)
+
+    # --- the target -----------------------------------------------------------------------------------------------
+
+    def _verify_ms(self, streams: Sequence[Stream]) -> float:
+        return self._target_ms(sum(1 + stream.chain for stream in streams))
+
+    def _verify(self, stream: Stream) -> None:
+        """The outcome: how much of the chain holds, and where the bonus stands among the drafter's candidates."""
+        luck, accepted = stream.luck, 0
+        while accepted < stream.chain and luck.draws[stream.at + accepted] < self._odds.acceptance(accepted):
+            accepted += 1
+        at = stream.at + accepted
+        stream.accepted, stream.rank = accepted, luck.ranks[at]
+        if accepted == stream.chain:
+            right = luck.draws[at] < self._odds.acceptance(0)
+            stream.rank = 0 if right else luck.ranks[at] + 1
+        stream.at = at + 1
+
+    # --- the drafter ----------------------------------------------------------------------------------------------
+
+    def _draft(self, streams: Sequence[Stream], told: float) -> float:
+        """SD: every sequence gets a chain of full depth. The last token of a chain that held was never fed."""
+        unread = sum(2 if 0 < stream.chain == stream.accepted else 1 for stream in streams)
+        for stream in streams:
+            stream.chain = self._policy.depth
+        chained_ms = (self._policy.depth - 1) * self._draft_ms(len(streams))
+        return told + 2 * self._way + self._draft_ms(unread) + chained_ms
+
+    def _work(self, streams: Sequence[Stream], start: float) -> Work:
+        """The work ahead: branches that need the unfed end of a chain begin one forward later."""
+        behind = sum(stream.behind for stream in streams)
+        work = Work(start + (self._draft_ms(behind) if behind else 0.0))
+        depth, now = self._policy.depth, work.start
+        counts = [self._fan_out(stream.chain) for stream in streams]
+        unfed = sum(stream.chain - stream.fed for stream in streams)
+        early = sum(sum(count[: stream.fed + 1]) for stream, count in zip(streams, counts, strict=True))
+        late = sum(map(sum, counts)) - early
+        for forward in range(1, depth + 1 + bool(late)):
+            rows = unfed * (forward == 1) + early * (forward <= depth) + late * (forward > 1)
+            now += self._draft_ms(rows)
+            work.ends.append(now)
+        return work
+
+    def _fan_out(self, chain: int) -> list[int]:
+        if chain not in self._counts:
+            policy = POLICIES[self._policy.fan_out]
+            self._counts[chain] = policy([None] * (chain + 1), self._policy.branches, self._odds)
+        return self._counts[chain]
+
+    def _depth(self, stream: Stream, forwards: int) -> int:
+        """How deep the branch of the outcome is after so many forwards; 0 if it is not there (yet)."""
+        if stream.rank >= self._fan_out(stream.chain)[stream.accepted]:
+            return 0
+        ahead = stream.ahead if stream.accepted == stream.chain and stream.rank == 0 else 0
+        grown = forwards - (stream.accepted > stream.fed)
+        return min(grown + ahead, self._policy.depth) if grown > 0 else 0
+
+    # --- between two rounds ---------------------------------------------------------------------------------------
+
+    def _look_up(self, streams: Sequence[Stream], work: Work, told: float) -> tuple[float, float, int]:
+        """When the next verify leaves, when the drafter attends to it, and how many sequences hit."""
+        now = self._waited(streams, work, told)
+        pushed = work.done(now - self._way)
+        missed = []
+        for stream in streams:
+            stream.served = self._depth(stream, pushed)
+            if not stream.served:
+                missed.append(stream)
+        free, done = work.free(now + self._way)
+        length = self._after_miss(len(missed), len(streams), free - now) if missed else 0
+        if length:
+            free += length * self._draft_ms(len(missed))
+            now = free + self._way
+        for stream in streams:
+            self._go_on(stream, done, length)
+        return now, free, len(streams) - len(missed)
+
+    def _waited(self, streams: Sequence[Stream], work: Work, told: float) -> float:
+        """When the lookup is made: at once, or when waiting for the next forward is not worth it any more."""
+        if not self._policy.anytime:
+            return max(told, work.ends[-1] + self._way)
+        now, pushed = told, work.done(told - self._way)
+        while pushed < len(work.ends):
+            depths = [self._depth(stream, pushed) for stream in streams]
+            gain = sum(self._reach[depth] for depth in depths if 0 < depth < self._policy.depth)
+            arrives = work.ends[pushed] + self._way
+            if gain <= self._worth * (arrives - now):
+                break
+            now, pushed = arrives, pushed + 1
+        return now
+
+    def _after_miss(self, missed: int, streams: int, asking_ms: float) -> int:
+        """The length of the chain to ask for; 0: an AR step while the drafter reads on."""
+        if not self._policy.filled:
+            return self._policy.depth
+        step_ms, others = self._draft_ms(missed), (streams - missed) * (1 + self._policy.depth)
+
+        def value(length: int) -> float:
+            cost = self._target_ms(others + missed * (1 + length))
+            cost += asking_ms + length * step_ms + self._way if length else 0.0
+            return missed * self._tokens[length] - self._worth * cost
+
+        return max(range(self._policy.depth + 1), key=value)
+
+    def _go_on(self, stream: Stream, done: int, length: int) -> None:
+        """What the stream verifies next, and what the drafter knows of it."""
+        if stream.served:
+            fed = done - (stream.accepted > stream.fed) - 1
+            if stream.accepted == stream.chain and stream.rank == 0:
+                fed += stream.ahead
+            fed = min(fed, self._policy.depth - 1)
+            stream.chain, stream.behind = stream.served, 0
+            stream.fed, stream.ahead = min(fed, stream.chain), max(fed - stream.chain, 0)
+        else:
+            stream.chain, stream.fed, stream.ahead, stream.behind = length, max(length - 1, 0), 0, int(not length)
