@@ -6,13 +6,14 @@ A drafter deals in tokens and nodes; it knows nothing of sockets, rounds or whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine.candidate import Candidate
 from protocol.errors import OutriderError
 from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ
 
-__all__ = ["Candidate", "Drafter", "DrafterFault", "TokenTree"]
+__all__ = ["Candidate", "Drafter", "DrafterFault", "DrawingDrafter", "DrawingTree", "TokenTree"]
 
 
 class TokenTree(Protocol):
@@ -20,7 +21,8 @@ class TokenTree(Protocol):
 
     A *node* is a token that has been fed, so that what follows it is known. Nodes are ints, numbered from 0 in feeding
     order over the tree's life: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's
-    node. Scores are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling).
+    node. Scores are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling), or
+    without noise (residual sampling).
     """
 
     @property
@@ -104,6 +106,29 @@ class Drafter(Protocol):
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> TokenTree:
         """Prefills `tokens` (at least one) and returns the tree whose root is the last of them."""
+        ...
+
+
+class DrawingTree(TokenTree, Protocol):
+    """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q."""
+
+    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        """What each node's own continuation was drawn from, a row a node; None for no nodes. Waits for it."""
+        ...
+
+
+@runtime_checkable
+class DrawingDrafter(Drafter, Protocol):
+    """A drafter that can draw. One that can't proposes for residual sampling all the same, what it thinks best."""
+
+    def open_drawing(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        cached: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> DrawingTree:
+        """As `open`. `cached`: of how many continuations of a node Saguaro's factor lowers the weight."""
         ...
 
 

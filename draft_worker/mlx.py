@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from draft_worker.drafter import TokenTree
+from draft_worker.drafter import DrawingTree, TokenTree
+from engine.draws import Draws
 from engine.loading import LoadedModel, load
 from engine.tree import open_tree, tree_form
 from protocol.sampling import SamplingParams
@@ -38,3 +39,12 @@ class MlxDrafter:
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> TokenTree:
         return open_tree(self.model, tokens, sampling, progress)
+
+    def open_drawing(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        cached: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> DrawingTree:
+        return open_tree(self.model, tokens, sampling, progress, Draws.of(sampling, cached))

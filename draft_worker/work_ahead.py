@@ -10,28 +10,45 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from draft_worker.calibration import MAX_RANK, Calibration, Point
-from draft_worker.drafter import TokenTree
+from draft_worker.drafter import DrawingTree, TokenTree
 from draft_worker.fan_out import FanOut
 from protocol.messages import Branch
+from protocol.sparse import SparseQ
 
 
 @dataclass(slots=True)
 class Growing:
-    """A branch in the making: `tip` is its last fed node (None before the bonus token is fed), `chain` what follows."""
+    """A branch in the making: `tip` is its last fed node (None before the bonus token is fed), `chain` what follows.
+
+    `nodes[i]` is the node that chain token i follows.
+    """
 
     accepted: int
     bonus: int
     tip: int | None = None
     chain: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What one forward brought: branches to push, as deep as they are, and whether that is all of the round."""
+    """What one forward brought: branches to push, as deep as they are, and whether that is all of the round.
+
+    `q`: what the chains' tokens were drawn from, if they were.
+    """
 
     entries: tuple[Branch, ...]
     depth: int
     final: bool
+    q: SparseQ | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What follows the committed text, and what it was drawn from, if it was."""
+
+    chain: tuple[int, ...] = ()
+    q: SparseQ | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +88,17 @@ class Plan:
 class WorkAhead:
     """Prepares the likely outcomes of the chain under verification, all branches one token deeper a forward."""
 
-    def __init__(self, tree: TokenTree, eos: Collection[int], fan_out: FanOut, calibration: Calibration) -> None:
+    def __init__(
+        self,
+        tree: TokenTree,
+        eos: Collection[int],
+        fan_out: FanOut,
+        calibration: Calibration,
+        drawing: DrawingTree | None = None,
+    ) -> None:
+        """`drawing`: `tree` itself, where its continuations are drawn."""
         self.tree = tree
+        self._drawing = drawing
         self._eos = frozenset(eos)
         self._fan_out = fan_out
         self._calibration = calibration
@@ -99,15 +125,15 @@ class WorkAhead:
         self.tree.commit(known[: len(tokens)])
         self._plan = None if verifying is None else self._planned(chain, known[len(tokens) :], depth, branches)
 
-    def continuation(self, depth: int) -> list[int]:
+    def continuation(self, depth: int) -> Continuation:
         """The `depth` tokens that follow the committed text, chained on the device and evaluated once (SD)."""
         depth = min(depth, self.tree.room)
         if depth < 1:
-            return []
+            return Continuation()
         nodes = [self.tree.root]
         for _ in range(depth - 1):
             nodes += self.tree.feed(nodes[-1:], [None])
-        return self.tree.best(nodes)
+        return Continuation(tuple(self.tree.best(nodes)), self._drawn_from(nodes))
 
     def advance(self) -> Ready:
         """One forward: what the chain still lacks is fed, every branch grows one token, new forks begin."""
@@ -121,7 +147,8 @@ class WorkAhead:
         plan.growing = [growing for growing in grown if len(growing.chain) < plan.depth]
         moved, plan.found = plan.found + grown, []
         entries = tuple(Branch(g.accepted, g.bonus, tuple(g.chain[: plan.depth])) for g in moved)
-        return Ready(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy)
+        q = self._drawn_from([node for g in moved for node in g.nodes[: plan.depth]])
+        return Ready(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
 
     def _planned(self, chain: tuple[int, ...], known: list[int], depth: int, branches: int) -> Plan:
         depth = min(depth, self.tree.room - len(chain) - 1)
@@ -144,6 +171,7 @@ class WorkAhead:
         plan.spine += nodes[: len(line)]
         for growing, node in zip(plan.growing, nodes[len(line) :], strict=True):
             growing.tip = node
+            growing.nodes.append(node)
         return self.tree.best(nodes)[len(line) :]
 
     def _fork(self, plan: Plan) -> None:
@@ -180,9 +208,13 @@ class WorkAhead:
         node = growing.tip
         while node is not None:
             growing.tip = node
+            growing.nodes.append(node)
             growing.chain += self.tree.best([node])
             node = self.tree.child(node, growing.chain[-1])
         (plan.growing if len(growing.chain) < plan.depth else plan.found).append(growing)
+
+    def _drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        return self._drawing.drawn_from(nodes) if self._drawing is not None else None
 
     def _walk(self, node: int, tokens: Sequence[int]) -> list[int]:
         """The fed nodes along `tokens` from `node`, as far as they go."""

@@ -120,7 +120,7 @@ class DraftWorker:
         self._drafting[message.request] = Drafting(work, message.epoch, newest)
 
     def _begun(self, message: Open, progress: Callable[[int, int], None]) -> WorkAhead:
-        """Drawing, where residual sampling wants it and the drafter can: C lowers what an even fan-out would prepare."""
+        """Drawing, where residual sampling wants it and the drafter can; C lowers what an even fan-out prepares."""
         tokens, sampling = message.tokens.tolist(), message.sampling
         if sampling.is_residual and isinstance(self._drafter, DrawingDrafter):
             cached = max(round(message.branches / (message.depth + 1)), 1)

@@ -11,26 +11,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from engine.candidate import Candidate
 from engine.columns import Columns
+from engine.draws import DrawnStep, Draws
 from engine.layout import Layout
-from engine.sampling import Sampler
+from engine.sampling import History, Sampler
 from engine.steps import Step, score
 from protocol.errors import InvalidRequest
+from protocol.sparse import SparseQ
 
 _SLACK = 8  # dead columns that are not worth a gather
 
 
 @dataclass(slots=True)
 class _Node:
-    """A fed token: row `row` of `step` tells what follows it. `token` is None until somebody reads it."""
+    """A fed token: row `row` of `step` tells what follows it. `token` is None until somebody reads it.
+
+    `fork` is the position of the last token down to it that was told, not the tree's own choice.
+    """
 
     parent: int
     token: int | None
     column: int
     step: Step
     row: int
+    fork: int
     children: list[int] = field(default_factory=list)
 
 
@@ -44,9 +51,14 @@ class Tree:
         context_length: int,
         tokens: Sequence[int],
         progress: Callable[[int, int], None] | None = None,
+        draws: Draws | None = None,
     ) -> None:
-        """Prefills `tokens`; the last becomes the root, node 0, whose continuation is still lazy."""
+        """Prefills `tokens`; the last becomes the root, node 0, whose continuation is still lazy.
+
+        With `draws` a node's own continuation is drawn, not its best.
+        """
         self._columns, self._sampler, self._context_length = columns, sampler, context_length
+        self._draws = draws
         self._committed = list(tokens[:-1])
         columns.prefill(self._committed, progress, len(tokens))
         self._layout = Layout(len(self._committed))
@@ -103,6 +115,11 @@ class Tree:
             found.update(zip(own, step.candidates([self._nodes[n].row for n in own], count), strict=True))
         return [found[node] for node in nodes]
 
+    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        rows = [(node.step, node.row) for node in map(self._node, nodes)]
+        qs = [step.q(row) for step, row in rows if isinstance(step, DrawnStep)]
+        return SparseQ(np.stack([ids for ids, _ in qs]), np.stack([probs for _, probs in qs])) if qs else None
+
     def scores(self, node: int) -> mx.array:
         """The scores [V] of what may follow a node."""
         return self._node(node).step.row(self._nodes[node].row)
@@ -142,13 +159,22 @@ class Tree:
         fed = mx.array(ids, dtype=mx.int32) if None not in ids else self._lazily(parents, ids)
         positions = self._layout.positions
         logits = self._columns.forward(fed, start, positions, self._layout.seen(start), columns)
-        step = score(self._sampler, logits, (positions[start:] + 1).tolist(), histories)
+        told = zip(parents, tokens, positions[start:].tolist(), strict=True)
+        forks = [self._nodes[parent].fork if token is None else position for parent, token, position in told]
+        step = self._step(logits, (positions[start:] + 1).tolist(), histories, forks)
         for row, (parent, token) in enumerate(zip(parents, ids, strict=True)):
-            self._nodes[first + row] = _Node(parent, token, start + row, step, row)
+            self._nodes[first + row] = _Node(parent, token, start + row, step, row, forks[row])
             if parent >= 0:
                 self._nodes[parent].children.append(first + row)
         self._next += len(ids)
         return list(range(first, self._next))
+
+    def _step(
+        self, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None, forks: Sequence[int]
+    ) -> Step:
+        if self._draws is None:
+            return score(self._sampler, logits, positions, histories)
+        return self._draws.score(self._sampler, logits, positions, histories, forks)
 
     def _readily(self, parent: int, token: int | None) -> int | None:
         """The token to feed, if it can be told without waiting."""

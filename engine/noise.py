@@ -7,11 +7,14 @@ logarithms: numpy and MLX give the same bits.
     key(seed, position)  two 64-bit finalisers (Stafford's mix 13)          on the host, one a position
     h(key, token)        two 32-bit finalisers (lowbias32), keyed twice     one a token
     u = (x + 1/2) / 2^24 with x the high 24 bits of h;  G = -log(-log u)    float32, G in [-2.9, 17.4]
+
+Residual sampling takes its randomness from here too, each `Purpose` from a stream of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +28,19 @@ _LOG1P = (
     0.13748309016227722, -0.15394271910190582, 0.140558123588562, -0.16414520144462585, 0.20007233321666718,
     -0.25007930397987366, 0.33333271741867065, -0.49999934434890747, 1.0,
 )
+
+
+class Purpose(IntEnum):
+    """What residual sampling draws for. No draw may know of another, so each has its own noise at a position."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    RESAMPLE = 3
+
+
+def stream(seed: int, purpose: Purpose, part: int = 0) -> int:
+    """The seed of a request's noise for one purpose, and for a part of it (0 or more)."""
+    return _mix64(_mix64(_mix64(seed + 0x8CB92BA72F3D8DD7) + purpose) + part)
 
 
 def gumbel_numpy(seed: int, positions: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -42,6 +58,19 @@ def gumbel(seed: int, positions: Sequence[int], vocab_size: int) -> mx.array:
     tokens = mx.arange(vocab_size, dtype=mx.uint32)
     noise: mx.array = _gumbel(mx, integers(mx, tokens, mx.array(first), mx.array(second)))
     return noise
+
+
+def gumbel_at(xp: Any, seeds: Sequence[int], positions: Sequence[int], tokens: Any) -> Any:
+    """The same for some tokens a row only: float32 [P, m] for P seeds and tokens [P, m]. `xp` is numpy or mlx.core."""
+    first, second = np.concatenate([_keys(*row) for row in zip(seeds, ([p] for p in positions), strict=True)], axis=1)
+    return _gumbel(xp, integers(xp, tokens.astype(xp.uint32), xp.array(first), xp.array(second)))
+
+
+def exponential_numpy(seed: int, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """A standard exponential for each of `positions`, the noise of token 0 before its second logarithm: float32 [P]."""
+    first, second = _keys(seed, positions)
+    drawn: np.ndarray[Any, np.dtype[np.float32]] = _exponential(np, integers(np, np.zeros(1, np.uint32), first, second))
+    return drawn[:, 0]
 
 
 def integers(xp: Any, tokens: Any, first: Any, second: Any) -> Any:
@@ -71,9 +100,13 @@ def _mix32(xp: Any, x: Any) -> Any:
 
 
 def _gumbel(xp: Any, x: Any) -> Any:
+    return -_log(xp, _exponential(xp, x), None)
+
+
+def _exponential(xp: Any, x: Any) -> Any:
+    """-log u, never 0."""
     u = (x.astype(xp.float32) + 0.5) * 2.0**-24
-    exponential = -_log(xp, u, (x.astype(xp.int32) - 2**24).astype(xp.float32) * 2.0**-24 + 2.0**-25)
-    return -_log(xp, exponential, None)
+    return -_log(xp, u, (x.astype(xp.int32) - 2**24).astype(xp.float32) * 2.0**-24 + 2.0**-25)
 
 
 def _log(xp: Any, z: Any, minus_one: Any) -> Any:

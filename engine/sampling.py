@@ -46,6 +46,9 @@ class Sampler:
 
     With `normalised` False the log-softmax is left out where no filter needs it: scores then differ from the contract's
     by a constant a row (and by rounding), which no argmax and no gap notices. Good enough for a drafter, and cheaper.
+
+    For residual sampling there is no noise in the scores: a drafter must not know the target's, which is
+    `engine.residual`'s, and draws by its own (`engine.draws`).
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, *, normalised: bool = True) -> None:
@@ -62,7 +65,13 @@ class Sampler:
         self.params = params
         self.vocab_size = vocab_size
         self._normalised = normalised or (params.temp > 0 and (params.top_p < 1 or params.min_p > 0))
+        self._noise_seed = params.seed or 0
         self._blocks: dict[int, mx.array] = {}
+
+    @property
+    def noisy(self) -> bool:
+        """True when `scores` has noise in it."""
+        return self.params.temp > 0 and not self.params.is_residual
 
     @property
     def needs_history(self) -> bool:
@@ -94,7 +103,7 @@ class Sampler:
         if self._normalised:
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         scores = _filter(logits, self.params)
-        return scores if self.params.temp == 0 else scores + self.noise(positions)
+        return scores + self.noise(positions) if self.noisy else scores
 
     def penalise(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
         """`logits` after penalties and bias, the first step of `scores`. Lazy."""
@@ -115,13 +124,12 @@ class Sampler:
             if len(self._blocks) >= _BLOCKS_KEPT:
                 self._blocks.pop(min(self._blocks))
             positions = range(block * _BLOCK, (block + 1) * _BLOCK)
-            seed = self.params.seed or 0
             # The same bits either way; on the CPU numpy is several times quicker.
             on_cpu = mx.default_device().type == mx.cpu
             self._blocks[block] = (
-                mx.array(gumbel_numpy(seed, positions, self.vocab_size))
+                mx.array(gumbel_numpy(self._noise_seed, positions, self.vocab_size))
                 if on_cpu
-                else gumbel(seed, positions, self.vocab_size)
+                else gumbel(self._noise_seed, positions, self.vocab_size)
             )
         return self._blocks[block]
 

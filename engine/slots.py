@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from engine.cache import History
 from engine.loading import LoadedModel
-from engine.sampling import Sampler
+from engine.residual import target_sampler
 from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
 
@@ -31,7 +31,7 @@ class Slot:
         if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
             raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
         self.tokens = list(tokens)
-        self.sampler = Sampler(params, model.vocab_size)
+        self.sampler = target_sampler(params, model.vocab_size)
         self.history = History(model.model)
         self._model = model.model
 

@@ -37,7 +37,7 @@ class Step:
         """Each row's best token, int [R], still on the device."""
         if self._chosen is None:
             if self._finish is None:
-                self._chosen = mx.argmax(self._scores, axis=-1).astype(mx.int32)
+                self._chosen = self._choose(self._scores)
             else:
                 self._chosen = mx.array(self.best(), dtype=mx.int32)
         return self._chosen
@@ -55,7 +55,7 @@ class Step:
         """Each row's best token. Waits."""
         if self._best is None:
             if self._chosen is None and self._on_cpu:
-                self._best = cast(list[int], self._host().argmax(axis=-1).tolist())
+                self._best = self._choose_on_host(self._host())
             else:
                 self._best = cast(list[int], self.chosen().tolist())
         return self._best
@@ -72,6 +72,12 @@ class Step:
     def row(self, row: int) -> mx.array:
         """One row's scores, [V]."""
         return self._scores[row] if self._finish is None else mx.array(self._host()[row])
+
+    def _choose(self, scores: mx.array) -> mx.array:
+        return mx.argmax(scores, axis=-1).astype(mx.int32)
+
+    def _choose_on_host(self, scores: Floats) -> list[int]:
+        return cast(list[int], scores.argmax(axis=-1).tolist())
 
     def _host(self) -> Floats:
         """The scores, where possible in MLX's own memory: not to be written to. Waits."""
@@ -105,15 +111,22 @@ class Step:
         return list(zip(cast(Any, tokens.tolist()), cast(Any, values.astype(mx.float32).tolist()), strict=True))
 
 
+Make = Callable[[mx.array, Callable[[Floats], Floats] | None], Step]
+
+
 def score(
-    sampler: Sampler, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None
+    sampler: Sampler,
+    logits: mx.array,
+    positions: Sequence[int],
+    histories: Sequence[History] | None,
+    make: Make = Step,
 ) -> Step:
-    """The step of these logits [R, V], whose rows choose the tokens at `positions`. Lazy."""
+    """The step of these logits [R, V], whose rows choose the tokens at `positions`, as `make` makes it. Lazy."""
     if not sampler.filters or mx.default_device().type != mx.cpu:
-        return Step(sampler.scores(logits, positions, histories))
+        return make(sampler.scores(logits, positions, histories), None)
 
     def finish(penalised: Floats) -> Floats:
-        noise: Floats = np.array(sampler.noise(positions), copy=False)
-        return filters.apply(penalised, sampler.params) + noise
+        kept = filters.apply(penalised, sampler.params)
+        return kept + np.array(sampler.noise(positions), copy=False) if sampler.noisy else kept
 
-    return Step(sampler.penalise(logits, histories), finish)
+    return make(sampler.penalise(logits, histories), finish)

@@ -8,6 +8,7 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 from engine.columns import OneRow
+from engine.draws import Draws
 from engine.loading import LoadedModel
 from engine.nodes import Tree
 from engine.rows import Rows
@@ -28,11 +29,13 @@ def open_tree(
     tokens: Sequence[int],
     params: SamplingParams,
     progress: Callable[[int, int], None] | None = None,
+    draws: Draws | None = None,
 ) -> Tree:
     """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
 
     Args:
         progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
+        draws: how nodes' own continuations are drawn, for residual sampling; None: they are the best.
 
     Raises:
         InvalidRequest: no tokens, or one the model does not have.
@@ -42,7 +45,7 @@ def open_tree(
         raise InvalidRequest("the prompt has no tokens; expected at least one")
     if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
         raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the draft's vocabulary")
-    return _open(model, tree_form(model), params, progress, tokens)
+    return _open(model, tree_form(model), params, progress, tokens, draws)
 
 
 def tree_form(model: LoadedModel) -> Form:
@@ -75,6 +78,7 @@ def _open(
     params: SamplingParams,
     progress: Callable[[int, int], None] | None,
     tokens: Sequence[int],
+    draws: Draws | None = None,
 ) -> Tree:
     sampler = Sampler(params, model.vocab_size, normalised=False)
-    return Tree(form(model), sampler, model.context_length, tokens, progress)
+    return Tree(form(model), sampler, model.context_length, tokens, progress, draws)

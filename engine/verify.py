@@ -1,6 +1,7 @@
 """The target's two ways to go on: `verify` a proposed chain in one forward, or run ahead by itself, one step pipelined.
 
-Both choose tokens by the same scores, so a text doesn't depend on which way each of its tokens came.
+Both choose tokens by the same scores, so a coupled text doesn't depend on which way each of its tokens came. A chain
+that comes with a q is ruled on by `engine.residual`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from typing import cast
 import mlx.core as mx
 
 from engine.loading import LoadedModel
+from engine.residual import Floats, ResidualSampler
+from engine.sampling import Sampler
 from engine.slots import Slot
+from protocol.errors import InvalidRequest
+from protocol.sparse import SparseQ
 
 _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again before its next chain
 
@@ -25,32 +30,62 @@ class Verdict:
     bonus: int
 
 
-def verify(model: LoadedModel, slots: Sequence[Slot], chains: Sequence[Sequence[int]]) -> list[Verdict]:
+def verify(
+    model: LoadedModel,
+    slots: Sequence[Slot],
+    chains: Sequence[Sequence[int]],
+    drawn_from: Sequence[SparseQ | None] | None = None,
+) -> list[Verdict]:
     """One forward a slot over its last committed token and its chain; accepts while the target's token is the chain's.
 
     Each slot commits its accepted tokens and the bonus, and forgets the rest. An empty chain is a decoding step.
 
+    Args:
+        drawn_from: for slots of residual sampling, what the tokens of their chains were drawn from.
+
     Raises:
         RollbackError: the model keeps state that can't be rolled back, and the chain was not accepted whole.
+        InvalidRequest: a chain's kind is not what its slot samples by.
     """
-    return [_verify(slot, list(chain)) for slot, chain in zip(slots, chains, strict=True)]
+    qs = drawn_from or [None] * len(slots)
+    return [_verify(slot, list(chain), q) for slot, chain, q in zip(slots, chains, qs, strict=True)]
 
 
-def _verify(slot: Slot, chain: list[int]) -> Verdict:
+def _verify(slot: Slot, chain: list[int], q: SparseQ | None) -> Verdict:
     if len(slot.unfed) > _MAX_REPLAY:
         slot.feed_all_but(1)
     slot.history.mark()
     logits = slot.forward(mx.array(slot.unfed + chain))[-len(chain) - 1 :]
     base = len(slot.tokens)
     histories = [slot.tokens + chain[:i] for i in range(len(chain) + 1)] if slot.sampler.needs_history else None
-    scores = slot.sampler.scores(logits, range(base, base + len(chain) + 1), histories)
+    positions = range(base, base + len(chain) + 1)
+    if chain and isinstance(slot.sampler, ResidualSampler):
+        verdict = _by_residual(slot.sampler, slot.sampler.log_p(logits, histories), positions, chain, q)
+    else:
+        verdict = _by_equality(slot.sampler, slot.sampler.scores(logits, positions, histories), chain, q)
+    slot.tokens += [*chain[: verdict.accepted], verdict.bonus]
+    slot.history.roll_back(len(slot.tokens) - 1)
+    return verdict
+
+
+def _by_equality(sampler: Sampler, scores: mx.array, chain: Sequence[int], q: SparseQ | None) -> Verdict:
+    if q is not None and chain and sampler.params.temp > 0:
+        raise InvalidRequest("the chain comes with a q and the request samples coupled; expected one without")
     choices = _ints(mx.argmax(scores, axis=-1))
     accepted = 0
     while accepted < len(chain) and choices[accepted] == chain[accepted]:
         accepted += 1
-    slot.tokens += [*chain[:accepted], choices[accepted]]
-    slot.history.roll_back(len(slot.tokens) - 1)
     return Verdict(accepted, choices[accepted])
+
+
+def _by_residual(
+    sampler: ResidualSampler, log_p: Floats, positions: Sequence[int], chain: Sequence[int], q: SparseQ | None
+) -> Verdict:
+    if q is None:
+        raise InvalidRequest("the chain comes without a q and the request samples residual; expected one with")
+    k = sampler.accepted(log_p[:-1], positions[:-1], chain, q)
+    rejected = q.part(k, k + 1) if k < len(chain) else None
+    return Verdict(k, sampler.instead(log_p[k], positions[k], rejected))
 
 
 class RunAhead:

@@ -34,7 +34,7 @@ def finish(work: WorkAhead) -> list[Ready]:
 @pytest.mark.parametrize("chain_length", [0, 1, 4])
 def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) -> None:
     work = work_ahead()
-    chain = work.continuation(chain_length)
+    chain = work.continuation(chain_length).chain
     work.commit((), chain, 3, 10)
     last = {(e.accepted, e.bonus): e.chain for ready in finish(work) for e in ready.entries}
     assert len(last) == 10
@@ -46,7 +46,7 @@ def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) ->
 
 def test_only_the_last_push_is_final() -> None:
     work = work_ahead()
-    work.commit((), work.continuation(3), 3, 8)
+    work.commit((), work.continuation(3).chain, 3, 8)
     assert [ready.final for ready in finish(work)][-1:] == [True]
     work.commit(TEXT[10:11], (), 3, 8)
     assert not any(ready.final for ready in finish(work)[:-1])
@@ -74,7 +74,7 @@ def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -
                 entries |= {(e.accepted, e.bonus): e.chain for e in work.advance().entries}
         for (accepted, bonus), branch in entries.items():
             place = (*committed, *chain[:accepted], bonus)
-            assert list(branch) == work_ahead(place).continuation(len(branch))
+            assert branch == work_ahead(place).continuation(len(branch)).chain
         accepted = rng.randrange(len(chain) + 1)
         bonus = TEXT[len(committed) + accepted] if rng.random() < 0.7 else rng.randrange(1, 200)
         new = [*chain[:accepted], bonus]
@@ -91,4 +91,4 @@ def test_near_the_end_of_the_context_branches_get_shorter_then_none() -> None:
     assert {len(e.chain) for e in finish(work)[-1].entries} == {3}
     work.commit(TEXT[10:14], (), 6, 4)
     assert not work.busy
-    assert work.continuation(5) == []
+    assert work.continuation(5).chain == ()
