@@ -1,0 +1,178 @@
+"""How often the outcome was prepared for, against what a drafter with all the time in the world would have prepared.
+
+    python -m bench.hit_rate                 # K = 4, B = 12, T = 0 and 1, 24 prompts x 128 tokens: some minutes
+    python -m bench.hit_rate --prompts 4 --tokens 64
+
+The texts are made in `ssd` by the embedded pair in real processes, drafts by the model alone. Then bench.oracle
+goes through the very same rounds with the same fan-out and budget, each on a fresh tree. What it covers and the
+live run did not came too late or went wrong. The exit code is 1 when a ratio lies under --least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.prompts import mixed
+from bench.rounds import Round, read_rounds
+from orchestrator import blas
+from orchestrator.cli.screen import Screen
+from orchestrator.cluster import LocalCluster
+from orchestrator.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from orchestrator.settings import FAN_OUTS
+from orchestrator.spawn import child_environment, python
+from orchestrator.study.statistics import bootstrap
+from orchestrator.tokenizer import load_codec
+from protocol.errors import OutriderError, WorkerError
+from protocol.sampling import SamplingParams
+
+Tell = Callable[[str], None]
+SEEN_AFTER = ("start", "hit", "miss")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is measured, and on how much text."""
+
+    depth: int
+    branches: int
+    fan_out: str
+    prompts: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """One outcome: was its branch there, would the oracle have had it, and what the round it ended had come after."""
+
+    live: bool
+    oracle: bool
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+
+
+def generate(setup: Setup, temp: float, trace: Path, tell: Tell) -> list[Generated]:
+    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    made = []
+    settings = {"num_draft_tokens": setup.depth, "branches": setup.branches, "fan_out": setup.fan_out}
+    with LocalCluster(progress=tell, trace=trace, ngrams=False, **settings) as cluster:
+        client = cluster.client()
+        for number, prompt in enumerate(mixed(setup.prompts)):
+            tell(f"T={temp:g}: {prompt.name}, {number + 1} of {setup.prompts}")
+            sampling = SamplingParams(max_tokens=setup.tokens, temp=temp, ignore_eos=True, seed=number)
+            tokens = codec.encode(prompt.text)
+            made.append(Generated(tokens, client.generate(tokens, sampling, mode="ssd").token_ids, sampling))
+    return made
+
+
+@contextmanager
+def oracle(fan_out: str) -> Iterator[Callable[[Generated, Round, Setup], bool]]:
+    """Asks bench.oracle, a process with the workers' BLAS."""
+    command = python("-m", "bench.oracle", "--model", str(EMBEDDED_DRAFT), "--fan-out", fan_out)
+    environment = blas.environment(child_environment(), 1)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as process:
+
+        def covers(text: Generated, round_: Round, setup: Setup) -> bool:
+            asked = {
+                "tokens": [*text.prompt, *text.tokens][: round_.base_len],
+                "chain": round_.chain,
+                "accepted": round_.accepted,
+                "bonus": round_.bonus,
+                "branches": setup.branches,
+                "temp": text.sampling.temp,
+                "seed": text.sampling.seed,
+            }
+            if process.stdin is None or process.stdout is None:
+                raise WorkerError("the oracle has no pipes")
+            process.stdin.write(json.dumps(asked) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            if not answer:
+                raise WorkerError("the oracle ended; its message stands above")
+            return bool(json.loads(answer)["covered"])
+
+        yield covers
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def measure(setup: Setup, temp: float, tell: Tell) -> list[list[Lookup]]:
+    """The lookups of each prompt's text."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        made = generate(setup, temp, trace, tell)
+        rounds = read_rounds(trace, [(text.prompt, text.tokens) for text in made])
+    found = []
+    with oracle(setup.fan_out) as covers:
+        for number, (text, own) in enumerate(zip(made, rounds, strict=True), start=1):
+            tell(f"T={temp:g}: the oracle goes through text {number} of {len(made)}")
+            judged = [(round_, covers(text, round_, setup)) for round_ in own]
+            found.append([Lookup(r.next_hit, seen, r.after) for r, seen in judged if r.next_hit is not None])
+    return found
+
+
+def told(temp: float, texts: Sequence[Sequence[Lookup]]) -> list[str]:
+    """The lines of the table for one temperature: all lookups, then by what their round had come after."""
+    lines = []
+    for after in ("all", *SEEN_AFTER):
+        chosen = [[lookup for lookup in text if after in ("all", lookup.after)] for text in texts]
+        lookups = [lookup for text in chosen for lookup in text]
+        if lookups:
+            live, best = sum(x.live for x in lookups), sum(x.oracle for x in lookups)
+            cells = f"{len(lookups):7}  {live / len(lookups):6.3f}  {best / len(lookups):6.3f}"
+            spread = bootstrap([text for text in chosen if text], ratio)
+            lines.append(f"{temp:<4g}  {after:<6}{cells}  {spread.value:6.3f} [{spread.low:.3f}, {spread.high:.3f}]")
+    return lines
+
+
+def ratio(texts: Sequence[Sequence[Lookup]]) -> float:
+    """Live hits over the oracle's."""
+    return sum(x.live for text in texts for x in text) / max(sum(x.oracle for text in texts for x in text), 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=4, help="K")
+    parser.add_argument("--branches", type=int, default=12, help="B")
+    parser.add_argument("--fan-out", choices=FAN_OUTS, default="best-first")
+    parser.add_argument("--temps", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--least", type=float, default=0.95, help="the ratio to the oracle that is asked for")
+    options = parser.parse_args()
+    setup = Setup(options.depth, options.branches, options.fan_out, options.prompts, options.tokens)
+    screen = Screen()
+    lines = ["T     after  lookups    live  oracle  live / oracle, 95 % by prompts"]
+    enough = True
+    try:
+        for temp in options.temps:
+            texts = measure(setup, temp, screen.show)
+            lines += told(temp, texts)
+            enough = enough and ratio(texts) >= options.least
+    except OutriderError as error:
+        screen.clear()
+        print(error, file=sys.stderr)
+        return error.exit_code
+    screen.clear()
+    print(f"K={setup.depth} B={setup.branches} {setup.fan_out}, {setup.prompts} prompts x {setup.tokens} tokens")
+    print("\n".join(lines))
+    return 0 if enough else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

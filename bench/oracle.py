@@ -1,0 +1,65 @@
+"""`python -m bench.oracle`: which outcomes a drafter with all the time in the world would have prepared for.
+
+Reads one JSON object a line from stdin, {tokens, chain, accepted, bonus, branches, temp, seed}: the round that verified
+`chain` after `tokens` and ended with (accepted, bonus). Answers {covered, prepared}. Each round has a fresh tree on the
+true tokens, so nothing a running drafter may have got wrong or late is in it; only the calibration goes on from round
+to round, as it does in a worker. The fan-out is the worker's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from draft_worker.calibration import Calibration
+from draft_worker.fan_out import POLICIES
+from draft_worker.mlx import MlxDrafter
+from draft_worker.work_ahead import WorkAhead
+from engine.loading import load
+from protocol.errors import OutriderError
+from protocol.sampling import SamplingParams
+
+
+class Oracle:
+    """Prepares for one round after the other."""
+
+    def __init__(self, drafter: MlxDrafter, policy: str) -> None:
+        self._drafter = drafter
+        self._policy = POLICIES[policy]
+        self._calibration = Calibration()
+
+    def prepared(self, asked: dict[str, Any]) -> set[tuple[int, int]]:
+        """The outcomes it would prepare; then it learns which one it was."""
+        tree = self._drafter.open(asked["tokens"], SamplingParams(temp=asked["temp"], seed=asked["seed"]))
+        work = WorkAhead(tree, (), self._policy, self._calibration)
+        work.commit((), asked["chain"], 1, asked["branches"])
+        found = set()
+        while work.busy:
+            found |= {(entry.accepted, entry.bonus) for entry in work.advance().entries}
+        work.commit([*asked["chain"][: asked["accepted"]], asked["bonus"]], None, 0, 0)
+        tree.close()
+        return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="oracle", description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--fan-out", choices=sorted(POLICIES), required=True)
+    options = parser.parse_args()
+    try:
+        oracle = Oracle(MlxDrafter(load(options.model)), options.fan_out)
+    except OutriderError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    for line in sys.stdin:
+        asked = json.loads(line)
+        found = oracle.prepared(asked)
+        covered = (asked["accepted"], asked["bonus"]) in found
+        print(json.dumps({"covered": covered, "prepared": len(found)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
