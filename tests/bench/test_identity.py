@@ -1,0 +1,61 @@
+"""The judge of identity tells the same text, a tie and a difference apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from bench import identity
+from bench.identity import HOUSES, SAMPLED_WAYS, SETTINGS, Case, Judge, Way, table
+from bench.prompts import Prompt
+from bench.scrambled import scrambled
+from orchestrator.certify import Difference, Report
+from orchestrator.model_files import EMBEDDED_DRAFT
+from orchestrator.settings import ServeSettings
+from protocol.sampling import SamplingParams
+
+CASE = Case(Prompt("code", 0, "x"), (1, 2), SamplingParams(max_tokens=3))
+DIFFERENCE = Difference(3, 6, 5, 0.5)
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, report: Report) -> Judge:
+    monkeypatch.setattr(identity, "certify", lambda *_: report)
+    judge = Judge(print)
+    judge.compare("alone", "T=0", CASE, (4, 5, 6))
+    judge.compare("same", "T=0", CASE, (4, 5, 6))
+    judge.compare("other", "T=0", CASE, (4, 6, 6))
+    return judge
+
+
+def test_the_first_text_is_the_reference_and_the_same_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = judged(monkeypatch, Report(3, 3, (), (), 1e-4))
+    assert [judge.tallies[row, "T=0"].same for row in ("alone", "same", "other")] == [1, 1, 0]
+
+
+def test_what_rounding_explains_is_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = judged(monkeypatch, Report(3, 2, (DIFFERENCE,), (), 1e-4))
+    assert judge.tallies["other", "T=0"].ties == 1
+    assert "1 by a tie" in table(judge)
+
+
+def test_anything_else_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = judged(monkeypatch, Report(3, 2, (), (DIFFERENCE,), 1e-4))
+    assert len(judge.tallies["other", "T=0"].different) == 1
+    assert "1 DIFFERENT" in table(judge)
+
+
+def test_every_house_can_be_built() -> None:
+    assert set(HOUSES) == set(SETTINGS) >= set(SAMPLED_WAYS)
+    assert HOUSES["best-first"][0] == SAMPLED_WAYS["best-first"][0] == Way("ar")
+    assert all(ServeSettings(**settings) for settings in SETTINGS.values())
+
+
+def test_a_scrambled_model_has_the_same_values_elsewhere(tmp_path) -> None:
+    before = load_file(EMBEDDED_DRAFT / "model.safetensors")
+    after = load_file(scrambled(EMBEDDED_DRAFT, tmp_path / "draft") / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert (tmp_path / "draft" / "config.json").exists()
+    for name, value in before.items():
+        assert np.array_equal(np.sort(value, axis=None), np.sort(after[name], axis=None))
+        assert value.ndim < 2 or not np.array_equal(value, after[name])

@@ -1,0 +1,66 @@
+"""The rounds read back from a trace are those that ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.rounds import Round, read_rounds
+from orchestrator.ledger import ORCHESTRATOR, TARGET
+from orchestrator.trace import Trace
+from protocol.errors import InvalidRequest
+from protocol.messages import Span
+
+
+def write(path: Path, *events: tuple[str, str, dict[str, Any]]) -> Path:
+    trace = Trace(path)
+    for at, (track, name, args) in enumerate(events):
+        trace.add(track, name, Span(at * 1000, at * 1000 + 500), **args)
+    trace.close()
+    return path
+
+
+def sent(number: int, name: str, *tokens: int) -> tuple[str, str, dict[str, Any]]:
+    return ORCHESTRATOR, name, {"round": number, "chain": len(tokens), "tokens": tokens}
+
+
+def verified(number: int, accepted: int) -> tuple[str, str, dict[str, Any]]:
+    return TARGET, "verify", {"round": number, "accepted": accepted}
+
+
+REQUEST = (
+    verified(0, 0),
+    sent(1, "hit", 11, 12),
+    verified(1, 2),
+    sent(2, "drafter", 14, 99),
+    verified(2, 1),
+    sent(3, "none"),
+    verified(3, 0),
+)
+PROMPT, TEXT = (1, 2, 3), (10, 11, 12, 13, 14, 15, 16)
+ROUNDS = [
+    Round(3, (), 0, 10, "start", True),
+    Round(4, (11, 12), 2, 13, "hit", False),
+    Round(7, (14, 99), 1, 15, "miss", None),  # one token was left: nothing was looked up
+]
+
+
+def test_rounds_and_lookups(tmp_path: Path) -> None:
+    assert read_rounds(write(tmp_path / "t.json", *REQUEST), [(PROMPT, TEXT)]) == [ROUNDS]
+
+
+def test_one_request_after_the_other(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.json", *REQUEST, *REQUEST)
+    assert read_rounds(trace, [(PROMPT, TEXT)] * 2) == [ROUNDS, ROUNDS]
+
+
+def test_a_trace_of_other_texts_is_refused(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.json", *REQUEST)
+    with pytest.raises(InvalidRequest, match="tells of 1 requests; expected 2"):
+        read_rounds(trace, [(PROMPT, TEXT)] * 2)
+    with pytest.raises(InvalidRequest, match="goes on after"):
+        read_rounds(trace, [(PROMPT, TEXT[:3])])
+    assert json.loads(trace.read_text())
