@@ -64,7 +64,8 @@ class ResidualSampler(Sampler):
         """
         if not q.fits(chain):
             raise InvalidRequest(f"q does not fit the chain {list(chain)}; expected what its tokens were drawn from")
-        own = log_p[np.arange(len(chain)), list(chain)]
+        tokens, last = np.asarray(chain), log_p.shape[1] - 1
+        own = np.where(tokens <= last, log_p[np.arange(len(chain)), np.minimum(tokens, last)], -np.inf)
         # An exponential clock is later than log q/p, strictly, with probability min(1, p/q).
         holds = exponential_numpy(self._accept_seed, positions) > np.log(q.of(chain)) - own
         return len(chain) if holds.all() else int(holds.argmin())

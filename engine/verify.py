@@ -55,7 +55,9 @@ def _verify(slot: Slot, chain: list[int], q: SparseQ | None) -> Verdict:
     if len(slot.unfed) > _MAX_REPLAY:
         slot.feed_all_but(1)
     slot.history.mark()
-    logits = slot.forward(mx.array(slot.unfed + chain))[-len(chain) - 1 :]
+    # A drafter may know tokens that the target does not; such a one can't hold, and nor can what stands after it.
+    known = [token if token < slot.sampler.vocab_size else 0 for token in chain]
+    logits = slot.forward(mx.array(slot.unfed + known))[-len(chain) - 1 :]
     base = len(slot.tokens)
     histories = [slot.tokens + chain[:i] for i in range(len(chain) + 1)] if slot.sampler.needs_history else None
     positions = range(base, base + len(chain) + 1)

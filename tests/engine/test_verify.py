@@ -17,6 +17,7 @@ from engine.slots import Slot, open_slots
 from engine.verify import RunAhead, verify
 from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
+from protocol.sparse import one_hot
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
@@ -225,3 +226,24 @@ def test_nested_caches_are_rolled_back_too() -> None:
     history.length = keys.offset = 6
     history.roll_back(4)
     assert (history.length, keys.offset, state[0].item()) == (3, 3, 1.0)
+
+
+@pytest.mark.parametrize("setting", sorted(SETTINGS))
+@pytest.mark.parametrize("foreign", [258, 10**6, 2**31 - 1])
+def test_tokens_the_target_does_not_know_are_rejected(loaded: Loaded, setting: str, foreign: int) -> None:
+    """A draft with a wider vocabulary may propose them; an embedding has no row for them."""
+    model, params = loaded("llama"), SETTINGS[setting]
+    truth = decoded(model, params, 8)
+    slot = slot_of(model, params)
+    verdict = verify(model, [slot], [[*truth[:2], foreign, *truth[3:5]]])[0]
+    assert (verdict.accepted, verdict.bonus) == (2, truth[2])
+    assert [verify(model, [slot], [()])[0].bonus for _ in range(4)] == truth[3:7]
+
+
+@pytest.mark.parametrize("foreign", [258, 2**31 - 1])
+def test_a_drawn_token_that_the_target_does_not_know_is_rejected(loaded: Loaded, foreign: int) -> None:
+    model = loaded("llama")
+    slot = slot_of(model, SamplingParams(temp=1.0, seed=3, rule="residual"))
+    verdict = verify(model, [slot], [[foreign, 5]], [one_hot([foreign, 5])])[0]
+    assert verdict.accepted == 0
+    assert slot.tokens == [*PROMPT, verdict.bonus]
