@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,6 +102,8 @@ class DraftWorker:
                 "no drafting for this request"
             )
 
+        self._check_known(message.tokens.tolist(), message.verifying)
+
         def progress(done: int, total: int) -> None:
             self._link.send(Prefilled(message.request, message.epoch, done, total))
 
@@ -118,6 +120,14 @@ class DraftWorker:
             message.branches,
         )
         self._drafting[message.request] = Drafting(work, message.epoch, newest)
+
+    def _check_known(self, tokens: Sequence[int], chain: Sequence[int] | None) -> None:
+        """The target may have more tokens than the draft: padding, which nobody but a random model says."""
+        foreign = max((*tokens, *(chain or ())), default=0)
+        if foreign >= self._drafter.vocab_size:
+            raise DrafterFault(
+                f"token {foreign} is not among the draft's {self._drafter.vocab_size}; no drafting from here on"
+            )
 
     def _begun(self, message: Open, progress: Callable[[int, int], None]) -> WorkAhead:
         """Drawing, where residual sampling wants it and the drafter can; C lowers what an even fan-out prepares."""
@@ -143,6 +153,7 @@ class DraftWorker:
             self._drop(message.request)
             self._link.send(Resync(message.request, message.epoch))
             return
+        self._check_known(message.tokens, message.verifying)
         drafting.work.commit(message.tokens, message.verifying, message.depth, message.branches)
         drafting.newest = message
         drafting.owed = message.verifying is None and message.depth > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from draft_worker.drafter import Drafter
 from draft_worker.mlx import MlxDrafter
 from engine.loading import LoadedModel, load
 from engine.slots import open_slots
@@ -48,13 +49,14 @@ def small_pair(
 def make_cluster(
     small_pair: Callable[..., tuple[LoadedModel, LoadedModel]], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Cluster]:
-    """`make_cluster("model", depth=3, ...)`; draft None: there is no drafter. `config` is the models'."""
+    """`make_cluster("model", depth=3, ...)`: the draft by name, a drafter, or None. `config` is the models'."""
     clock = VirtualClock()
     monkeypatch.setattr("protocol.clock.now", clock)
 
-    def make(draft: str | None, *, config: dict[str, Any] | None = None, **settings: Any) -> Cluster:
-        target, drafting = small_pair(draft or "self", **(config or {}))
-        return Cluster(target, MlxDrafter(drafting) if draft else None, clock, **settings)
+    def make(draft: str | Drafter | None, *, config: dict[str, Any] | None = None, **settings: Any) -> Cluster:
+        target, drafting = small_pair(draft if isinstance(draft, str) else "self", **(config or {}))
+        drafter = MlxDrafter(drafting) if isinstance(draft, str) else draft
+        return Cluster(target, drafter, clock, **settings)
 
     return make
 

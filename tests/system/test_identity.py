@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from draft_worker.fan_out import POLICIES
+from draft_worker.mlx import MlxDrafter
 from engine.loading import LoadedModel
 from protocol.sampling import SamplingParams
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
@@ -160,3 +161,16 @@ def test_a_drafter_lost_in_the_middle_changes_no_token(make_cluster: Make, check
     run = cluster.run(PROMPT, SAMPLINGS[sampling], "ssd")
     check(run, sampling)
     assert any("lost" in note for note in run.notes)
+
+
+@every_sampling
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("vocab_size", [36, 4096])
+def test_a_draft_with_fewer_or_more_tokens_changes_no_token(
+    make_cluster: Make, check: Check, small_pair: Small, sampling: str, mode: str, vocab_size: int
+) -> None:
+    """Only padding may differ in a pair that is let in; but nothing a drafter says may be looked up blindly."""
+    odd = MlxDrafter(small_pair("random", vocab_size=vocab_size)[1])
+    run = make_cluster(odd, schedule=MIXED).run(PROMPT, SAMPLINGS[sampling], mode)
+    check(run, sampling)
+    assert any(f"not among the draft's {vocab_size}" in note for note in run.notes) == (vocab_size == 36)
