@@ -271,6 +271,7 @@ def test_stats_tell_workers_totals_and_what_was_dropped(stand, codec):
         (Generate("q", None, np.zeros(0, np.int32), SamplingParams()), "prompt is empty"),
         (Generate("q", None, np.array([4096], np.int32), SamplingParams()), "expected ids from 0 to 4095"),
         (Generate("q", "x " * 2000, None, SamplingParams()), "expected at most 1023"),
+        (Generate("q", None, np.full(1024, 5, np.int32), SamplingParams()), "expected at most 1023"),
         (Generate("q", "x", None, SamplingParams(logit_bias=((5000, 1.0),))), "logit_bias has token 5000"),
         (Generate("q", "x", None, SamplingParams(), num_draft_tokens=0), "num_draft_tokens is 0"),
         (Generate("q", "x", None, SamplingParams(), num_draft_tokens=1000), "from 1 to 32"),
