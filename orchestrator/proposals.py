@@ -5,13 +5,15 @@ Pure decisions over a request, the estimates and the time; nothing is sent from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.controller import EPISODE_ROUNDS
 from orchestrator.estimates import Estimates
 from orchestrator.fallback import after_miss, drafts_better, worth_waiting
 from orchestrator.request import MILLISECOND_NS, Proposal, Request, Source
+from orchestrator.speculation_cache import Prepared
+from protocol.messages import Drafted
+from protocol.sparse import SparseQ
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class Proposer:
             return from_ngrams(request, longest)
         if request.mode == "sd":
             ngram = request.ngrams.lookup(longest)
-            return Ask(longest) if drafts_better(self.estimates, ngram, longest) else Proposal(ngram, Source.NGRAM)
+            asks = self._is_fixed(request) or drafts_better(self.estimates, ngram, longest)
+            return Ask(longest) if asks else Proposal(ngram, Source.NGRAM)
         return self.serve(request, accepted, bonus, longest, now_ns)
 
     def serve(self, request: Request, accepted: int, bonus: int, longest: int, now_ns: int) -> Step:
@@ -60,15 +63,21 @@ class Proposer:
         cache = request.cache
         if self.full_depth and not cache.final:
             return Linger(accepted, bonus, request.depth)
-        chain = cache.lookup(accepted, bonus)
-        if chain is None:
+        found = cache.lookup(accepted, bonus)
+        if found is None:
             return self._after_miss(request, longest)
         since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
-        if not cache.final and worth_waiting(self.estimates, len(chain), longest, since_ms):
+        if not cache.final and worth_waiting(self.estimates, len(found.chain), longest, since_ms):
             return Linger(accepted, bonus, 1)
-        return from_cache(chain, longest)
+        return from_cache(found, longest)
+
+    def _is_fixed(self, request: Request) -> bool:
+        """Full depth makes residual texts reproducible: then no estimate may decide what is verified."""
+        return self.full_depth and request.admit.sampling.is_residual
 
     def _after_miss(self, request: Request, longest: int) -> Step:
+        if self._is_fixed(request) and request.drafters:
+            return Ask(longest, missed=True)
         ngram = request.ngrams.lookup(longest)
         choice = after_miss(self.estimates, ngram, longest, bool(request.drafters))
         if choice.wait_for:
@@ -82,13 +91,18 @@ def _ahead(request: Request) -> int:
     return min(wanted, EPISODE_ROUNDS - 1) if request.admit.mode == "auto" else wanted
 
 
-def from_cache(chain: Sequence[int], longest: int) -> Proposal:
-    return Proposal(tuple(chain[: max(longest, 0)]), Source.CACHE)
+def from_cache(found: Prepared, longest: int) -> Proposal:
+    chain = found.chain[: max(longest, 0)]
+    return Proposal(chain, Source.CACHE, q=_first(found.q, len(chain)))
 
 
-def from_drafter(chain: Sequence[int], longest: int) -> Proposal:
-    chain = tuple(chain[: max(longest, 0)])
-    return Proposal(chain, Source.DRAFTER if chain else Source.NONE)
+def from_drafter(message: Drafted, longest: int) -> Proposal:
+    chain = message.chain[: max(longest, 0)]
+    return Proposal(chain, Source.DRAFTER if chain else Source.NONE, q=_first(message.q, len(chain)))
+
+
+def _first(q: SparseQ | None, rows: int) -> SparseQ | None:
+    return q.part(0, rows) if q is not None else None
 
 
 def from_ngrams(request: Request, longest: int) -> Proposal:

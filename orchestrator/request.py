@@ -14,6 +14,8 @@ from orchestrator.events import Admit
 from orchestrator.ngram import NgramIndex
 from orchestrator.speculation_cache import SpeculationCache
 from protocol.messages import Timings
+from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ
 
 MILLISECOND_NS = 1_000_000
 # A request tells at most this many single turnarounds; the sums go on.
@@ -46,13 +48,20 @@ class Source(Enum):
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What the next round verifies after the last committed token; `missed`: a lookup had found nothing;
-    `waited`: a drafter was waited for."""
+    `waited`: a drafter was waited for; `q`: what the chain was drawn from, None where nothing was drawn."""
 
     chain: tuple[int, ...] = ()
     source: Source = Source.NONE
     run_ahead: int = 0
     missed: bool = False
     waited: bool = False
+    q: SparseQ | None = None
+
+    def kind(self, sampling: SamplingParams) -> str:
+        """By which rule the target is to verify it (see `Verify`)."""
+        if not sampling.is_residual:
+            return "coupled"
+        return "one-hot" if self.q is None else "sparse"
 
 
 @dataclass(frozen=True, slots=True)

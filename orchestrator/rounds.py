@@ -20,6 +20,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.ngram import NgramIndex
 from orchestrator.proposals import Ask, Linger, Proposer, Step, from_cache, from_drafter
 from orchestrator.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Waiting
+from orchestrator.speculation_cache import is_sound
 from orchestrator.trace import Trace
 from orchestrator.tuning import Tuning
 from protocol.fields import MAX_COMMIT
@@ -144,8 +145,8 @@ class Rounds:
         for request in list(self._requests.values()):
             if request.waiting and now_ns >= request.waiting.deadline_ns:
                 hit = request.waiting.hit
-                chain = request.cache.lookup(*hit) if hit else None
-                self._verify(request, from_cache(chain, self._longest(request)) if chain else Proposal(), now_ns)
+                found = request.cache.lookup(*hit) if hit else None
+                self._verify(request, from_cache(found, self._longest(request)) if found else Proposal(), now_ns)
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> None:
         chain = request.proposal.chain
@@ -169,7 +170,8 @@ class Rounds:
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         self._ledger.branches(sender, message)
-        if message.round != request.round or message.base_len != request.base_len:
+        of_now = message.round == request.round and message.base_len == request.base_len
+        if not of_now or not is_sound(message):
             self.stale += 1
             return
         request.cache.add(message)
@@ -180,11 +182,11 @@ class Rounds:
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
         waiting = request.waiting
-        if waiting is None or waiting.hit or message.round != request.round + 1:
+        if waiting is None or waiting.hit or message.round != request.round + 1 or not is_sound(message):
             self.stale += 1
             return
         self._ledger.drafted(sender, message, waiting, now_ns)
-        self._verify(request, from_drafter(message.chain, self._longest(request)), now_ns)
+        self._verify(request, from_drafter(message, self._longest(request)), now_ns)
 
     def _on_resync(self, request: Request, sender: str) -> None:
         """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""
@@ -222,7 +224,16 @@ class Rounds:
         request.base_len = len(request.tokens)
         request.proposal, request.waiting = replace(proposal, waited=request.waiting is not None), None
         self._workers.send_target(
-            Verify(request.id, request.epoch, request.round, request.base_len, proposal.chain, proposal.run_ahead)
+            Verify(
+                request.id,
+                request.epoch,
+                request.round,
+                request.base_len,
+                proposal.chain,
+                proposal.run_ahead,
+                proposal.kind(request.admit.sampling),
+                proposal.q,
+            )
         )
         request.cache.start()
         if request.mode == "ssd" and request.drafters:

@@ -5,16 +5,35 @@ Holds only what arrived before the outcome was handled, so a hit is a prediction
 
 from __future__ import annotations
 
-from protocol.messages import Branches
+from dataclasses import dataclass
+
+from protocol.messages import Branches, Drafted
+from protocol.sparse import SparseQ
 
 Outcome = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A branch: its chain, and what that was drawn from, if it was."""
+
+    chain: tuple[int, ...]
+    q: SparseQ | None = None
+
+
+def is_sound(message: Branches | Drafted) -> bool:
+    """Whether its q, if it has one, can be what its chains were drawn from; nothing can be verified with another."""
+    if message.q is None:
+        return True
+    chains = [message.chain] if isinstance(message, Drafted) else [entry.chain for entry in message.entries]
+    return message.q.fits([token for chain in chains for token in chain])
 
 
 class SpeculationCache:
     """The branches of the round under verification; `start` empties it for the next one."""
 
     def __init__(self) -> None:
-        self._branches: dict[Outcome, tuple[int, ...]] = {}
+        self._branches: dict[Outcome, Prepared] = {}
         self.final = False
 
     def start(self) -> None:
@@ -22,15 +41,18 @@ class SpeculationCache:
         self.final = False
 
     def add(self, message: Branches) -> None:
-        """Takes in branches; a deeper one replaces its shorter beginning."""
+        """Takes in branches; a deeper one replaces its shorter beginning. Depth decides, never what is in them."""
+        end = 0
         for entry in message.entries:
-            known = self._branches.get((entry.accepted, entry.bonus), ())
-            if len(entry.chain) > len(known):
-                self._branches[entry.accepted, entry.bonus] = entry.chain
+            start, end = end, end + len(entry.chain)
+            known = self._branches.get((entry.accepted, entry.bonus))
+            if known is None or len(entry.chain) > len(known.chain):
+                q = message.q.part(start, end) if message.q is not None else None
+                self._branches[entry.accepted, entry.bonus] = Prepared(entry.chain, q)
         self.final = self.final or message.final
 
-    def lookup(self, accepted: int, bonus: int) -> tuple[int, ...] | None:
-        """The chain prepared for this outcome, as deep as it has come, or None."""
+    def lookup(self, accepted: int, bonus: int) -> Prepared | None:
+        """The branch prepared for this outcome, as deep as it has come, or None."""
         return self._branches.get((accepted, bonus))
 
     def __len__(self) -> int:

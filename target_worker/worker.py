@@ -17,8 +17,9 @@ from engine.pace import Pace
 from engine.slots import Slot, open_slots
 from engine.verify import RunAhead, verify
 from protocol import clock
-from protocol.errors import OutriderError
+from protocol.errors import InvalidRequest, OutriderError
 from protocol.messages import Close, Fault, Message, Open, Outcome, Prefilled, Resync, Shutdown, Span, Verify
+from protocol.sparse import SparseQ, one_hot
 from protocol.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class TargetWorker:
             return
         started_ns = clock.now()
         with self._paced(1 + len(message.chain)):
-            verdict = verify(self._model, [running.slot], [message.chain])[0]
+            verdict = verify(self._model, [running.slot], [message.chain], [_drawn_from(message)])[0]
         outcome = Outcome(
             message.request,
             message.epoch,
@@ -204,3 +205,12 @@ class TargetWorker:
         if running.ahead is not None:
             running.ahead.stop()
             running.ahead = None
+
+
+def _drawn_from(message: Verify) -> SparseQ | None:
+    """What the chain's tokens were drawn from: its kind says that, nothing else does."""
+    if message.kind == "one-hot":
+        return one_hot(message.chain)
+    if message.kind == "sparse" and message.q is None:
+        raise InvalidRequest("a sparse chain comes without its q; expected what its tokens were drawn from")
+    return message.q if message.kind == "sparse" else None
