@@ -13,6 +13,8 @@ import mlx.core as mx
 import pytest
 
 from draft_worker.coreml import doctor, machine, placements, probe, survey
+from draft_worker.coreml.converter import Options
+from draft_worker.coreml.package import Package
 from draft_worker.coreml.probe import Verdict
 from tests.coreml.conftest import SIZES, Bench
 from tests.coreml.test_probe import GOOD
@@ -92,10 +94,18 @@ def test_a_draft_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture
 
 
 def test_the_survey_has_a_row_for_every_mode_and_kind(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sys.platform == "darwin":
-        pytest.skip("a Mac has other units, and takes its time with each")
+        pytest.skip("a Mac has other units")
+    made, wanted = bench("llama"), list[Options]()
+
+    def package_of(model: Path, options: Options, folder: Path) -> Package:
+        assert (model, folder) == (made.model_path, tmp_path)
+        wanted.append(options)
+        return made.package
+
+    monkeypatch.setattr(survey.store, "package_of", package_of)
     tried: list[tuple[str, int]] = []
 
     def try_out(package: object, units: str, predictions: int) -> Verdict:
@@ -103,11 +113,12 @@ def test_the_survey_has_a_row_for_every_mode_and_kind(
         return probe.judge(GOOD) if len(tried) % 2 else Verdict(units, None, "its trial was ended by SIGKILL")
 
     monkeypatch.setattr(survey.probe, "try_out", try_out)
-    rows = [row.cells for row in survey.survey(tiny_model("llama", **SIZES), 50, tmp_path)]
+    rows = [row.cells for row in survey.survey(made.model_path, 50, tmp_path)]
     assert len(rows) == 9 and tried == [("REFERENCE", 50)] * 9
     assert all(len(row) == len(survey.COLUMNS) for row in rows)
     modes, kinds = ("stateless", "hybrid", "onehot"), ("fp16", "int8", "int4")
     assert {row[:2] for row in rows} == {(mode, kind) for mode in modes for kind in kinds}
+    assert [(options.mode, options.weights) for options in wanted] == [row[:2] for row in rows]
     assert rows[1][-1] == "its trial was ended by SIGKILL" and rows[1][3] == "NO"
 
 

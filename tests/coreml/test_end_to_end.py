@@ -9,7 +9,7 @@ import pytest
 from orchestrator import Client, LocalCluster, SamplingParams
 from orchestrator.result import GenerationResult
 
-PROMPTS = ("def fibonacci(n):\n", "class Stack:\n", "for item in items:\n")
+PROMPTS = ("def fibonacci(n):\n", "for item in items:\n")
 SAMPLINGS = {temp: SamplingParams(max_tokens=40, temp=temp, seed=5, ignore_eos=True) for temp in (0.0, 0.8)}
 
 
@@ -27,23 +27,35 @@ def mlx() -> Iterator[Client]:
         yield cluster.client()
 
 
-def run(client: Client, mode: str, temp: float) -> list[GenerationResult]:
-    return [client.generate(prompt, SAMPLINGS[temp], mode=mode) for prompt in PROMPTS]
+Runs = dict[tuple[str, str, float], list[GenerationResult]]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    """What was generated already."""
+    return {}
+
+
+def run(runs: Runs, client: Client, mode: str, temp: float) -> list[GenerationResult]:
+    key = (client.stats().workers[-1].backend, mode, temp)
+    if key not in runs:
+        runs[key] = [client.generate(prompt, SAMPLINGS[temp], mode=mode) for prompt in PROMPTS]
+    return runs[key]
 
 
 @pytest.mark.parametrize("temp", list(SAMPLINGS))
-def test_the_text_is_the_targets_own(coreml: Client, temp: float) -> None:
-    alone = [result.token_ids for result in run(coreml, "ar", temp)]
+def test_the_text_is_the_targets_own(runs: Runs, coreml: Client, temp: float) -> None:
+    alone = [result.token_ids for result in run(runs, coreml, "ar", temp)]
     for mode in ("sd", "ssd"):
-        assert [result.token_ids for result in run(coreml, mode, temp)] == alone
+        assert [result.token_ids for result in run(runs, coreml, mode, temp)] == alone
 
 
 @pytest.mark.parametrize("temp", list(SAMPLINGS))
-def test_as_much_is_accepted_as_from_mlx(coreml: Client, mlx: Client, temp: float) -> None:
+def test_as_much_is_accepted_as_from_mlx(runs: Runs, coreml: Client, mlx: Client, temp: float) -> None:
     def acceptance(client: Client) -> float:
-        timings = [result.timings for result in run(client, "sd", temp)]
+        timings = [result.timings for result in run(runs, client, "sd", temp)]
         drafted = sum(t.draft_n for t in timings)
-        assert drafted > 60
+        assert drafted > 40
         return sum(t.draft_n_accepted for t in timings) / drafted
 
     assert abs(acceptance(coreml) - acceptance(mlx)) <= 0.02

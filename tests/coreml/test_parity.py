@@ -38,7 +38,7 @@ def test_a_float32_package_is_the_model(
 def test_a_float16_package_errs_as_float16_does(
     bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any]
 ) -> None:
-    made = bench(family, **config)
+    made, text = bench(family, **config), text[:120]
     _check_float16(made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16))
 
 
@@ -57,7 +57,7 @@ def test_every_mode_says_the_same(bench: Callable[..., Bench], text: list[int], 
 def test_a_quantised_package_is_its_mlx_twin(
     bench: Callable[..., Bench], text: list[int], weights: str, tied: bool
 ) -> None:
-    made = bench("qwen2", weights=weights, tie_word_embeddings=tied)
+    made, text = bench("qwen2", weights=weights, tie_word_embeddings=tied), text[:80]
     _check_float16(made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16))
 
 

@@ -112,12 +112,12 @@ def test_a_trial_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path)
     result = tmp_path / "trial.json"
     done = subprocess.run(
         [sys.executable, "-m", "draft_worker.coreml.trial", "--package", str(package.path), "--units", "REFERENCE",
-         "--predictions", "20", "--result", str(result)],
+         "--predictions", "4", "--result", str(result)],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == done.stderr == ""
     found = Trial(**json.loads(result.read_text()))
-    assert found.agreement == 1.0 and found.distance == 0.0 and found.predictions == 20
+    assert found.agreement == 1.0 and found.distance == 0.0 and found.predictions == 4
     assert set(found.ms) == {"q1", "q8", "q16", "q32", "prefill64"} and all(ms > 0 for ms in found.ms.values())
 
 
