@@ -10,7 +10,6 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import zmq
@@ -19,10 +18,10 @@ from orchestrator import totals
 from orchestrator.admission import Accepted, Admission
 from orchestrator.client_socket import ClientSocket, Letter
 from orchestrator.dialogue import client_of
-from orchestrator.events import Began, Broke, Committed, Ended, PrefillAt, Stop, ToCore, ToFront, WorkersChanged
+from orchestrator.events import Began, Broke, Committed, Ended, PrefillAt, Stop, ToFront, WorkersChanged
 from orchestrator.failure import kind_of
 from orchestrator.handshake import Announcement, Failure, Ready, Stage
-from orchestrator.mailbox import Mailbox
+from orchestrator.lines import CoreFacts, Lines
 from orchestrator.pairing import ChosenPair
 from orchestrator.text import Piece
 from orchestrator.waiting import FairQueue
@@ -49,11 +48,6 @@ STOPPED = "the server was stopped before the text was complete; ask again when i
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """Main thread -> front thread: tell everybody and end."""
-
-
 @dataclass(slots=True)
 class Ticket:
     """A request from the client's word to its end. `ending`: stop or cancelled once the reader wants no more."""
@@ -67,32 +61,6 @@ class Ticket:
     @property
     def key(self) -> str:
         return self.accepted.admit.request
-
-
-class CoreFacts(Protocol):
-    """What the core tells without being asked through a mailbox."""
-
-    @property
-    def workers_endpoint(self) -> str: ...
-
-    @property
-    def stale_messages(self) -> int: ...
-
-    @property
-    def rejected_frames(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """The ways between threads: to the core, from the core, and orders from the main thread."""
-
-    core: Mailbox[ToCore]
-    events: Mailbox[ToFront]
-    orders: Mailbox[End]
-
-    def close(self) -> None:
-        for mailbox in (self.core, self.events, self.orders):
-            mailbox.close()
 
 
 class Front:

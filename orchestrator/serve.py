@@ -26,8 +26,9 @@ from orchestrator.client_socket import ClientSocket
 from orchestrator.core import Core
 from orchestrator.events import Quit, ToCore, ToFront
 from orchestrator.failure import as_error, kind_of
-from orchestrator.front import End, Front, Lines
+from orchestrator.front import Front
 from orchestrator.handshake import Announcement, Failure, Ready, wait_for_end
+from orchestrator.lines import End, Lines
 from orchestrator.mailbox import Mailbox
 from orchestrator.pairing import ChosenPair, choose_pair, read_pair
 from orchestrator.settings import ServeSettings

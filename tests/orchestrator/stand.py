@@ -12,8 +12,9 @@ from orchestrator.admission import Admission
 from orchestrator.client import Client
 from orchestrator.client_socket import ClientSocket
 from orchestrator.events import Admit, Began, Committed, Ended, Quit, Stop, ToCore, ToFront, WorkersChanged
-from orchestrator.front import End, Front, Lines
+from orchestrator.front import Front
 from orchestrator.handshake import Announcement
+from orchestrator.lines import End, Lines
 from orchestrator.mailbox import Mailbox
 from orchestrator.pairing import PairText
 from orchestrator.tokenizer import TextCodec

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 
 import pytest
 
-from orchestrator.cli import COMMANDS, main
+from orchestrator.cli import COMMANDS, PROGRAMS, main
 from orchestrator.events import Admit
 from protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
 from protocol.sampling import SamplingParams
@@ -33,7 +34,37 @@ def test_exit_codes_tell_errors_apart():
     assert len({kind.exit_code for kind in kinds} | {0, 1}) == len(kinds) + 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "--help"] for command in COMMANDS)])
+HERE = [command for command in COMMANDS if command not in PROGRAMS]
+
+
+@pytest.fixture(autouse=True)
+def become(monkeypatch):
+    """Commands that replace this process are caught: a test that became one would end the whole run unnoticed."""
+    became = []
+
+    def execve(path, command, environment):
+        became.append(command)
+        raise SystemExit(99)
+
+    monkeypatch.setattr(os, "execve", execve)
+    return became
+
+
+@pytest.mark.parametrize("command", PROGRAMS)
+def test_a_program_of_another_room_is_handed_its_arguments(run, become, command):
+    assert run(command, "--help")[0] == 99
+    assert become[0][-3:] == ["-m", PROGRAMS[command], "--help"]
+
+
+def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folder):
+    folder = str(model_folder)
+    code, _, _ = run("worker", "draft", "--connect", "ipc:///tmp/w", "--model", folder, "--draft-model", folder)
+    assert code == 99 and "draft_worker" in become[0] and "--parent-fd" not in become[0]
+    assert become[0][become[0].index("--endpoint") + 1] == "ipc:///tmp/w"
+    assert become[0][become[0].index("--model") + 1] == str(model_folder.resolve())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "--help"] for command in HERE)])
 def test_help_is_there(run, arguments):
     code, out, err = run(*arguments)
     assert code == 0 and "usage: outrider" in out and not err

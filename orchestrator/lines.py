@@ -1,0 +1,40 @@
+"""The ways between the orchestrator's threads, as one record, and what the front may look up in the core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from orchestrator.events import ToCore, ToFront
+from orchestrator.mailbox import Mailbox
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Main thread -> front thread: tell everybody and end."""
+
+
+class CoreFacts(Protocol):
+    """What the core tells without being asked through a mailbox."""
+
+    @property
+    def workers_endpoint(self) -> str: ...
+
+    @property
+    def stale_messages(self) -> int: ...
+
+    @property
+    def rejected_frames(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The ways between threads: to the core, from the core, and orders from the main thread."""
+
+    core: Mailbox[ToCore]
+    events: Mailbox[ToFront]
+    orders: Mailbox[End]
+
+    def close(self) -> None:
+        for mailbox in (self.core, self.events, self.orders):
+            mailbox.close()
