@@ -168,9 +168,8 @@ class VirtualCluster:
         way = profile.link_ms / 1000 + self._hop
         self._link = VirtualLink(self.world, way, lambda message: self._handle("draft-0", message))
         script = Script(tuple(texts), profile.acceptance, profile.bonus_ranks, VOCAB)
-        drafter = PacedDrafter(
-            ReplayDrafter(script), profile, lambda latency: Pace(latency, self.world.nap, self.world.clock)
-        )
+        pace = Pace(profile.draft, self.world.nap, self.world.clock)
+        drafter = PacedDrafter(ReplayDrafter(script), profile.name, pace, self.world.clock)
         self._drafter = DraftWorker(self._link, drafter, POLICIES[fan_out])
         settings = RoundSettings(depth, branches, full_depth, ngrams, simulated=True)
         self.rounds = Rounds(self, settings, self._told.append, Trace(None))

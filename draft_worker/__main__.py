@@ -34,7 +34,7 @@ def main() -> int:
                 far = slow = SlowLink(link, profile.link_ms)
                 if isinstance(drafter, ReplayDrafter):
                     drafter = drafter.erring_like(profile)
-                drafter = PacedDrafter(drafter, profile, lambda latency: Pace(latency, slow.nap))
+                drafter = PacedDrafter(drafter, profile.name, Pace(profile.draft, slow.nap), lambda: slow.heard)
         except OutriderError as error:
             link.send(Fault(options.name, None, str(error)))
             return error.exit_code

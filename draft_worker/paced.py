@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 
 from draft_worker.drafter import Candidate, Drafter, TokenTree
 from engine.pace import Pace
-from protocol.profile import Latency, Profile
 from protocol.sampling import SamplingParams
 
 
 class PacedDrafter:
-    """Wraps `drafter`; `pace(latency)` makes what its trees keep to."""
+    """Wraps `drafter`; its trees share one `pace`. `ready` tells when the newest message arrived."""
 
-    def __init__(self, drafter: Drafter, profile: Profile, pace: Callable[[Latency], Pace]) -> None:
+    def __init__(self, drafter: Drafter, name: str, pace: Pace, ready: Callable[[], float]) -> None:
         self._drafter = drafter
-        self._profile = profile
         self._pace = pace
-        self.backend = f"{drafter.backend}, simulating {profile.name}"
+        self._ready = ready
+        self.backend = f"{drafter.backend}, simulating {name}"
         self.vocab_size = drafter.vocab_size
         self.context_length = drafter.context_length
         self.parameters = drafter.parameters
@@ -27,15 +26,16 @@ class PacedDrafter:
     def open(
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> TokenTree:
-        return PacedTree(self._drafter.open(tokens, sampling, progress), self._pace(self._profile.draft))
+        return PacedTree(self._drafter.open(tokens, sampling, progress), self._pace, self._ready)
 
 
 class PacedTree:
     """A `TokenTree` whose answers come when the profile's machine would give them."""
 
-    def __init__(self, tree: TokenTree, pace: Pace) -> None:
+    def __init__(self, tree: TokenTree, pace: Pace, ready: Callable[[], float]) -> None:
         self._tree = tree
         self._pace = pace
+        self._ready = ready
 
     @property
     def root(self) -> int:
@@ -60,7 +60,7 @@ class PacedTree:
         return self._tree.child(node, token)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
-        self._pace.begin()
+        self._pace.begin(self._ready())
         nodes = self._tree.feed(parents, tokens)
         self._pace.end(len(nodes))
         return nodes

@@ -17,10 +17,13 @@ SLICE_SECONDS = 0.0003
 
 
 class SlowLink:
-    """Delays what `link` brings and what it takes by `link_ms`."""
+    """Delays what `link` brings and what it takes by `link_ms`. `heard`: when the message last handed out arrived, in
+    seconds of `time.perf_counter`.
+    """
 
     def __init__(self, link: WorkerLink, link_ms: float) -> None:
         self.name = link.name
+        self.heard = 0.0
         self._link = link
         self._delay = link_ms / 1000
         self._coming: deque[tuple[float, Message]] = deque()
@@ -34,7 +37,8 @@ class SlowLink:
         while True:
             self._pass_on()
             if self._coming and self._coming[0][0] <= time.perf_counter():
-                return self._coming.popleft()[1]
+                self.heard, message = self._coming.popleft()
+                return message
             if not wait:
                 return None
             if self._coming or self._going:

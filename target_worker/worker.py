@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -150,7 +151,7 @@ class TargetWorker:
             self._start_ahead(running, message)
             return
         started_ns = clock.now()
-        with self._paced(1 + len(message.chain)):
+        with self._paced(1 + len(message.chain), time.perf_counter()):
             verdict = verify(self._model, [running.slot], [message.chain], [_drawn_from(message)])[0]
         outcome = Outcome(
             message.request,
@@ -165,12 +166,12 @@ class TargetWorker:
         self._answer(running, outcome)
 
     @contextmanager
-    def _paced(self, rows: int) -> Iterator[None]:
-        """A forward of `rows`: as long as it takes, or as long as the simulated machine would."""
+    def _paced(self, rows: int, ready: float) -> Iterator[None]:
+        """A forward of `rows`: as long as it takes, or as long as the simulated machine would from `ready` on."""
         if self._pace is None:
             yield
             return
-        self._pace.begin()
+        self._pace.begin(ready)
         yield
         self._pace.end(rows)
         self._pace.wait()
@@ -185,13 +186,14 @@ class TargetWorker:
         running.last = replace(running.last, round=message.round - 1)
         running.ahead = RunAhead(self._model, running.slot)
         running.ahead_left = message.run_ahead + 1
-        self._step_ahead(running)
+        self._step_ahead(running, time.perf_counter())
 
-    def _step_ahead(self, running: Running) -> None:
+    def _step_ahead(self, running: Running, ready: float = 0.0) -> None:
+        """One token more. All but the first, which a message asked for at `ready`, begin where the last one ended."""
         if running.ahead is None:
             return
         started_ns, base_len = clock.now(), len(running.slot.tokens)
-        with self._paced(1):
+        with self._paced(1, ready):
             token = running.ahead.next()
         last = running.last
         work = Span(started_ns, clock.now())

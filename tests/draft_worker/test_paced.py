@@ -26,7 +26,7 @@ class Clock:
 def test_each_forward_costs_its_rows_once_its_answer_is_read():
     clock = Clock()
     inner = ReplayDrafter(Script((TEXT,), (1.0,), (), 64))
-    paced = PacedDrafter(inner, PROFILE, lambda latency: Pace(latency, clock.nap, clock))
+    paced = PacedDrafter(inner, PROFILE.name, Pace(PROFILE.draft, clock.nap, clock), clock)
     tree = paced.open(TEXT[:4], SamplingParams())
     nodes = tree.feed([tree.root] * 3, [5, 6, 7])
     assert clock.now == 0.0, "feeding is lazy"

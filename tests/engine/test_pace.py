@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engine.pace import SLACK_SECONDS, Pace, sleep
+from engine.pace import Pace, sleep
 from protocol.errors import WorkerError
 from protocol.profile import Latency
 
@@ -39,7 +39,7 @@ def pace(clock):
 
 
 def test_a_forward_takes_the_profiles_time_whatever_the_real_one_took(clock, pace):
-    pace.begin()
+    pace.begin(clock.now)
     clock.now += 0.004
     pace.end(3)
     pace.wait()
@@ -49,19 +49,29 @@ def test_a_forward_takes_the_profiles_time_whatever_the_real_one_took(clock, pac
 
 def test_forwards_in_a_row_take_the_sum_of_their_times(clock, pace):
     for rows in (1, 5):
-        pace.begin()
+        pace.begin(clock.now)
         clock.now += 0.001
         pace.end(rows)
     pace.wait()
     assert clock.now == pytest.approx(100.024)
 
 
+def test_what_the_host_does_between_two_forwards_lies_within_the_second(clock, pace):
+    heard = clock.now
+    for _ in range(3):
+        clock.now += 0.001
+        pace.begin(heard)
+        pace.end(1)
+        pace.wait()
+    assert clock.now == pytest.approx(100.030)
+
+
 def test_idle_time_before_a_forward_is_not_made_up_for(clock, pace):
-    pace.begin()
+    pace.begin(clock.now)
     pace.end(1)
     pace.wait()
     clock.now += 1.0
-    pace.begin()
+    pace.begin(clock.now)
     pace.end(1)
     pace.wait()
     assert clock.now == pytest.approx(101.020)
@@ -72,20 +82,30 @@ def test_waiting_for_nothing_takes_no_time(clock, pace):
     assert clock.naps == []
 
 
-def test_real_work_slower_than_the_profile_fails_the_run(clock, pace):
-    pace.begin()
-    clock.now += 0.010 + 2 * SLACK_SECONDS
-    pace.end(1)
-    with pytest.raises(WorkerError, match=r"simulation failed: the real forward ended 4\.0 ms after"):
+def late(clock, pace, seconds, times):
+    for _ in range(times):
+        pace.begin(clock.now)
+        clock.now += 0.010 + seconds
+        pace.end(1)
         pace.wait()
 
 
-def test_jitter_within_the_slack_is_borne(clock, pace):
-    pace.begin()
-    clock.now += 0.010 + SLACK_SECONDS / 2
-    pace.end(1)
-    pace.wait()
-    assert clock.naps == []
+def test_real_work_slower_than_the_profile_fails_the_run(clock, pace):
+    with pytest.raises(WorkerError, match=r"simulation failed: real forwards ended 24 ms late in 80 ms"):
+        late(clock, pace, 0.003, 8)
+
+
+def test_hiccups_are_borne_in_proportion(clock, pace):
+    late(clock, pace, 0.015, 1)
+    late(clock, pace, -0.005, 300)
+    late(clock, pace, 0.015, 1)
+    with pytest.raises(WorkerError):
+        late(clock, pace, 0.015, 9)
+
+
+def test_work_a_little_slower_than_the_profile_fails_in_the_end(clock, pace):
+    with pytest.raises(WorkerError):
+        late(clock, pace, 0.0005, 120)
 
 
 def test_sleep_never_ends_early():
