@@ -2,8 +2,8 @@
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_NUM_THREADS=1 taskset -c 1 python -m bench.tree_step --model models/draft
 
-`lazy` chains the depths on the device and evaluates once; `async` starts each depth's evaluation as it is fed; `each` reads
-every depth before the next is fed, as the work-ahead loop does. Milliseconds per depth, the least and the median.
+`lazy` chains the depths on the device and evaluates once; `async` starts each depth's evaluation as it is fed; `each`
+reads every depth before the next is fed, as the work-ahead loop does. Milliseconds per depth, least and median.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     model = load(options.model)
     params = SamplingParams(temp=options.temp, top_p=options.top_p, seed=1)
-    print(f"{options.model}, {tree_form(model).__name__}, {options.context} tokens, {options.depth} depths, ms per depth")
+    print(f"{options.model}, {tree_form(model).__name__}, {options.context} tokens, depth {options.depth}, ms per depth")
     print(f"{'rows':>4}" + "".join(f"{way + ' min':>12}{'median':>8}" for way in WAYS))
     for rows in options.rows:
         times: dict[str, list[float]] = {way: [] for way in WAYS}
