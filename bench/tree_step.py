@@ -72,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     model = load(options.model)
     params = SamplingParams(temp=options.temp, top_p=options.top_p, seed=1)
-    print(f"{options.model}, {tree_form(model).__name__}, {options.context} tokens, depth {options.depth}, ms per depth")
+    print(f"{options.model}, {tree_form(model).__name__}, {options.context} tokens, depth {options.depth}, ms a depth")
     print(f"{'rows':>4}" + "".join(f"{way + ' min':>12}{'median':>8}" for way in WAYS))
     for rows in options.rows:
         times: dict[str, list[float]] = {way: [] for way in WAYS}
