@@ -23,7 +23,10 @@ _PREFILL = 512
 
 
 class Columns(Protocol):
-    """A model and its columns. A forward writes the columns `start`.. and never waits."""
+    """A model and its columns. A forward writes the columns `start`.. and, when `lazy`, never waits."""
+
+    @property
+    def lazy(self) -> bool: ...
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int) -> None:
         """Feeds tokens as columns 0.., evaluated, in chunks; `progress(done, total)` after each of several."""
@@ -115,6 +118,8 @@ class ColumnCache:
 
 class OneRow:
     """`Columns` of a model whose only memory is attention: every token of a forward stands in the same row."""
+
+    lazy = True
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model.model

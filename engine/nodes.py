@@ -181,7 +181,7 @@ class Tree:
         if token is not None:
             return token
         node = self._node(parent)
-        return self._best(node) if node.step.is_read else None
+        return self._best(node) if node.step.is_read or not self._columns.lazy else None
 
     def _lazily(self, parents: Sequence[int], ids: Sequence[int | None]) -> mx.array:
         """The tokens to feed, [R]: those not yet read stay on the device."""

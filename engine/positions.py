@@ -64,6 +64,18 @@ class RopeTable:
             self._by_token = (offsets, self._angles_of(np.array(offsets)))
         return self._turn(x, self._by_token[1])
 
+    @property
+    def whole(self) -> bool:
+        """True when every dimension of the head turns."""
+        return 2 * self._half == self._width
+
+    def on_host(self, positions: Ints) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Cosines and signed sines at these positions: float32 [2, L, D]."""
+        while positions.max() >= self._angles.shape[1]:
+            self._grow()
+        found: np.ndarray[Any, np.dtype[np.float32]] = self._angles[:, positions]
+        return found
+
     def plain(self, x: mx.array, offset: int) -> mx.array:
         """Ropes x [1, H, L, D], the first token at position `offset`."""
         span = (offset, x.shape[-2])
@@ -79,9 +91,8 @@ class RopeTable:
         return x * cos.astype(x.dtype) + mx.concatenate(parts, axis=-1) * sin.astype(x.dtype)
 
     def _angles_of(self, positions: Ints) -> Angles:
-        while positions.max() >= self._angles.shape[1]:
-            self._grow()
-        return mx.array(self._angles[0, positions]), mx.array(self._angles[1, positions])
+        cos, sin = self.on_host(positions)
+        return mx.array(cos), mx.array(sin)
 
     def _grow(self) -> None:
         half, start = self._half, self._angles.shape[1]

@@ -44,6 +44,8 @@ class _BatchCache(ColumnCache):
 class Rows:
     """`Columns` of a model with recurrent layers."""
 
+    lazy = True
+
     def __init__(self, model: LoadedModel) -> None:
         """
         Raises:

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from engine.columns import OneRow
 from engine.draws import Draws
+from engine.host import HostRow
 from engine.loading import LoadedModel
 from engine.nodes import Tree
 from engine.rows import Rows
@@ -19,7 +20,7 @@ from protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
-Form = type[OneRow] | type[Rows]
+Form = type[HostRow] | type[OneRow] | type[Rows]
 
 _columns_of: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
 
@@ -55,7 +56,7 @@ def tree_form(model: LoadedModel) -> Form:
         ModelError: no form reproduces this model's logits.
     """
     if model not in _columns_of:
-        forms: list[Form] = [OneRow, Rows] if model.attention_only else [Rows]
+        forms: list[Form] = [HostRow, OneRow, Rows] if model.attention_only else [Rows]
         _columns_of[model] = _first_that_agrees(model, forms)
     return _columns_of[model]
 
