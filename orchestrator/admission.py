@@ -19,6 +19,8 @@ from protocol.messages import Generate
 from protocol.sampling import SamplingParams
 
 SEEDS = 2**32
+# Drafters that can draw from their distribution; n-grams and none need no word about it.
+DRAWING_BACKENDS = ("mlx", "ngram", "none")
 
 
 def prompt_tokens(codec: TextCodec, template: str | None, prompt: str) -> tuple[int, ...]:
@@ -112,4 +114,6 @@ class Admission:
             sampling = replace(sampling, max_tokens=room)
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
             notes += (f"the draft model's context ends at {self.draft_context} tokens: no model drafts after that",)
+        if sampling.is_residual and self._settings.draft_backend not in DRAWING_BACKENDS:
+            notes += (f"the {self._settings.draft_backend} drafter does not draw: what it proposes is taken as certain",)
         return sampling, notes

@@ -68,6 +68,8 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     Raises:
         InvalidRequest: the claim has no tokens, or tokens the model doesn't have.
     """
+    if claim.sampling.is_residual:
+        raise InvalidRequest("residual sampling gives no text again, so none can be proved; expected coupled sampling")
     slot = Slot(model, claim.tokens, claim.sampling)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is outside 0..{model.vocab_size - 1}, the model's vocabulary")

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.settings import BRANCH_DEPTHS, DRAFT_BACKENDS, FAN_OUTS, LOG_LEVELS, MODES, ServeSettings
 from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
+from protocol.sampling import RULES, SamplingParams
 
 _DEFAULTS = ServeSettings()
 _SAMPLING = SamplingParams()
@@ -61,6 +61,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--logit-bias", metavar="JSON", help='token ids and what is added, like {"11": -5.0}')
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
     group.add_argument("--ignore-eos", action="store_true", default=None)
+    group.add_argument("--sampling", dest="rule", metavar="|".join(RULES), help=f"default {_SAMPLING.rule}")
+    group.add_argument("--saguaro", type=float, metavar="C", help="residual: weight of what is prepared for, default 1")
+    group.add_argument("--q-width", type=int, metavar="M", help=f"residual: tokens of q, default {_SAMPLING.q_width}")
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

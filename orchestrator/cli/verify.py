@@ -45,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     screen = Screen()
     wish = wish_of(options)
+    if wish.sampling.is_residual:
+        raise InvalidRequest("residual sampling gives no text again, so none can be proved; expected coupled sampling")
     output = _from_file(options.json_file) if options.json_file else _generated(options, screen)
     model = find_model(options.model or output.model)
     codec = load_codec(model)

@@ -1,0 +1,392 @@
+"""Residual sampling gives the target's own distribution; every known way to lose it shows in the same check.
+
+A toy text of five tokens, each drawn from a table row of the one before it, drafted from another table. The draws and
+the rulings are the engine's own; chi-square on what follows each token, and on the next two tokens together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from engine import residual
+from engine.draws import Draws, Keys, draw
+from engine.loading import LoadedModel
+from engine.noise import Purpose, stream
+from engine.residual import ResidualSampler
+from engine.sampling import warp
+from engine.slots import open_slots
+from engine.verify import RunAhead, verify
+from protocol.errors import InvalidRequest
+from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ, one_hot
+
+V = 5
+TOKENS = 3000
+# Seeds are fixed, so a correct program passes always; a wrong one is off by many orders of magnitude.
+ALPHA, CAUGHT = 1e-3, 1e-8
+PARAMS = SamplingParams(temp=1.0, seed=11, rule="residual")
+_rng = np.random.default_rng(1)
+TARGET = _rng.normal(size=(V, V)).astype(np.float32) * 1.2
+DRAFT = TARGET + _rng.normal(size=(V, V)).astype(np.float32)
+STRANGER = -DRAFT / 2
+LOG_P = ResidualSampler(PARAMS, V).log_p(mx.array(TARGET))
+
+
+@dataclass(frozen=True)
+class Chain:
+    tokens: list[int]
+    q: SparseQ
+
+
+Propose = Callable[[Sequence[int]], Chain]
+
+
+def drafted(
+    text: Sequence[int],
+    depth: int = 3,
+    width: int = V,
+    saguaro: float = 1.0,
+    table: np.ndarray = DRAFT,
+    fork: int | None = None,
+    seed: int = 11,
+) -> Chain:
+    """What an honest drafter proposes after `text`."""
+    draws, tokens, ids, probs = Draws(seed, width, saguaro, 2), list(text), [], []
+    keys = [stream(seed, Purpose.DRAFT, len(text) - 1 if fork is None else fork)]
+    for _ in range(depth):
+        drawn = draw(np, draws, Keys(keys, [len(tokens)]), table[tokens[-1]][None])
+        tokens.append(int(drawn.chosen[0]))
+        ids.append(drawn.ids[0])
+        probs.append(drawn.probs[0])
+    return Chain(tokens[len(text) :], SparseQ(np.array(ids, np.int32), np.array(probs, np.float32)))
+
+
+def spoken(propose: Propose, sampler: ResidualSampler | None = None, log_p: np.ndarray = LOG_P) -> list[int]:
+    """A text of rounds: each verifies what `propose` says after the text so far."""
+    sampler = sampler or ResidualSampler(PARAMS, V)
+    text = [0]
+    while len(text) < TOKENS:
+        chain = propose(text)
+        base, rows = len(text), log_p[[text[-1], *chain.tokens]]
+        k = 0
+        if chain.tokens:
+            k = sampler.accepted(rows[:-1], range(base, base + len(chain.tokens)), chain.tokens, chain.q)
+        rejected = chain.q.part(k, k + 1) if k < len(chain.tokens) else None
+        text += [*chain.tokens[:k], sampler.instead(rows[k], base + k, rejected)]
+    return text[:TOKENS]
+
+
+def p_values(text: Sequence[int], log_p: np.ndarray = LOG_P) -> tuple[float, float]:
+    """Of the tokens after each token, and of the pairs after each token."""
+    p = np.exp(log_p.astype(np.float64))
+    singles = Counter((a, (b,)) for a, b in pairwise(text))
+    pairs = Counter((text[i], (text[i + 1], text[i + 2])) for i in range(0, len(text) - 2, 2))
+    after = {a: {(b,): p[a, b] for b in range(V)} for a in range(V)}
+    after_two = {a: {(b, c): p[a, b] * p[b, c] for b in range(V) for c in range(V)} for a in range(V)}
+    return _p_value(singles, after), _p_value(pairs, after_two)
+
+
+def _p_value(counted: Counter, expected: dict) -> float:
+    """Chi-square over all first tokens; what is expected less than five times is taken together."""
+    statistic, freedom = 0.0, 0
+    for first, shares in expected.items():
+        seen = {rest: counted[first, rest] for rest in shares}
+        total = sum(seen.values())
+        if any(seen[rest] and not share for rest, share in shares.items()):
+            return 0.0
+        common = [rest for rest, share in shares.items() if share * total >= 5]
+        cells = [(seen[rest], shares[rest] * total) for rest in common]
+        rare = (total - sum(s for s, _ in cells), total - sum(e for _, e in cells))
+        if rare[1] >= 1:
+            cells.append(rare)
+        statistic += sum((s - e) ** 2 / e for s, e in cells)
+        freedom += max(len(cells) - 1, 0)
+    return float(chi2.sf(statistic, freedom))
+
+
+# --- exact, whatever is proposed ------------------------------------------------------------------------------------
+
+
+def certain(text: Sequence[int]) -> Chain:
+    """What a table of best guesses says, as an n-gram would: nothing is drawn."""
+    tokens = list(text)
+    for _ in range(3):
+        tokens.append(int(DRAFT[tokens[-1]].argmax()))
+    return Chain(tokens[len(text) :], one_hot(tokens[len(text) :]))
+
+
+def mixed(text: Sequence[int]) -> Chain:
+    """Rounds of all kinds and depths, chosen by what was said before them."""
+    match sum(text[-3:]) % 4:
+        case 0:
+            return drafted(text)
+        case 1:
+            return certain(text)
+        case 2:
+            return drafted(text, 1, 2, 0.4)
+    return drafted(text, 0)
+
+
+EXACT: dict[str, Propose] = {
+    "drawn": drafted,
+    "truncated": lambda text: drafted(text, width=2),
+    "saguaro": lambda text: drafted(text, saguaro=0.3),
+    "saguaro, truncated": lambda text: drafted(text, width=3, saguaro=0.3),
+    "one-hot": certain,
+    "plain steps": lambda text: drafted(text, 0),
+    "any mix": mixed,
+    "a stranger": lambda text: drafted(text, table=STRANGER),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_texts_have_the_targets_distribution(name: str) -> None:
+    assert min(p_values(spoken(EXACT[name]))) > ALPHA
+
+
+def test_filters_and_temperature_shape_p() -> None:
+    params = SamplingParams(temp=0.7, top_p=0.9, min_p=0.02, top_k=4, seed=5, rule="residual")
+    sampler = ResidualSampler(params, V)
+    log_p = sampler.log_p(mx.array(TARGET))
+    expected = np.array(mx.softmax(warp(mx.array(TARGET), None, params), axis=-1))
+    assert np.allclose(np.exp(log_p), expected, atol=1e-6) and (expected == 0).any()
+    assert min(p_values(spoken(drafted, sampler, log_p), log_p)) > ALPHA
+
+
+# --- each known way to lose it is caught ----------------------------------------------------------------------------
+
+
+def _q_along(chain: Chain, text: Sequence[int], table: np.ndarray) -> SparseQ:
+    rows = np.exp(table[[text[-1], *chain.tokens[:-1]]])
+    ids = np.tile(np.arange(V, dtype=np.int32), (len(rows), 1))
+    return SparseQ(ids, (rows / rows.sum(axis=1, keepdims=True)).astype(np.float32))
+
+
+def unscaled(text: Sequence[int]) -> Chain:
+    chain = drafted(text, saguaro=0.3)
+    return Chain(chain.tokens, _q_along(chain, text, DRAFT))
+
+
+def untruncated(text: Sequence[int]) -> Chain:
+    chain = drafted(text, width=2)
+    return Chain(chain.tokens, _q_along(chain, text, DRAFT))
+
+
+def of_another_temperature(text: Sequence[int]) -> Chain:
+    chain = drafted(text, table=DRAFT * 2)
+    return Chain(chain.tokens, _q_along(chain, text, DRAFT))
+
+
+def chosen_by_content(text: Sequence[int]) -> Chain:
+    """Two branches for one outcome, and the one with the smaller tokens is served."""
+    return min(drafted(text), drafted(text, seed=12), key=lambda chain: chain.tokens)
+
+
+def cut_by_value(text: Sequence[int]) -> Chain:
+    """A chain ends before a token that seems not worth the while."""
+    chain = drafted(text)
+    length = next((i for i, token in enumerate(chain.tokens) if token in (0, 1)), len(chain.tokens))
+    return Chain(chain.tokens[:length], chain.q.part(0, length))
+
+
+def knows_the_targets_noise(text: Sequence[int]) -> Chain:
+    """Of two draws the drafter proposes the one that it knows will hold."""
+    one = drafted(text, 1, table=STRANGER)
+    holds = ResidualSampler(PARAMS, V).accepted(LOG_P[[text[-1]]], [len(text)], one.tokens, one.q)
+    return one if holds else drafted(text, 1, table=STRANGER, seed=12)
+
+
+class Seen:
+    """What was to follow a rejected token decides whether the next chain is served, as a fan-out may that looks at it.
+
+    With `fork` None draws are keyed by where their chain begins, as they are; else by their position alone.
+    """
+
+    def __init__(self, fork: int | None) -> None:
+        self._fork, self._last, self._at = fork, Chain([], one_hot([])), 0
+
+    def __call__(self, text: Sequence[int]) -> Chain:
+        lost = self._last.tokens[len(text) - self._at :]
+        self._last, self._at = drafted(text, 4, fork=self._fork, table=STRANGER), len(text)
+        return self._last if not lost or lost[0] in (0, 1) else drafted(text, 0)
+
+
+FAULTS: dict[str, Callable[[], Propose]] = {
+    "unscaled q": lambda: unscaled,
+    "untruncated q": lambda: untruncated,
+    "q of another temperature": lambda: of_another_temperature,
+    "content decides between branches": lambda: chosen_by_content,
+    "a value ends the chain": lambda: cut_by_value,
+    "known noise": lambda: knows_the_targets_noise,
+    "noise that was seen": lambda: Seen(0),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_proposal_that_is_not_what_it_says_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SparseQ, "fits", lambda *_: True)
+    assert min(p_values(spoken(FAULTS[name]()))) < CAUGHT
+
+
+def test_draws_of_another_fork_have_not_been_seen() -> None:
+    assert min(p_values(spoken(Seen(None)))) > ALPHA
+
+
+class GreedyOnGuesses(ResidualSampler):
+    """The reference's rule for its fallback tokens: accept the target's best, else sample p as it is."""
+
+    def accepted(self, log_p, positions, chain, q):
+        holds = log_p.argmax(axis=1) == np.array(chain)
+        return len(chain) if holds.all() else int(holds.argmin())
+
+    def instead(self, log_p, position, q):
+        return super().instead(log_p, position, None)
+
+
+class Unadjusted(ResidualSampler):
+    """What stands instead of a rejected token is drawn from p, not from what q left of it."""
+
+    def instead(self, log_p, position, q):
+        return super().instead(log_p, position, None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "propose"), [(GreedyOnGuesses, certain), (Unadjusted, drafted), (Unadjusted, certain)]
+)
+def test_a_rule_that_is_not_the_papers_is_caught(rule: type[ResidualSampler], propose: Propose) -> None:
+    assert min(p_values(spoken(propose, rule(PARAMS, V)))) < CAUGHT
+
+
+# --- the rule, place by place ---------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_is_the_target_is_always_accepted() -> None:
+    sampler, text = ResidualSampler(PARAMS, V), [0]
+    for _ in range(500):
+        chain = drafted(text, table=TARGET)
+        rows = LOG_P[[text[-1], *chain.tokens[:-1]]]
+        assert sampler.accepted(rows, range(len(text), len(text) + 3), chain.tokens, chain.q) == 3
+        text += chain.tokens
+
+
+def test_acceptance_is_the_overlap_of_p_and_q() -> None:
+    sampler, p, q = ResidualSampler(PARAMS, V), np.exp(LOG_P[0]), np.exp(DRAFT[0]) / np.exp(DRAFT[0]).sum()
+    held = 0
+    for position in range(2000):
+        chain = drafted([0] * (position + 1), 1)
+        held += sampler.accepted(LOG_P[[0]], [position + 1], chain.tokens, chain.q)
+    assert abs(held / 2000 - np.minimum(p, q).sum()) < 0.03
+
+
+def test_a_token_with_no_probability_never_holds_and_an_equal_one_needs_a_later_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampler = ResidualSampler(PARAMS, V)
+    never = LOG_P[[0]].copy()
+    never[0, 3] = -np.inf
+    assert not any(sampler.accepted(never, [position], [3], one_hot([3])) for position in range(200))
+    monkeypatch.setattr(residual, "exponential_numpy", lambda *_: np.zeros(1, np.float32))
+    sure = np.full((1, V), -np.inf, np.float32)
+    sure[0, 2] = 0.0
+    assert sampler.accepted(sure, [1], [2], one_hot([2])) == 0  # log q/p is 0, and 0 is not above it
+
+
+def test_where_nothing_is_left_of_p_the_token_is_drawn_from_p() -> None:
+    sampler = ResidualSampler(PARAMS, V)
+    own = SparseQ(np.arange(V, dtype=np.int32)[None], np.exp(LOG_P[[0]]) + np.float32(1e-6))
+    found = [sampler.instead(LOG_P[0], position, own) for position in range(300)]
+    assert found == [sampler.instead(LOG_P[0], position, None) for position in range(300)] and len(set(found)) == V
+
+
+def test_a_rejected_certain_token_never_comes_back() -> None:
+    sampler = ResidualSampler(PARAMS, V)
+    assert all(sampler.instead(LOG_P[0], position, one_hot([2])) != 2 for position in range(500))
+
+
+def test_ids_beyond_the_targets_vocabulary_count_for_nothing() -> None:
+    q = SparseQ(np.array([[1, V + 3]], np.int32), np.array([[0.5, 0.5]], np.float32))
+    rest = residual.residual(LOG_P[0], q)
+    alone = residual.residual(LOG_P[0], SparseQ(q.ids[:, :1], q.probs[:, :1]))
+    assert (rest == alone).all()
+
+
+@pytest.mark.parametrize(
+    "q",
+    [
+        one_hot([1]),
+        SparseQ(np.array([[1], [3]], np.int32), np.ones((2, 1), np.float32)),
+        SparseQ(np.array([[1], [2]], np.int32), np.full((2, 1), 0.5, np.float32)),
+        SparseQ(np.array([[1], [2]], np.int32), np.ones((2, 2), np.float32)),
+    ],
+    ids=["too few rows", "another token", "half a distribution", "two shapes"],
+)
+def test_a_q_that_does_not_fit_its_chain_is_refused(q: SparseQ) -> None:
+    with pytest.raises(InvalidRequest, match="q does not fit"):
+        ResidualSampler(PARAMS, V).accepted(LOG_P[[0, 1]], [1, 2], [1, 2], q)
+
+
+# --- in the target --------------------------------------------------------------------------------------------------
+
+PROMPT = [40, 41, 42, 43, 44, 60, 61, 40, 41]
+PENALISED = SamplingParams(
+    temp=0.9, seed=4, top_p=0.95, top_k=50, repetition_penalty=1.3, repetition_context_size=6, presence_penalty=0.4,
+    rule="residual",
+)  # fmt: skip
+
+
+def test_p_is_the_targets_own_at_every_place_with_the_chain_in_its_history(
+    loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, chain = loaded("llama"), [50, 41, 50, 7]
+    seen: list[np.ndarray] = []
+
+    def look(self: ResidualSampler, log_p: np.ndarray, *rest: object) -> int:
+        seen.append(log_p)
+        return 0
+
+    monkeypatch.setattr(ResidualSampler, "accepted", look)
+    verify(model, open_slots(model, [PROMPT], [PENALISED]), [chain], [one_hot(chain)])
+    for place in range(len(chain)):
+        text = [*PROMPT, *chain[:place]]
+        alone = warp(model.model(mx.array([text]))[0, -1:], [text], PENALISED)
+        assert np.allclose(np.exp(seen[0][place]), np.array(mx.softmax(alone[0])), atol=1e-5)
+
+
+def test_plain_steps_bonus_tokens_and_running_ahead_draw_alike(loaded: Callable[..., LoadedModel]) -> None:
+    model = loaded("llama")
+    steps = open_slots(model, [PROMPT], [PENALISED])
+    text = [verify(model, steps, [()])[0].bonus for _ in range(24)]
+    ahead = RunAhead(model, open_slots(model, [PROMPT], [PENALISED])[0])
+    assert [ahead.next() for _ in range(24)] == text
+    rounds = open_slots(model, [PROMPT], [PENALISED])
+    sampler = rounds[0].sampler
+    assert isinstance(sampler, ResidualSampler)
+    sampler.accepted = lambda log_p, positions, chain, q: len(chain)  # type: ignore[method-assign]
+    for done in range(0, 24, 3):
+        verdict = verify(model, rounds, [text[done : done + 2]], [one_hot(text[done : done + 2])])[0]
+        assert (verdict.accepted, verdict.bonus) == (2, text[done + 2])
+
+
+def test_at_temperature_0_every_kind_is_verified_by_equality(loaded: Callable[..., LoadedModel]) -> None:
+    model, greedy = loaded("llama"), SamplingParams(rule="residual")
+    slots = open_slots(model, [PROMPT], [greedy])
+    text = [verify(model, slots, [()])[0].bonus for _ in range(4)]
+    for q in (None, one_hot(text[:3])):
+        assert verify(model, open_slots(model, [PROMPT], [greedy]), [text[:3]], [q])[0].bonus == text[3]
+
+
+def test_a_kind_that_the_request_does_not_sample_by_is_refused(loaded: Callable[..., LoadedModel]) -> None:
+    model = loaded("llama")
+    with pytest.raises(InvalidRequest, match="samples residual; expected one with"):
+        verify(model, open_slots(model, [PROMPT], [PENALISED]), [[1, 2]])
+    coupled = SamplingParams(temp=1.0, seed=1)
+    with pytest.raises(InvalidRequest, match="samples coupled; expected one without"):
+        verify(model, open_slots(model, [PROMPT], [coupled]), [[1, 2]], [one_hot([1, 2])])
