@@ -73,8 +73,6 @@ class Columns:
 
     def commit(self, path: Sequence[Node], lost: Sequence[Node]) -> None:
         """Makes `path` committed and frees the slots of `lost`; of the committed, only the last keeps its scores."""
-        if self._fault is not None:
-            return
         self._committed[-1].scores = None
         for node in path:
             node.committed = True

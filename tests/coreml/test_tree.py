@@ -83,6 +83,7 @@ def test_rollback_and_refeeding_leave_no_trace(
             chosen = int(draws.integers(12))
             taken = int(draws.integers(1, 4))
             path = [first[chosen], first[chosen] + 12, tips[chosen]][:taken]
+            tree.best(tips)  # so that all of them are computed, and take their slots
             tree.commit(path)
             known = tree.column_tokens()
             assert tree.committed_len == len(known) and tree.room == CONTEXT - len(known)
@@ -162,9 +163,14 @@ def test_scores_are_the_sampling_contracts(
         nodes = [tree.root]
         for _ in range(12):
             nodes += tree.feed(nodes[-1:], [None])
-        for token in tree.best(nodes):
+        for node, token in zip(nodes, tree.best(nodes), strict=True):
             logits = model(mx.array([path]))[0, -1:].astype(mx.float32)
-            assert token == int(sampler.scores(logits, [len(path)], [path])[0].argmax())
+            expected = np.array(sampler.scores(logits, [len(path)], [path])[0])
+            assert token == int(expected.argmax())
+            found = {candidate.token: candidate.gap for candidate in tree.candidates([node], VOCAB)[0]}
+            possible = np.flatnonzero(expected > -np.inf)
+            assert set(found) == set(possible.tolist())
+            assert all(abs(found[t] - (expected.max() - expected[t])) < 1e-3 for t in possible.tolist())
             path.append(token)
 
 
