@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from scipy import stats
 
 from engine import noise
-from engine.noise import gumbel, gumbel_numpy
+from engine.noise import Purpose, gumbel, gumbel_numpy, stream
 
 KNOWN = [
     # seed, position, token, 24-bit integer, G
@@ -116,3 +118,40 @@ def test_argmax_draws_from_the_softmax() -> None:
     pairs = np.bincount(draws[::2] * 5 + draws[1::2], minlength=25)
     joint = np.outer(expected, expected).ravel() / draws.size**2 * pairs.sum()
     assert stats.chisquare(pairs, joint).pvalue > 1e-4
+
+
+# --- residual sampling ----------------------------------------------------------------------------------------------
+
+STREAMS = {
+    (0, Purpose.DRAFT, 0): 0x4289826BB1E5A369,
+    (0, Purpose.ACCEPT, 0): 0xD3E38B270F5E4FE0,
+    (0, Purpose.RESAMPLE, 0): 0x9B7CC0E6DE81B16F,
+    (0, Purpose.DRAFT, 1): 0x495FA4D64A7ED870,
+    (7, Purpose.DRAFT, 0): 0x30841657D9F477A9,
+}
+
+
+def test_streams_are_known() -> None:
+    assert {which: stream(*which) for which in STREAMS} == STREAMS
+
+
+def test_one_purpose_tells_nothing_of_another_nor_of_the_coupled_noise() -> None:
+    rows = [gumbel_numpy(seed, range(64), 512).ravel() for seed in (0, *(stream(*which) for which in STREAMS))]
+    correlation = np.corrcoef(rows) - np.eye(len(rows))
+    assert np.abs(correlation).max() < 5 / np.sqrt(64 * 512)
+
+
+@pytest.mark.parametrize("xp", [np, mx])
+def test_noise_at_some_tokens_is_the_noise_of_those_tokens(xp: Any) -> None:
+    seeds, positions = [3, stream(5, Purpose.DRAFT, 9)], [12, 4]
+    tokens = np.array([[0, 4095, 7], [9, 9, 1]], np.int32)
+    found = np.array(noise.gumbel_at(xp, seeds, positions, xp.array(tokens)))
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        assert np.array_equal(found[row], gumbel_numpy(seed, [position], 4096)[0, tokens[row]])
+
+
+def test_clocks_are_standard_exponentials_and_never_0() -> None:
+    clocks = noise.exponential_numpy(5, range(20000))
+    assert stats.kstest(clocks, "expon").pvalue > 1e-3
+    assert noise._exponential(np, np.array([2**24 - 1], np.uint32))[0] > 0
+    assert clocks[7] == noise.exponential_numpy(5, [7])[0]
