@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draft_worker.drafter import Drafter, TokenTree
+from draft_worker.drafter import Drafter, DrawingDrafter, TokenTree
 from draft_worker.fan_out import POLICIES
 from draft_worker.worker import DraftWorker
 from engine.loading import LoadedModel
@@ -129,13 +129,22 @@ class WatchedDrafter:
         return getattr(self._inner, name)
 
 
+class WatchedDrawing(WatchedDrafter):
+    """The same of a drafter that can draw."""
+
+    def open_drawing(self, *arguments: Any) -> TokenTree:
+        self.trees.append(self._inner.open_drawing(*arguments))  # type: ignore[attr-defined]
+        return self.trees[-1]
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A verify of `chain`, which came from `source`, after `base_len` tokens."""
+    """A verify of `chain`, which came from `source`, after `base_len` tokens, by the rule that `kind` names."""
 
     base_len: int
     chain: tuple[int, ...]
     source: str
+    kind: str = "coupled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +184,9 @@ class Cluster:
         self._rng = random.Random(seed)
         self._target_link, self._draft_link = FakeLink("target-0"), FakeLink("draft-0")
         self._target = TargetWorker(self._target_link, target)  # type: ignore[arg-type]
-        self._watched = WatchedDrafter(drafter) if drafter is not None else None
+        self._watched: WatchedDrafter | None = None
+        if drafter is not None:
+            self._watched = WatchedDrawing(drafter) if isinstance(drafter, DrawingDrafter) else WatchedDrafter(drafter)
         self._draft_worker: DraftWorker | None = None
         if self._watched is not None:
             self._draft_worker = DraftWorker(self._draft_link, self._watched, POLICIES[policy])  # type: ignore[arg-type]
@@ -227,7 +238,7 @@ class Cluster:
         last = self._told[-1]
         if isinstance(last, Broke) or not isinstance(last, Ended):
             raise RuntimeError(f"the request broke: {last}")
-        rounds = [Round(v.base_len, v.chain, self._recorder.sources[v.round]) for v in self._verifies]
+        rounds = [Round(v.base_len, v.chain, self._recorder.sources[v.round], v.kind) for v in self._verifies]
         return Run(self._tokens[prompt_len:], last.reason, last.timings, rounds, last.notes)
 
     def _tell(self, event: ToFront) -> None:

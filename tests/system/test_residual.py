@@ -1,0 +1,219 @@
+"""Residual sampling through the whole cluster: the target's own distribution on every path, by the kind of each chain.
+
+The toy target of tests/system/markov.py, so that the law of the text is known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draft_worker.drafter import TokenTree
+from draft_worker.mlx import MlxDrafter
+from engine.loading import LoadedModel
+from protocol.messages import Branches, Drafted, Message, Verify
+from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ, one_hot
+from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
+from tests.system.markov import markov, p_values
+
+Make = Callable[..., Cluster]
+V = 4
+_rng = np.random.default_rng(2)
+TABLE = _rng.normal(size=(V, V)).astype(np.float32)
+OTHER = (TABLE * 0.3 + _rng.normal(size=(V, V))).astype(np.float32)
+REQUESTS, LENGTH = 5, 260
+# Seeds are fixed, so a correct program passes always; a wrong one is off by many orders of magnitude.
+ALPHA, CAUGHT = 1e-3, 1e-7
+SAMPLING = SamplingParams(max_tokens=LENGTH, temp=1.0, rule="residual", q_width=3)
+PROMPT = [0, 1, 2, 3, 1, 0, 2]
+
+
+class Certain:
+    """A drafter that can't draw: it says what it thinks best."""
+
+    def __init__(self, inner: MlxDrafter) -> None:
+        self._inner = inner
+
+    def open(self, *arguments: Any) -> TokenTree:
+        return self._inner.open(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "open_drawing":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A cluster in which at least `share` of the chains come from `source`, by `kind`."""
+
+    mode: str
+    source: str
+    kind: str
+    settings: dict[str, Any]
+    drafter: str = "draws"
+    sampling: SamplingParams = SAMPLING
+    share: float = 0.7
+
+
+ONE_STEP = Schedule(turns=(2,))
+HITS = {"full_depth": True, "branches": 12, "ngrams": False, "depth": 2}
+PATHS = {
+    "hit": Path("ssd", "hit", "sparse", HITS),
+    "shallow hit": Path("ssd", "hit", "sparse", {**HITS, "full_depth": False, "schedule": ONE_STEP}, share=0.3),
+    "miss": Path("ssd", "drafter", "sparse", {"branches": 1, "schedule": SLOW, "ngrams": False}),
+    "sd": Path("sd", "drafter", "sparse", {"ngrams": False}),
+    "saguaro": Path("ssd", "hit", "sparse", {**HITS, "branches": 6}, sampling=replace(SAMPLING, saguaro=0.3)),
+    "n-gram": Path("ssd", "ngram", "one-hot", {}, "none"),
+    "certain": Path("ssd", "hit", "one-hot", HITS, "certain"),
+    "ar": Path("ar", "none", "one-hot", {}),
+    "any": Path("ssd", "hit", "sparse", {"schedule": MIXED, "branches": 4}, share=0.2),
+}
+
+
+@pytest.fixture
+def make(make_cluster: Make) -> Callable[[Path], Cluster]:
+    clock = make_cluster(None)._clock
+    drafter = MlxDrafter(markov(OTHER))
+    drafters = {"draws": drafter, "certain": Certain(drafter), "none": None}
+    return lambda path: Cluster(markov(TABLE), drafters[path.drafter], clock, **path.settings)  # type: ignore[arg-type]
+
+
+def runs(cluster: Cluster, path: Path) -> list[Run]:
+    return [cluster.run(PROMPT, replace(path.sampling, seed=7919 * i + 3), path.mode) for i in range(REQUESTS)]
+
+
+def law(found: Sequence[Run]) -> tuple[float, float]:
+    return p_values([[PROMPT[-1], *run.tokens] for run in found], TABLE)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_texts_have_the_targets_distribution(make: Callable[[Path], Cluster], name: str) -> None:
+    path = PATHS[name]
+    found = runs(make(path), path)
+    assert min(law(found)) > ALPHA
+    ways = Counter((round_.source, round_.kind) for run in found for round_ in run.rounds)
+    assert ways[path.source, path.kind] > path.share * ways.total(), ways
+
+
+# --- what would break it is seen ------------------------------------------------------------------------------------
+
+
+def unscaled(message: Verify, last: int) -> Verify:
+    """The q that Saguaro's factor was left out of."""
+    if message.q is None:
+        return message
+    before = [last, *message.chain[:-1]]
+    weights = [np.exp(OTHER[token][ids]) for token, ids in zip(before, message.q.ids, strict=True)]
+    return replace(message, q=SparseQ(message.q.ids, np.array([row / row.sum() for row in weights], np.float32)))
+
+
+def taken_as_flat(message: Verify, last: int) -> Verify:
+    ids = np.tile(np.arange(V, dtype=np.int32), (len(message.chain), 1))
+    return replace(message, kind="sparse", q=SparseQ(ids, np.full(ids.shape, 1 / V, np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("name", "tamper"), [("saguaro", unscaled), ("sd", taken_as_flat), ("n-gram", taken_as_flat)]
+)
+def test_a_chain_verified_as_what_it_is_not_is_caught(
+    make: Callable[[Path], Cluster], name: str, tamper: Callable[[Verify, int], Verify]
+) -> None:
+    path = PATHS[name]
+    cluster = make(path)
+    send = cluster.send_target
+
+    def tampered(message: Message) -> None:
+        if isinstance(message, Verify) and message.chain:
+            message = tamper(message, cluster.rounds._requests[message.request].tokens[-1])
+        send(message)
+
+    cluster.send_target = tampered  # type: ignore[method-assign]
+    assert min(law(runs(cluster, path))) < CAUGHT
+
+
+@pytest.mark.parametrize("kind", [Branches, Drafted])
+def test_a_q_that_does_not_fit_its_chains_is_dropped_and_counted(
+    make: Callable[[Path], Cluster], kind: type[Branches] | type[Drafted]
+) -> None:
+    cluster = make(PATHS["hit" if kind is Branches else "sd"])
+    handle = cluster.rounds.handle
+
+    def spoilt(sender: str, message: Message, now_ns: int) -> None:
+        if isinstance(message, kind) and message.q is not None and len(message.q) > 1:
+            message = replace(message, q=message.q.part(1, len(message.q)))
+        handle(sender, message, now_ns)
+
+    cluster.rounds.handle = spoilt  # type: ignore[method-assign]
+    run = cluster.run(PROMPT, replace(SAMPLING, seed=1, max_tokens=40), "ssd" if kind is Branches else "sd")
+    assert len(run.tokens) == 40 and cluster.rounds.stale > 10
+
+
+# --- what is promised besides ---------------------------------------------------------------------------------------
+
+SHAPED = SamplingParams(
+    max_tokens=60, temp=0.9, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3, seed=21, rule="residual",
+    saguaro=0.6,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_full_depth_makes_a_text_reproducible(make_cluster: Make, mode: str) -> None:
+    """Hits and misses, late or early, and what earlier requests taught the fan-out change no token."""
+    cluster = make_cluster("model", depth=3, branches=6, full_depth=True)
+    first = cluster.run(PROMPT, SHAPED, mode)
+    cluster.run(PROMPT, replace(SHAPED, seed=5), mode)
+    again = cluster.run(PROMPT, SHAPED, mode)
+    others = [
+        make_cluster("model", depth=3, branches=6, full_depth=True, policy=policy, schedule=schedule, seed=seed).run(
+            PROMPT, SHAPED, mode
+        )
+        for seed, (policy, schedule) in enumerate(
+            [("uniform", AMPLE), ("geometric", SLOW), ("best-first", Schedule(turns=(0, 1, 2)))]
+        )
+    ]
+    assert all(run.tokens == first.tokens for run in (again, *others))
+    if mode == "ssd":
+        assert min(first.sources["hit"], first.sources["drafter"]) > 2
+
+
+def test_a_draft_that_is_the_target_is_always_accepted(make_cluster: Make) -> None:
+    sampling = SamplingParams(max_tokens=100, temp=1.0, seed=9, rule="residual", q_width=1024)
+    times = make_cluster("self", depth=4, branches=8, ngrams=False, schedule=MIXED).run(PROMPT, sampling).timings
+    assert times.draft_n_accepted == times.draft_n > 40
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+def test_at_temperature_0_the_rule_changes_nothing(
+    make_cluster: Make, small_pair: Callable[..., tuple[LoadedModel, LoadedModel]], plain: Callable[..., Any], mode: str
+) -> None:
+    sampling = SamplingParams(max_tokens=60, rule="residual")
+    run = make_cluster("model", schedule=MIXED).run(PROMPT, sampling, mode)
+    assert run.tokens == plain(small_pair("self")[0], PROMPT, replace(sampling, rule="coupled"))
+    assert {round_.kind for round_ in run.rounds} == {"coupled"}
+
+
+def test_coupled_chains_carry_no_q(make_cluster: Make) -> None:
+    cluster = make_cluster("model", schedule=MIXED)
+    seen: list[SparseQ | None] = []
+    handle = cluster.rounds.handle
+
+    def look(sender: str, message: Message, now_ns: int) -> None:
+        if isinstance(message, Branches | Drafted):
+            seen.append(message.q)
+        handle(sender, message, now_ns)
+
+    cluster.rounds.handle = look  # type: ignore[method-assign]
+    cluster.run(PROMPT, SamplingParams(max_tokens=40, temp=1.0, seed=1))
+    assert len(seen) > 10 and set(seen) == {None}
+
+
+def test_certain_chains_have_a_one_hot_q() -> None:
+    q = one_hot([3, 1])
+    assert q.ids.tolist() == [[3], [1]] and q.probs.tolist() == [[1.0], [1.0]] and q.fits([3, 1])
