@@ -1,0 +1,66 @@
+"""A sparse q travels with its chain; what can't be one is told apart. Settings of residual sampling are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protocol.codec import decode, encode
+from protocol.errors import InvalidRequest
+from protocol.messages import Branch, Branches, Span
+from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ, one_hot
+
+Q = SparseQ(np.array([[4, 9], [2, 4], [9, 1]], np.int32), np.array([[0.25, 0.75], [1, 0], [0.5, 0.5]], np.float32))
+
+
+def test_the_probability_of_a_token_is_its_own_rows() -> None:
+    assert Q.of([9, 2, 7]).tolist() == [0.75, 1.0, 0.0]
+    assert Q.part(1, 3).of([4, 1]).tolist() == [0.0, 0.5] and len(Q.part(1, 3)) == 2
+
+
+@pytest.mark.parametrize(
+    ("q", "tokens", "fits"),
+    [
+        (Q, [9, 2, 1], True),
+        (one_hot([3, 3]), [3, 3], True),
+        (one_hot([]), [], True),
+        (Q, [9, 2], False),
+        (Q, [9, 2, 7], False),
+        (Q, [9, 4, 1], False),
+        (SparseQ(Q.ids, Q.probs / 2), [9, 2, 1], False),
+        (SparseQ(Q.ids, Q.probs[:, :1]), [9, 2, 1], False),
+    ],
+)
+def test_only_what_a_chain_can_be_drawn_from_fits_it(q: SparseQ, tokens: list[int], fits: bool) -> None:
+    assert q.fits(tokens) is fits
+
+
+def test_it_crosses_the_wire_as_two_raw_frames() -> None:
+    message = Branches("r", 1, 2, 3, 1, (Branch(0, 1, (9, 2)), Branch(1, 5, (1,))), Span(1, 2), False, Q)
+    frames = [bytes(frame) for frame in encode(message)]
+    assert [len(frame) for frame in frames[1:]] == [24, 24]
+    found = decode(frames).q
+    assert (found.ids == Q.ids).all() and (found.probs == Q.probs).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"rule": "exact"}, "sampling rule is 'exact'; expected coupled or residual"),
+        ({"rule": "residual", "saguaro": 0.0}, "saguaro is 0.0; expected a number from 0.01 to 1"),
+        ({"rule": "residual", "saguaro": 1.5}, "saguaro is 1.5"),
+        ({"saguaro": 0.5}, "saguaro is 0.5; without residual sampling expected 1"),
+        ({"rule": "residual", "q_width": 0}, "q_width is 0; expected a whole number from 1 to 1024"),
+    ],
+)
+def test_settings_out_of_range_are_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        SamplingParams(**fields)
+
+
+def test_at_temperature_0_nothing_is_residual() -> None:
+    assert SamplingParams(temp=0.1, rule="residual").is_residual
+    assert not SamplingParams(rule="residual").is_residual and not SamplingParams(temp=1.0).is_residual
