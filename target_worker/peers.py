@@ -60,12 +60,17 @@ def main() -> int:
     try:
         peers = Peers(options.model, options.draft_model)
     except OutriderError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return error.exit_code
-    print(json.dumps({"ready": True}), flush=True)
+    _say({"ready": True})
     for line in sys.stdin:
-        print(json.dumps(asdict(peers.run(**json.loads(line)))), flush=True)
+        _say(asdict(peers.run(**json.loads(line))))
     return 0
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
