@@ -36,6 +36,8 @@ def fresh_scores(model: LoadedModel, text: Sequence[int], rows: int, sampling: S
 
 def doubts(model: LoadedModel, text: Sequence[int], chain: Sequence[int], sampling: SamplingParams) -> list[Doubt]:
     """The tokens of `chain` that a fresh drafter would not have said after `text` and those before them."""
+    if not chain:
+        return []
     scores = fresh_scores(model, [*text, *chain[:-1]], len(chain), sampling)
     margins = scores.max(axis=-1) - scores[np.arange(len(chain)), list(chain)]
     return [

@@ -15,8 +15,9 @@ from draft_worker.mlx import MlxDrafter
 from engine.loading import LoadedModel
 from protocol.messages import Branches, Message
 from protocol.sampling import SamplingParams
-from tests.system.cluster import AMPLE, MIXED, Cluster, Schedule
+from tests.system.cluster import AMPLE, MIXED, UNTIL_IDLE, Cluster, Schedule
 from tests.system.redraft import TIE, doubts, fresh_scores, only_ties
+from tests.system.small import TOY
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
 SAMPLINGS = {
@@ -45,6 +46,19 @@ def test_every_served_chain_is_a_fresh_drafters(
     assert len(served) > 6
     assert only_ties(found), found
     print("ties:", found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_comes_late_is_not_served_in_another_round(make_cluster: Make, small_pair: Small, seed: int) -> None:
+    """With five tokens the same outcome comes up again and again, so a branch of the round before would be found."""
+    params, model = SamplingParams(max_tokens=60, temp=1.0, seed=seed), small_pair("model", **TOY)[1]
+    late = Schedule(turns=(1, 2, UNTIL_IDLE), late=0.6, impatient=0.5)
+    cluster = make_cluster("model", config=TOY, depth=3, branches=6, ngrams=False, schedule=late, seed=seed)
+    run = cluster.run([1, 2, 3, 4], params)
+    text = [1, 2, 3, 4, *run.tokens]
+    found = [doubt for round_ in run.rounds for doubt in doubts(model, text[: round_.base_len], round_.chain, params)]
+    assert run.sources["hit"] > 2
+    assert only_ties(found), found
 
 
 @every_sampling
