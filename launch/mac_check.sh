@@ -39,9 +39,10 @@ step() {
     say "== $title"
     started="$(date +%s)"
     {
-        printf '\n## %s\n\n`%s`\n\n' "$title" "$*"
+        printf '\n## %s\n\n`%s`\n\n```\n' "$title" "$*"
         "$@" 2>"$report.stderr"
         status=$?
+        printf '```\n'
         if [ "$status" -ne 0 ] || [ "${keep_stderr:-}" = yes ]; then
             printf '\n```\n'
             tail -n 30 "$report.stderr"

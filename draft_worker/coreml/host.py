@@ -98,7 +98,7 @@ class Host:
         return fresh
 
     def _filled(self, function: Function, rows: Rows) -> dict[str, Any]:
-        """The function's own buffers with `rows` in them; rows beyond see themselves only and are written nowhere."""
+        """The function's own buffers with `rows` in them; rows beyond are masked and written nowhere."""
         if function.name not in self._buffers:
             self._buffers[function.name] = self._new_buffers(function)
         buffers, count, slots = self._buffers[function.name], len(rows.tokens), self.layout.slots
@@ -110,7 +110,6 @@ class Host:
         mask[:] = MASKED
         mask[:count, :slots][rows.past] = 0
         mask[:count, slots : slots + count][rows.own] = 0
-        np.fill_diagonal(mask[:, slots:], 0)
         if self.layout.mode is Mode.HYBRID:
             buffers["pos"][0] = rows.slots[0]
         if self.layout.mode is Mode.ONEHOT:

@@ -43,7 +43,7 @@ def test_a_float16_package_errs_as_float16_does(
 
 
 @pytest.mark.parametrize("mode", ["hybrid", "onehot"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_every_mode_says_the_same(bench: Callable[..., Bench], text: list[int], family: str, mode: str) -> None:
     found, plain = bench(family, mode=mode).logits(text), bench(family).logits(text)
     if mode == "hybrid":

@@ -17,19 +17,20 @@ STEPS = 40
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "weights"),
+    ("family", "mode", "weights", "layers"),
     [
-        ("llama", "stateless", "fp32"),
-        ("llama", "stateless", "fp16"),
-        ("qwen2", "hybrid", "fp16"),
-        ("qwen3", "onehot", "fp16"),
-        ("llama3", "stateless", "fp16"),
+        ("llama", "stateless", "fp32", 2),
+        ("llama", "stateless", "fp32", 1),
+        ("llama", "stateless", "fp16", 2),
+        ("qwen2", "hybrid", "fp16", 2),
+        ("qwen3", "onehot", "fp16", 2),
+        ("llama3", "stateless", "fp16", 2),
     ],
 )
 def test_mlx_goes_on_from_it(
-    bench: Callable[..., Bench], text: list[int], family: str, mode: str, weights: str
+    bench: Callable[..., Bench], text: list[int], family: str, mode: str, weights: str, layers: int
 ) -> None:
-    made = bench(family, mode=mode, weights=weights)
+    made = bench(family, mode=mode, weights=weights, num_hidden_layers=layers)
     model, prompt, rest = made.mlx(), text[:150], text[150 : 150 + STEPS]
     exact = made.mlx_logits(text)[150 : 150 + STEPS]
     caches, seen = make_prompt_cache(model), list[int]()
