@@ -45,6 +45,8 @@ def check(small_pair: Small, plain: Plain) -> Check:
         check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
         assert run.reason == "length"
         assert run.timings.predicted_n == LENGTH
+        # No chain reaches past what was asked for: the bonus token must still fit.
+        assert all(round_.base_len + len(round_.chain) < len(PROMPT) + LENGTH for round_ in run.rounds)
 
     return same_as_alone
 
