@@ -178,3 +178,25 @@ def test_one_interrupt_ends_a_stream(stand, codec, monkeypatch, run):
     monkeypatch.setattr("orchestrator.cli.generate.Screen.clear", interrupt)
     assert run("generate", "-p", "x", "--connect", stand.endpoint) == (130, "", "")
     assert threading.active_count() < 20
+
+
+def test_a_residual_text_cannot_be_proved_and_verify_says_so(run):
+    code, out, err = run("verify", "--prompt", "x", "--temp", "1", "--sampling", "residual")
+    assert (code, out) == (InvalidRequest.exit_code, "")
+    assert err == (
+        "outrider verify: residual sampling gives no text again, so none can be proved; expected coupled sampling\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--sampling", "exact"), "sampling rule is 'exact'; expected coupled or residual"),
+        (("--sampling", "residual", "--saguaro", "0"), "saguaro is 0.0; expected a number from 0.01 to 1"),
+        (("--saguaro", "0.5"), "saguaro is 0.5; without residual sampling expected 1"),
+        (("--sampling", "residual", "--q-width", "0"), "q_width is 0; expected a whole number from 1 to 1024"),
+    ],
+)
+def test_settings_of_residual_sampling_are_checked(run, flags, sentence):
+    code, out, err = run("generate", "--prompt", "x", *flags)
+    assert (code, out, err) == (InvalidRequest.exit_code, "", f"outrider generate: {sentence}\n")

@@ -347,3 +347,13 @@ def test_a_chat_template_that_refuses_is_a_sentence(stand):
     object.__setattr__(stand.admission._text, "template", "{{ raise_exception('no users here') }}")
     with pytest.raises(ModelError, match="no users here"):
         stand.client().generate("x")
+
+
+def test_a_drafter_that_cannot_draw_is_noted_for_residual_sampling(make_stand, codec, tmp_path):
+    script = tmp_path / "script.json"
+    script.write_text('{"texts": [], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": 4096}')
+    stand = make_stand(draft_backend="replay", replay=script).start()
+    stand.core.play = says(codec, "x")
+    for sampling, noted in ((SamplingParams(temp=1.0, rule="residual"), True), (SamplingParams(temp=1.0), False)):
+        result = stand.client().generate("x", sampling)
+        assert any("does not draw" in note for note in result.notes) is noted
