@@ -1,0 +1,87 @@
+"""A chain is verified by the rule that its kind names; a kind that can't be kept is that request's fault alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protocol.messages import Fault, Message, Open, Outcome, Verify
+from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ, one_hot
+from target_worker.worker import TargetWorker
+from tests.system.markov import markov
+
+TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
+RESIDUAL = SamplingParams(temp=1.0, seed=3, rule="residual")
+COUPLED = SamplingParams(temp=1.0, seed=3)
+PROMPT = np.array([1, 4, 2], np.int32)
+
+
+class Wire:
+    name = "target-0"
+
+    def __init__(self) -> None:
+        self.inbox: list[Message] = []
+        self.sent: list[Any] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def receive(self, wait: bool) -> Message | None:
+        return self.inbox.pop(0)
+
+    def peek(self) -> None:
+        return None
+
+
+def answered(sampling: SamplingParams, verify: Verify) -> Any:
+    """What the target says to this verify, whose base_len and request are filled in."""
+    wire = Wire()
+    worker = TargetWorker(wire, markov(TABLE))  # type: ignore[arg-type]
+    wire.inbox = [Open("r", 0, 0, PROMPT, sampling), replace(verify, request="r", base_len=len(PROMPT) + 1)]
+    worker.turn()
+    worker.turn()
+    return wire.sent[-1]
+
+
+def verify(chain: tuple[int, ...], kind: str, q: SparseQ | None = None) -> Verify:
+    return Verify("", 0, 1, 0, chain, kind=kind, q=q)
+
+
+def test_a_certain_chain_is_one_whose_q_is_one_hot() -> None:
+    for token in range(6):
+        certain = answered(RESIDUAL, verify((token,), "one-hot"))
+        told = answered(RESIDUAL, verify((token,), "sparse", one_hot([token])))
+        assert isinstance(certain, Outcome) and (certain.accepted, certain.bonus) == (told.accepted, told.bonus)
+
+
+def test_q_decides_about_a_sparse_chain_and_only_about_that() -> None:
+    unlikely = SparseQ(np.arange(6, dtype=np.int32)[None], np.array([[0.999, *[0.0002] * 5]], np.float32))
+    sparse = [answered(RESIDUAL, verify((token,), "sparse", unlikely)).accepted for token in range(1, 6)]
+    certain = [answered(RESIDUAL, verify((token,), "one-hot", unlikely)).accepted for token in range(1, 6)]
+    assert sparse == [1] * 5 and sum(certain) < 5
+
+
+@pytest.mark.parametrize("sampling", [RESIDUAL, COUPLED])
+def test_an_empty_chain_is_a_plain_step_of_any_kind(sampling: SamplingParams) -> None:
+    bonuses = {answered(sampling, verify((), kind)).bonus for kind in ("coupled", "one-hot")}
+    assert len(bonuses) == 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message", "sentence"),
+    [
+        (RESIDUAL, verify((1,), "coupled"), "samples residual"),
+        (COUPLED, verify((1,), "one-hot"), "samples coupled"),
+        (RESIDUAL, verify((1,), "sparse"), "without its q"),
+        (RESIDUAL, verify((1,), "sparse", one_hot([2])), "does not fit the chain"),
+    ],
+)
+def test_a_kind_that_cannot_be_kept_is_a_fault_in_a_sentence(
+    sampling: SamplingParams, message: Verify, sentence: str
+) -> None:
+    fault = answered(sampling, message)
+    assert isinstance(fault, Fault) and fault.request == "r" and sentence in fault.message
