@@ -6,6 +6,7 @@ Turns frames into (worker name, message) and back. Knows nothing of requests.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,10 @@ class Hub:
 
     def send_drafter(self, name: str, message: Message) -> None:
         self._send(name, message)
+
+    def let_go(self) -> None:
+        """Gives the core away: on a machine of two, whoever waits for what was sent waits for this very core."""
+        os.sched_yield()
 
     def receive(self) -> Iterator[tuple[str, Message]]:
         """Every message waiting, without blocking; the hub keeps those that are about the workers themselves."""

@@ -58,6 +58,8 @@ class WorkerLink:
             self._socket.send(frames[0])
         else:
             self._socket.send_multipart(frames)
+        # The thread that carries it out may wait for this very core; the next forward would keep it waiting.
+        os.sched_yield()
 
     def receive(self, wait: bool) -> Message | None:
         """The next message; None when `wait` is False and there is none. Undecodable frames are logged and dropped."""

@@ -116,6 +116,9 @@ class Cluster:
         if not self._drop(message):
             self._to_target.append(through_the_codec(message))
 
+    def let_go(self) -> None:
+        """Nothing waits for anything here."""
+
     def send_drafter(self, name: str, message: Message) -> None:
         if not self._drop(message):
             self.link.inbox.append(through_the_codec(message))

@@ -213,6 +213,9 @@ class Cluster:
             self._verifies.append(message)
         self._target_link.inbox.append(through_the_codec(message))
 
+    def let_go(self) -> None:
+        """Nothing waits for anything here."""
+
     def send_drafter(self, name: str, message: Message) -> None:
         self._draft_link.inbox.append(through_the_codec(message))
 
