@@ -17,6 +17,7 @@ from draft_worker.coreml.node import Node
 from draft_worker.coreml.scoring import Scorer
 from draft_worker.coreml.slots import SlotMap
 from draft_worker.drafter import DrafterFault
+from engine.draws import Draws
 from protocol.errors import OutriderError
 from protocol.sampling import SamplingParams
 
@@ -24,11 +25,11 @@ from protocol.sampling import SamplingParams
 class Columns:
     """One request's cache on `host`."""
 
-    def __init__(self, host: Host, sampling: SamplingParams) -> None:
+    def __init__(self, host: Host, sampling: SamplingParams, draws: Draws | None = None) -> None:
         self._host = host
         self._layout = host.layout
         self._cache = host.new_cache()
-        self._scorer = Scorer(sampling, self._layout.architecture.vocab_size)
+        self._scorer = Scorer(sampling, self._layout.architecture.vocab_size, draws)
         self._slots = SlotMap(self._layout.slots)
         self._seen = np.zeros(self._layout.slots, bool)  # where committed keys lie
         self._committed: list[Node] = []
@@ -62,8 +63,9 @@ class Columns:
 
     def _grow(self, alive: Sequence[Node]) -> None:
         for node in alive:
-            if node.token is None and node.parent is not None and node.parent.scores is not None:
-                node.token = int(node.parent.scores.argmax())
+            above = node.parent
+            if node.token is None and above is not None and above.step is not None:
+                node.token = above.step.best()[above.row]
         most = self._layout.largest.rows
         for first in range(0, len(alive), most):
             batch = alive[first : first + most]
@@ -73,17 +75,17 @@ class Columns:
 
     def commit(self, path: Sequence[Node], lost: Sequence[Node]) -> None:
         """Makes `path` committed and frees the slots of `lost`; of the committed, only the last keeps its scores."""
-        self._committed[-1].scores = None
+        self._committed[-1].step = None
         for node in path:
             node.committed = True
             self._seen[node.slot] = True
-            node.scores = node.scores if node is path[-1] else None
+            node.step = node.step if node is path[-1] else None
         self._committed += path
         gone = {id(node) for node in (*path, *lost)}
         self._pending = [node for node in self._pending if id(node) not in gone]
         self._slots.give_back(node.slot for node in lost if node.slot >= 0)
         for node in lost:
-            node.slot, node.scores = -1, None
+            node.slot, node.step = -1, None
 
     def close(self) -> None:
         self._host.give_back(self._cache)
@@ -131,18 +133,21 @@ class Columns:
     def _score(self, nodes: Sequence[Node], logits: NDArray[np.float32] | None) -> None:
         if logits is None:
             return
-        histories = [self._history(node) for node in nodes] if self._scorer.needs_history else None
-        scores = self._scorer.scores(logits, [node.position + 1 for node in nodes], histories)
-        for node, row in zip(nodes, scores, strict=True):
-            node.scores = row.copy()  # not a view: its batch should go when it goes
+        reach = self._scorer.reach
+        histories = [self._history(node, reach) for node in nodes] if reach else None
+        positions = [node.position + 1 for node in nodes]
+        step = self._scorer.step(logits, positions, histories, [node.fork for node in nodes])
+        for row, node in enumerate(nodes):
+            node.step, node.row = step, row
 
-    def _history(self, node: Node) -> list[int]:
-        drafted: list[int] = []
+    def _history(self, node: Node, reach: int) -> list[int]:
+        """The last `reach` tokens down to `node`."""
+        path: list[int] = []
         above: Node | None = node
-        while above is not None and not above.committed:
-            drafted.append(above.known_token)
+        while above is not None and len(path) < reach:
+            path.append(above.known_token)
             above = above.parent
-        return [*(known.known_token for known in self._committed), *reversed(drafted)]
+        return path[::-1]
 
     def _place(self, nodes: Sequence[Node], function: Function) -> None:
         """Gives each node a slot: any free one, or a run of them where the mode writes runs."""

@@ -10,6 +10,7 @@ from draft_worker.coreml.host import Host
 from draft_worker.coreml.package import Package, open_package
 from draft_worker.coreml.runtime import Runtime
 from draft_worker.coreml.tree import CoreMLTree
+from engine.draws import Draws
 from protocol.sampling import SamplingParams
 
 
@@ -33,6 +34,15 @@ class CoreMLDrafter:
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> CoreMLTree:
         return CoreMLTree(self._host, self._predict, tokens, sampling, progress)
+
+    def open_drawing(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        cached: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> CoreMLTree:
+        return CoreMLTree(self._host, self._predict, tokens, sampling, progress, Draws.of(sampling, cached))
 
     def close(self) -> None:
         """Ends the predict thread and lets the device go."""

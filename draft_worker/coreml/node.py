@@ -5,29 +5,30 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from draft_worker.drafter import DrafterFault
+from engine.steps import Step
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """The caller's thread writes `number`, `children`, `job`, `dropped`; the predict thread the rest.
+    """The caller's thread writes `number`, `fork`, `children`, `job`, `dropped`; the predict thread the rest.
 
-    `token` None: the parent's best, known once `job` is done, and so is `scores` [vocab]. `slot` -1: not in the cache.
+    `token` None: the parent's own choice, known once `job` is done, and so is what may follow: row `row` of `step`.
+    `fork` is the position of the last token down to it that was told, not chosen here. `slot` -1: not in the cache.
     """
 
     number: int
     parent: Node | None
     position: int
     token: int | None
+    fork: int
     job: Future[None] | None = None
     children: list[Node] = field(default_factory=list)
     dropped: bool = False
     committed: bool = False
     slot: int = -1
-    scores: NDArray[np.float32] | None = None
+    step: Step | None = None
+    row: int = 0
 
     @property
     def known_token(self) -> int:
@@ -39,10 +40,10 @@ class Node:
         return self.token
 
     @property
-    def known_scores(self) -> NDArray[np.float32]:
-        """`scores`, after waiting for them."""
+    def known_step(self) -> Step:
+        """`step`, after waiting for it."""
         if self.job is not None:
             self.job.result()
-        if self.scores is None:
+        if self.step is None:
             raise DrafterFault("a drafted token was dropped before its scores were known")
-        return self.scores
+        return self.step

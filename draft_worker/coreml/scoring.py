@@ -1,6 +1,7 @@
-"""Draft logits to scores: the sampling contract of the engine, on the CPU, numpy in and out.
+"""Draft logits to the steps of a token tree: the engine's sampling contract and draws, on the CPU.
 
-The CPU, because on a Mac the GPU is the target's. Belongs to the thread that first uses it.
+The CPU, because on a Mac the GPU is the target's. Steps are read to the end on the thread that makes them, so that
+another thread may ask them what they know.
 """
 
 from __future__ import annotations
@@ -11,23 +12,37 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.draws import Draws
 from engine.sampling import Sampler
+from engine.steps import Step, score
 from protocol.sampling import SamplingParams
 
 
 class Scorer:
-    """Scores of one request's nodes: argmax is the drafter's choice (see engine.sampling)."""
+    """One request's scores; with `draws` a row's own token is drawn from a q, without it is the best."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int, draws: Draws | None = None) -> None:
         self._sampler = Sampler(params, vocab_size, normalised=False)
+        self._draws = draws
 
     @property
-    def needs_history(self) -> bool:
-        return self._sampler.needs_history
+    def reach(self) -> int:
+        """How many tokens before a row its scores depend on; 0 for none."""
+        return self._sampler.reach if self._sampler.needs_history else 0
 
-    def scores(
-        self, logits: NDArray[np.float32], positions: Sequence[int], histories: Sequence[Sequence[int]] | None
-    ) -> NDArray[np.float32]:
-        """[R, V] for the tokens that come at `positions`, one row of `logits` [R, V] each."""
+    def step(
+        self,
+        logits: NDArray[np.float32],
+        positions: Sequence[int],
+        histories: Sequence[Sequence[int]] | None,
+        forks: Sequence[int],
+    ) -> Step:
+        """The step for the tokens at `positions`, one row of `logits` [R, V] each; `forks` as in engine.draws."""
         with mx.stream(mx.cpu):
-            return np.array(self._sampler.scores(mx.array(logits), positions, histories))
+            rows = mx.array(logits)
+            if self._draws is None:
+                step = score(self._sampler, rows, positions, histories)
+            else:
+                step = self._draws.score(self._sampler, rows, positions, histories, forks)
+            step.best()
+        return step

@@ -11,20 +11,21 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from draft_worker.coreml.columns import Columns
 from draft_worker.coreml.host import Host
 from draft_worker.coreml.node import Node
 from draft_worker.drafter import Candidate, DrafterFault
+from engine.draws import DrawnStep, Draws
 from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ
 
 Progress = Callable[[int, int], None]
 
 
 class CoreMLTree:
-    """See draft_worker.drafter.TokenTree. Node 0 is the last token it was opened with."""
+    """See draft_worker.drafter.DrawingTree. Node 0 is the last token it was opened with."""
 
     def __init__(
         self,
@@ -33,8 +34,11 @@ class CoreMLTree:
         tokens: Sequence[int],
         sampling: SamplingParams,
         progress: Progress | None = None,
+        draws: Draws | None = None,
     ) -> None:
         """Reads `tokens` (at least one) before it returns; `progress` is called on this thread.
+
+        With `draws` a node's own continuation is drawn, not its best.
 
         Raises:
             DrafterFault: they do not fit the context, or the device failed.
@@ -43,11 +47,11 @@ class CoreMLTree:
         self._context = host.layout.context
         if not 1 <= len(tokens) <= self._context:
             raise DrafterFault(f"{len(tokens)} tokens to read; the draft's context takes 1 to {self._context}")
-        self._columns: Columns = predict.submit(Columns, host, sampling).result()
+        self._columns: Columns = predict.submit(Columns, host, sampling, draws).result()
         self._committed: list[Node] = []
         for position, token in enumerate(tokens):
             above = self._committed[-1] if self._committed else None
-            self._committed.append(Node(-1, above, position, token))
+            self._committed.append(Node(-1, above, position, token, position))
         with ExitStack() as undo:  # a prompt that can't be read, or need not be read to its end
             undo.callback(predict.submit, self._columns.close)
             self._read(host, progress)
@@ -86,10 +90,17 @@ class CoreMLTree:
         """Nothing to do: feeding starts the work."""
 
     def best(self, nodes: Sequence[int]) -> list[int]:
-        return [int(self._node(node).known_scores.argmax()) for node in nodes]
+        chosen = [self._node(number) for number in nodes]
+        return [node.known_step.best()[node.row] for node in chosen]
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
-        return [_candidates(self._node(node).known_scores, count) for node in nodes]
+        found = [self._node(number) for number in nodes]
+        return [node.known_step.candidates([node.row], count)[0] for node in found]
+
+    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        steps = [(self._node(number).known_step, self._node(number).row) for number in nodes]
+        qs = [step.q(row) for step, row in steps if isinstance(step, DrawnStep)]
+        return SparseQ(np.stack([ids for ids, _ in qs]), np.stack([probs for _, probs in qs])) if qs else None
 
     def commit(self, path: Sequence[int]) -> None:
         if not path:
@@ -147,17 +158,9 @@ class CoreMLTree:
         above = self._node(parent)
         if above.position + 1 >= self._context:
             raise DrafterFault(f"the draft's context of {self._context} tokens is full; no drafting beyond it")
-        node = Node(self.next_node, above, above.position + 1, token)
+        position = above.position + 1
+        node = Node(self.next_node, above, position, token, above.fork if token is None else position)
         above.children.append(node)
         self._nodes[node.number] = node
         self.next_node += 1
         return node
-
-
-def _candidates(scores: NDArray[np.float32], count: int) -> list[Candidate]:
-    """The best `count` tokens, best first; what a filter ruled out is never among them."""
-    count = min(count, scores.size)
-    top = np.argpartition(-scores, count - 1)[:count]
-    top = top[np.lexsort((top, -scores[top]))]
-    best = scores[top[0]]
-    return [Candidate(int(token), float(best - scores[token])) for token in top if scores[token] > -np.inf]

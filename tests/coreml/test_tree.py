@@ -16,8 +16,9 @@ from draft_worker.coreml.drafter import CoreMLDrafter
 from draft_worker.coreml.interpreter import NumpyRuntime
 from draft_worker.coreml.runtime import Inputs, Outputs, RuntimeFault, State
 from draft_worker.coreml.tree import CoreMLTree
-from draft_worker.drafter import DrafterFault, TokenTree
+from draft_worker.drafter import DrafterFault, DrawingDrafter, TokenTree
 from draft_worker.fan_out import POLICIES
+from draft_worker.mlx import MlxDrafter
 from draft_worker.work_ahead import WorkAhead
 from engine.sampling import Sampler
 from protocol.errors import InvalidRequest
@@ -172,6 +173,31 @@ def test_scores_are_the_sampling_contracts(
             assert set(found) == set(possible.tolist())
             assert all(abs(found[t] - (expected.max() - expected[t])) < 1e-3 for t in possible.tolist())
             path.append(token)
+
+
+def test_residual_sampling_draws_as_the_mlx_drafter_draws(bench: Callable[..., Bench], text: list[int]) -> None:
+    """The same tokens from the same q, told tokens and drawn ones in turn."""
+    made, drawn = bench("llama", weights="fp32"), []
+    sampling = SamplingParams(temp=1.0, seed=8, rule="residual", saguaro=0.5, q_width=6)
+    coreml, mlx = made.drafter(), MlxDrafter.load(str(made.model_path), lambda stage: None)
+    for drafter in (coreml, mlx):
+        assert isinstance(drafter, DrawingDrafter)
+        tree = drafter.open_drawing(text[:20], sampling, 2)
+        nodes = [tree.root, *tree.feed([tree.root, tree.root], [5, 6])]
+        for _ in range(3):
+            nodes += tree.feed(nodes[-2:], [None, None])
+        tree.commit(nodes[1:2])
+        kept = [nodes[1], nodes[3], nodes[5], nodes[7]]
+        q = tree.drawn_from(kept)
+        assert q is not None and q.fits(tree.best(kept)) and tree.drawn_from([]) is None
+        drawn.append((tree.best(kept), q))
+    (tokens, q), (expected, expected_q) = drawn
+    assert tokens == expected
+    order, expected_order = q.ids.argsort(axis=1), expected_q.ids.argsort(axis=1)
+    assert (np.sort(q.ids) == np.sort(expected_q.ids)).all()
+    shares = [np.take_along_axis(x.probs, o, 1) for x, o in ((q, order), (expected_q, expected_order))]
+    np.testing.assert_allclose(shares[0], shares[1], atol=1e-4)
+    coreml.close()
 
 
 def test_several_requests_share_a_drafter(bench: Callable[..., Bench], text: list[int]) -> None:

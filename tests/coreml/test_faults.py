@@ -1,0 +1,61 @@
+"""A device that fails in the middle of a request: the drafter steps aside, the request goes on to the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from draft_worker.coreml.drafter import CoreMLDrafter
+from draft_worker.coreml.interpreter import NumpyRuntime
+from draft_worker.coreml.runtime import Inputs, Outputs, RuntimeFault, State
+from engine.loading import load
+from protocol.sampling import SamplingParams
+from tests.coreml.conftest import Bench
+from tests.system.cluster import Cluster, VirtualClock
+
+SAMPLING = SamplingParams(max_tokens=40, temp=0.8, seed=9)
+
+
+class Failing:
+    """The interpreter until its `after`th call; then it says NaN, or nothing at all."""
+
+    name = "the failing device"
+
+    def __init__(self, made: Bench, after: int, how: str) -> None:
+        self._inner = NumpyRuntime(made.package.mlpackage)
+        self._after, self._how, self.calls = after, how, 0
+
+    def new_state(self) -> State | None:
+        return None
+
+    def call(self, function: str, inputs: Inputs, state: State | None) -> Outputs:
+        self.calls += 1
+        outputs = self._inner.call(function, inputs, state)
+        if self.calls > self._after:
+            if self._how == "dies":
+                raise RuntimeFault("the failing device is gone; no drafting for this request")
+            outputs["logits_0"][:] = np.nan
+        return outputs
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("how", ["dies", "says NaN"])
+@pytest.mark.parametrize("after", [0, 1, 9])
+def test_the_request_goes_on_without_it(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, text: list[int], how: str, after: int
+) -> None:
+    made, clock = bench("llama"), VirtualClock()
+    monkeypatch.setattr("protocol.clock.now", clock)
+    target = load(made.model_path)
+    alone = Cluster(target, None, clock, ngrams=False).run(text[:12], SAMPLING, "ar")
+    runtime = Failing(made, after, how)
+    drafter = CoreMLDrafter(made.package, runtime)
+    found = Cluster(target, drafter, clock, ngrams=False).run(text[:12], SAMPLING, "ssd")
+    drafter.close()
+    assert found.tokens == alone.tokens and len(found.tokens) == 40
+    assert runtime.calls == after + 1  # it was asked no more
+    assert any("no drafting for this request" in note for note in found.notes)
