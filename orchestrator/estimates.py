@@ -152,7 +152,11 @@ class Estimates:
     def draft_ms(self, tokens: int) -> float:
         """Asking a drafter for a chain of `tokens` and having it."""
         step = self._step_ms.value if self._step_ms.value is not None else self.depth_ms()
-        return tokens * step + (self._link_ms.value or 0.5)
+        return tokens * step + self.link_ms()
+
+    def link_ms(self) -> float:
+        """There and back between here and a drafter."""
+        return self._link_ms.value or 0.5
 
     def depth_ms(self) -> float:
         return self._depth_ms.value if self._depth_ms.value is not None else 3.0

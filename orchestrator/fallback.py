@@ -12,26 +12,43 @@ from orchestrator.estimates import Estimates
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Verify `chain` now (empty: an AR step), or ask the drafter for `wait_for` tokens first."""
+    """Verify `chain` now (empty: an AR step), or ask the drafter for `wait_for` tokens first. `value`: the tokens that
+    brings less the worth of its time."""
 
     chain: tuple[int, ...] = ()
     wait_for: int = 0
+    value: float = 0.0
 
 
 def after_miss(estimates: Estimates, ngram: tuple[int, ...], longest: int, has_drafter: bool) -> Choice:
     """The best of: an AR step, the n-gram chain cut anywhere, the drafter's just-in-time chain of any length."""
     rate = estimates.tokens_per_ms()
-    best, best_value = Choice(), 1.0 - rate * estimates.verify_ms(1)
+    best = Choice(value=1.0 - rate * estimates.verify_ms(1))
     for length in range(1, min(len(ngram), longest) + 1):
         value = estimates.ngram.expected_tokens(length) - rate * estimates.verify_ms(length + 1)
-        if value > best_value:
-            best, best_value = Choice(chain=ngram[:length]), value
+        if value > best.value:
+            best = Choice(chain=ngram[:length], value=value)
     for length in range(1, longest + 1 if has_drafter else 1):
         cost = estimates.verify_ms(length + 1) + estimates.draft_ms(length)
         value = estimates.drafted.expected_tokens(length) - rate * cost
-        if value > best_value:
-            best, best_value = Choice(wait_for=length), value
+        if value > best.value:
+            best = Choice(wait_for=length, value=value)
     return best
+
+
+def worth_hoping(estimates: Estimates, alternative: Choice, longest: int, wait_ms: float) -> bool:
+    """Whether an outcome whose branches are still on their way should wait `wait_ms` for them, as likely a hit as any.
+
+    Without this a branch that comes a moment after its outcome is lost, and with a slow drafter or a long way to it
+    those are the branches of full acceptance, round after round.
+    """
+    rate = estimates.tokens_per_ms()
+    hit = max(
+        estimates.drafted.expected_tokens(depth)
+        - rate * (estimates.verify_ms(depth + 1) + (depth - 1) * estimates.depth_ms())
+        for depth in range(1, longest + 1)
+    )
+    return estimates.hit_rate() * (hit - alternative.value) > rate * wait_ms
 
 
 def drafts_better(estimates: Estimates, ngram: tuple[int, ...], longest: int) -> bool:

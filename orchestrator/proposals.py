@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from orchestrator.controller import EPISODE_ROUNDS
 from orchestrator.estimates import Estimates
-from orchestrator.fallback import after_miss, drafts_better, worth_waiting
+from orchestrator.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
 from orchestrator.request import MILLISECOND_NS, Proposal, Request, Source
 from orchestrator.speculation_cache import Prepared
 from protocol.messages import Drafted
@@ -27,11 +27,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Linger:
-    """Wait for this outcome's branch to come or to grow, for about `depths` more steps of the drafter."""
+    """Wait for this outcome's branch to come or to grow, for about `milliseconds`."""
 
     accepted: int
     bonus: int
-    depths: int
+    milliseconds: float
 
 
 Step = Proposal | Ask | Linger
@@ -62,24 +62,33 @@ class Proposer:
         """The lookup. A hit is served as deep as it has come, unless one more token is worth its wait."""
         cache = request.cache
         if self.full_depth and not cache.final:
-            return Linger(accepted, bonus, request.depth)
+            return Linger(accepted, bonus, request.depth * self.estimates.depth_ms())
         found = cache.lookup(accepted, bonus)
-        if found is None:
-            return self._after_miss(request, longest)
         since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
+        if found is None:
+            return self._without(request, accepted, bonus, longest, since_ms)
         if not cache.final and worth_waiting(self.estimates, len(found.chain), longest, since_ms):
-            return Linger(accepted, bonus, 1)
+            return Linger(accepted, bonus, self.estimates.depth_ms())
         return from_cache(found, longest)
 
     def _is_fixed(self, request: Request) -> bool:
         """Full depth makes residual texts reproducible: then no estimate may decide what is verified."""
         return self.full_depth and request.admit.sampling.is_residual
 
-    def _after_miss(self, request: Request, longest: int) -> Step:
+    def _without(self, request: Request, accepted: int, bonus: int, longest: int, since_ms: float) -> Step:
+        """No branch for this outcome: a miss, unless such branches are still on their way and worth their wait."""
         if self._is_fixed(request) and request.drafters:
             return Ask(longest, missed=True)
         ngram = request.ngrams.lookup(longest)
         choice = after_miss(self.estimates, ngram, longest, bool(request.drafters))
+        pushes = request.cache.pushes_until(accepted, len(request.proposal.chain))
+        if pushes and request.drafters:
+            expected_ms = pushes * self.estimates.depth_ms()
+            expected_ms += self.estimates.link_ms() if not request.cache.pushes else 0.0
+            # What is overdue is expected to stay away as long again.
+            wait_ms = abs(expected_ms - since_ms)
+            if worth_hoping(self.estimates, choice, longest, wait_ms):
+                return Linger(accepted, bonus, wait_ms)
         if choice.wait_for:
             return Ask(choice.wait_for, missed=True)
         return Proposal(choice.chain, Source.NGRAM if choice.chain else Source.NONE, missed=True)

@@ -146,7 +146,8 @@ class Rounds:
             if request.waiting and now_ns >= request.waiting.deadline_ns:
                 hit = request.waiting.hit
                 found = request.cache.lookup(*hit) if hit else None
-                self._verify(request, from_cache(found, self._longest(request)) if found else Proposal(), now_ns)
+                alone = Proposal(missed=hit is not None)
+                self._verify(request, from_cache(found, self._longest(request)) if found else alone, now_ns)
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> None:
         chain = request.proposal.chain
@@ -251,13 +252,16 @@ class Rounds:
         self._commit(request, request.round + 1, None, step.depth)
 
     def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
-        if request.waiting is not None:
-            return
-        limit_ms = longest_wait_ms(step.depths * self._estimates.depth_ms())
+        """Waits, and again when a push has come that leaves more to wait for, but never longer than for a whole tree."""
+        if request.waiting is None:
+            self._ledger.asked(request, False)
+        asked_ns = request.waiting.asked_ns if request.waiting else now_ns
+        limit_ms = longest_wait_ms(step.milliseconds)
+        whole_ms = longest_wait_ms((request.depth + 1) * self._estimates.depth_ms() + self._estimates.link_ms())
         if self._settings.full_depth:
-            limit_ms = PATIENCE_MS
-        self._ledger.asked(request, False)
-        request.waiting = Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS), (step.accepted, step.bonus))
+            limit_ms = whole_ms = PATIENCE_MS
+        deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
+        request.waiting = Waiting(asked_ns, deadline_ns, (step.accepted, step.bonus))
 
     def _commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:
         """COMMIT; drafters that were not told for longer than a message holds are opened anew first."""

@@ -34,15 +34,18 @@ class SpeculationCache:
 
     def __init__(self) -> None:
         self._branches: dict[Outcome, Prepared] = {}
+        self.pushes = 0
         self.final = False
 
     def start(self) -> None:
         self._branches.clear()
+        self.pushes = 0
         self.final = False
 
     def add(self, message: Branches) -> None:
         """Takes in branches; a deeper one replaces its shorter beginning. Depth decides, never what is in them."""
         end = 0
+        self.pushes += 1
         for entry in message.entries:
             start, end = end, end + len(entry.chain)
             known = self._branches.get((entry.accepted, entry.bonus))
@@ -54,6 +57,15 @@ class SpeculationCache:
     def lookup(self, accepted: int, bonus: int) -> Prepared | None:
         """The branch prepared for this outcome, as deep as it has come, or None."""
         return self._branches.get((accepted, bonus))
+
+    def pushes_until(self, accepted: int, chain_length: int) -> int:
+        """How many more pushes may bring the first branches of this many accepted tokens; 0 when they are here.
+
+        The branches of full acceptance come with the second, for the chain's last token is fed with the first.
+        """
+        if self.final or any(known[0] == accepted for known in self._branches):
+            return 0
+        return max((2 if accepted == chain_length else 1) - self.pushes, 0)
 
     def __len__(self) -> int:
         return len(self._branches)

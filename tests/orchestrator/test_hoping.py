@@ -1,0 +1,109 @@
+"""An outcome whose branches are still on their way may wait for them: when it pays, and never for long."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.estimates import Estimates
+from orchestrator.events import Admit, ToFront
+from orchestrator.fallback import after_miss, longest_wait_ms, worth_hoping
+from orchestrator.request import MILLISECOND_NS, RoundSettings
+from orchestrator.rounds import Rounds
+from orchestrator.speculation_cache import SpeculationCache
+from orchestrator.trace import Trace
+from protocol.messages import Branch, Branches, Message, Outcome, Span, Verify
+from protocol.sampling import SamplingParams
+
+VERIFY_MS, DEPTH_MS, STEP_MS = 20.0, 5.0, 4.0
+
+
+@pytest.fixture
+def estimates() -> Estimates:
+    found = Estimates()
+    for _ in range(50):
+        for rows in range(1, 6):
+            found.saw_verify(rows, VERIFY_MS)
+        found.saw_depth(DEPTH_MS)
+        found.saw_draft(1, STEP_MS)
+        found.saw_link(1.0)
+        found.saw_chain("drafter", 4, 4)
+        found.saw_round(3, VERIFY_MS)
+        found.saw_lookup(True)
+    return found
+
+
+def hopes(estimates: Estimates, wait_ms: float) -> bool:
+    return worth_hoping(estimates, after_miss(estimates, (), 4, True), 4, wait_ms)
+
+
+def test_a_short_wait_for_a_likely_hit_is_worth_it_and_a_long_one_is_not(estimates: Estimates) -> None:
+    assert hopes(estimates, 0.2)
+    assert not hopes(estimates, 50.0)
+
+
+def test_what_never_comes_is_not_hoped_for(estimates: Estimates) -> None:
+    wait_ms = next(ms for ms in (3.0, 2.0, 1.0, 0.5) if hopes(estimates, ms))
+    for _ in range(60):
+        estimates.saw_lookup(False)
+    assert not hopes(estimates, wait_ms)
+
+
+def push(*accepted: int, final: bool = False) -> Branches:
+    entries = tuple(Branch(k, 7, (1, 2)) for k in accepted)
+    return Branches("r", 0, 1, 4, 2, entries, Span(0, DEPTH_MS_NS), final)
+
+
+DEPTH_MS_NS = int(DEPTH_MS * MILLISECOND_NS)
+
+
+def test_branches_of_full_acceptance_may_come_with_the_second_push_and_all_others_with_the_first() -> None:
+    cache = SpeculationCache()
+    assert [cache.pushes_until(k, 3) for k in range(4)] == [1, 1, 1, 2]
+    cache.add(push(0, 1))
+    assert [cache.pushes_until(k, 3) for k in range(4)] == [0, 0, 0, 1]
+    cache.add(push(3))
+    assert cache.pushes_until(3, 3) == 0
+    cache.start()
+    assert cache.pushes_until(3, 3) == 2
+    cache.add(push(0, final=True))
+    assert [cache.pushes_until(k, 3) for k in range(4)] == [0, 0, 0, 0]
+
+
+class Wires:
+    """The workers as the rounds see them; keeps what the target is told."""
+
+    target_context = 10_000
+
+    def __init__(self) -> None:
+        self.verifies: list[Verify] = []
+
+    def drafters(self) -> set[str]:
+        return {"draft-0"}
+
+    def send_target(self, message: Message) -> None:
+        if isinstance(message, Verify):
+            self.verifies.append(message)
+
+    def send_drafter(self, name: str, message: Message) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass
+
+
+def test_a_drafter_that_pushes_and_pushes_holds_a_request_no_longer_than_its_whole_tree_would_take() -> None:
+    wires, told = Wires(), list[ToFront]()
+    rounds = Rounds(wires, RoundSettings(4, 8, ngrams=False), told.append, Trace(None))
+    rounds.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    push = Branches("r", 0, 0, 3, 1, (Branch(0, 5, (1,)),), Span(0, MILLISECOND_NS))
+    now_ns = MILLISECOND_NS
+    rounds.handle("draft-0", push, now_ns)
+    rounds.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), now_ns)
+    asked_ns = now_ns
+    assert not wires.verifies, "the branch is short and the next push near: the request waits"
+    while not wires.verifies and now_ns < asked_ns + 10**9:
+        now_ns += MILLISECOND_NS // 2
+        rounds.handle("draft-0", push, now_ns)
+        rounds.on_time(now_ns)
+    assert wires.verifies[0].chain == (1,)
+    assert now_ns - asked_ns <= (longest_wait_ms(5 * 1.0 + 0.5) + 1.0) * MILLISECOND_NS
