@@ -8,19 +8,18 @@ in step: whoever waits makes all wait (paper, corollary 16).
 
 from __future__ import annotations
 
-import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 
-from draft_worker.calibration import Calibration, Point
+from bench.odds import KnownOdds, Luck
 from draft_worker.fan_out import POLICIES
 from protocol.profile import Profile
 
 # The worth of a millisecond is the rate itself: a shorter run finds it, this part of the whole.
 PILOT_PART = 4
-BEYOND_RANKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,8 @@ class Policy:
     """How rounds are made; `mode` is ar, sd or ssd.
 
     `anytime`: branches serve as deep as they are; else all wait until a round's are complete. `filled`: after a miss
-    the best of an AR step and a just-in-time chain of any length; else always a chain of full depth.
+    the best of an AR step and a just-in-time chain of any length; else always a chain of full depth. `hoping`: an
+    outcome may wait for branches that are still on their way.
     """
 
     mode: str = "ssd"
@@ -37,23 +37,7 @@ class Policy:
     fan_out: str = "best-first"
     anytime: bool = True
     filled: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Luck:
-    """What a text has in store, by position: the proposal there is right if its draw is under the acceptance, and if it
-    is not, the true token stands at this rank among the other candidates."""
-
-    draws: tuple[float, ...]
-    ranks: tuple[int, ...]
-
-    @classmethod
-    def drawn(cls, profile: Profile, length: int, seed: int) -> Luck:
-        rng = random.Random(seed)
-        borders = tuple(accumulate(profile.bonus_ranks))
-        draws = tuple(rng.random() for _ in range(length))
-        ranks = (bisect_right(borders, rng.random()) for _ in range(length))
-        return cls(draws, tuple(rank if rank < len(borders) else BEYOND_RANKS for rank in ranks))
+    hoping: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +87,12 @@ class Work:
         return (self.start, 0) if at < begun else (self.ends[done], done + 1)
 
 
-class KnownOdds(Calibration):
-    """The estimates of a drafter that knows its own odds."""
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A just-in-time chain of `length` (0: an AR step) and the tokens it brings less the worth of its time."""
 
-    def __init__(self, profile: Profile) -> None:
-        self._right, self._ranks = profile.acceptance, profile.bonus_ranks
-
-    def acceptance(self, position: int, gap: float | None = None) -> float:
-        return self._right[min(position, len(self._right) - 1)]
-
-    def bonus_share(self, full: bool, rank: int, point: Point | None = None) -> float:
-        if not full:
-            return self._ranks[rank] if rank < len(self._ranks) else 0.0
-        right = self._right[0]
-        return right if rank == 0 else (1 - right) * self.bonus_share(False, rank - 1)
+    length: int
+    value: float
 
 
 class Simulator:
@@ -126,10 +102,10 @@ class Simulator:
         self._profile, self._policy, self._batch = profile, policy, batch
         self._hop, self._way = hop_ms, hop_ms + profile.link_ms
         self._odds = KnownOdds(profile)
-        self._target_ms, self._draft_ms = profile.target.milliseconds, profile.draft.milliseconds
+        self._target_ms, self._draft_ms = cache(profile.target.milliseconds), cache(profile.draft.milliseconds)
         self._reach = list(accumulate((self._odds.acceptance(i) for i in range(policy.depth)), lambda a, b: a * b))
         self._tokens = [1.0, *(1.0 + total for total in accumulate(self._reach))]
-        self._counts: dict[int, list[int]] = {}
+        self._fan_out = cache(self._fan_out_of)
         self._worth = 0.0
 
     def run(self, tokens: int, seed: int = 0) -> Result:
@@ -207,11 +183,8 @@ class Simulator:
             work.ends.append(now)
         return work
 
-    def _fan_out(self, chain: int) -> list[int]:
-        if chain not in self._counts:
-            policy = POLICIES[self._policy.fan_out]
-            self._counts[chain] = policy([None] * (chain + 1), self._policy.branches, self._odds)
-        return self._counts[chain]
+    def _fan_out_of(self, chain: int) -> list[int]:
+        return POLICIES[self._policy.fan_out]([None] * (chain + 1), self._policy.branches, self._odds)
 
     def _depth(self, stream: Stream, forwards: int) -> int:
         """How deep the branch of the outcome is after so many forwards; 0 if it is not there (yet)."""
@@ -233,9 +206,10 @@ class Simulator:
             if not stream.served:
                 missed.append(stream)
         free, done = work.free(now + self._way)
-        length = self._after_miss(len(missed), len(streams), free - now) if missed else 0
+        length = self._after_miss(len(missed), len(streams), free - now).length if missed else 0
         if length:
-            free += length * self._draft_ms(len(missed))
+            known = min(self._depth(stream, done) for stream in missed)  # what was under way for them is not lost
+            free += max(length - known, 0) * self._draft_ms(len(missed))
             now = free + self._way
         for stream in streams:
             self._go_on(stream, done, length)
@@ -247,26 +221,44 @@ class Simulator:
             return max(told, work.ends[-1] + self._way)
         now, pushed = told, work.done(told - self._way)
         while pushed < len(work.ends):
-            depths = [self._depth(stream, pushed) for stream in streams]
-            gain = sum(self._reach[depth] for depth in depths if 0 < depth < self._policy.depth)
             arrives = work.ends[pushed] + self._way
+            gain = sum(self._gain(stream, pushed, len(streams), work, now) for stream in streams)
             if gain <= self._worth * (arrives - now):
                 break
             now, pushed = arrives, pushed + 1
         return now
 
-    def _after_miss(self, missed: int, streams: int, asking_ms: float) -> int:
-        """The length of the chain to ask for; 0: an AR step while the drafter reads on."""
+    def _gain(self, stream: Stream, pushed: int, streams: int, work: Work, now: float) -> float:
+        """The tokens, less the worth of later times, that the next push may bring a stream."""
+        depth = self._depth(stream, pushed)
+        if depth:
+            return self._reach[depth] if depth < self._policy.depth else 0.0
+        if not self._policy.hoping or pushed > (stream.accepted > stream.fed):
+            return 0.0
+        full = stream.accepted == stream.chain
+        count = self._fan_out(stream.chain)[stream.accepted]
+        prepared = sum(self._odds.bonus_share(full, rank) for rank in range(count))
+        step_ms = self._draft_ms(self._policy.branches * streams)
+        hit = max(self._value(1, streams, depth, (depth - 1) * step_ms) for depth in range(1, self._policy.depth + 1))
+        return prepared * (hit - self._after_miss(1, streams, work.free(now + self._way)[0] - now).value)
+
+    def _after_miss(self, missed: int, streams: int, asking_ms: float) -> Fallback:
+        """The chain to ask for; of no length: an AR step while the drafter reads on."""
+        step_ms, whole = self._draft_ms(missed), self._policy.depth
+
+        def fallback(length: int) -> Fallback:
+            asked_ms = asking_ms + length * step_ms + self._way if length else 0.0
+            return Fallback(length, self._value(missed, streams, length, asked_ms))
+
         if not self._policy.filled:
-            return self._policy.depth
-        step_ms, others = self._draft_ms(missed), (streams - missed) * (1 + self._policy.depth)
+            return fallback(whole)
+        return max(map(fallback, range(whole + 1)), key=lambda choice: choice.value)
 
-        def value(length: int) -> float:
-            cost = self._target_ms(others + missed * (1 + length))
-            cost += asking_ms + length * step_ms + self._way if length else 0.0
-            return missed * self._tokens[length] - self._worth * cost
-
-        return max(range(self._policy.depth + 1), key=value)
+    def _value(self, ours: int, streams: int, length: int, wait_ms: float) -> float:
+        """What `ours` of the streams bring with chains of `length`, less what the wait and the verify are worth."""
+        others = (streams - ours) * (1 + self._policy.depth)
+        cost = wait_ms + self._target_ms(others + ours * (1 + length))
+        return ours * self._tokens[length] - self._worth * cost
 
     def _go_on(self, stream: Stream, done: int, length: int) -> None:
         """What the stream verifies next, and what the drafter knows of it."""

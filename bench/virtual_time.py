@@ -19,12 +19,12 @@ from draft_worker.paced import PacedDrafter
 from draft_worker.replay import ReplayDrafter, Script
 from draft_worker.worker import DraftWorker
 from engine.pace import Pace
-from orchestrator.events import Admit, Ended, ToFront
+from orchestrator.events import Admit, Committed, Ended, ToFront
 from orchestrator.request import RoundSettings
 from orchestrator.rounds import Rounds
 from orchestrator.trace import Trace
 from protocol import clock
-from protocol.errors import WorkerError
+from protocol.errors import InvalidRequest, WorkerError
 from protocol.messages import Message, Open, Outcome, Span, Timings, Verify
 from protocol.profile import Profile
 from protocol.sampling import SamplingParams
@@ -135,7 +135,7 @@ class PacedTarget:
         text, at = self._texts[message.request], message.base_len + ahead
         pairs = zip(message.chain, text[at:], strict=False)
         accepted = next((i for i, (own, true) in enumerate(pairs) if own != true), len(message.chain))
-        bonus = text[at + accepted]
+        bonus = text[at + accepted] if at + accepted < len(text) else 0
         return Outcome(message.request, message.epoch, message.round + ahead, at, accepted, bonus, work, idle_ns)
 
     def _say(self, outcome: Outcome) -> None:
@@ -183,8 +183,14 @@ class VirtualCluster:
         text = self._text
         self.world.after(self._hop, lambda: self._target.hear(text, message))
 
+    def let_go(self) -> None:
+        """Messages leave by the virtual clock."""
+
     def send_drafter(self, name: str, message: Message) -> None:
         self.world.after(self._link.way, lambda: self._link.inbox.append(message))
+
+    def let_go(self) -> None:
+        """Nobody else waits for this thread."""
 
     # --- what a caller sees ---------------------------------------------------------------------------------------
 
@@ -192,8 +198,11 @@ class VirtualCluster:
         """Generates `max_tokens` of `text` after its first `PROMPT_TOKENS`.
 
         Raises:
+            InvalidRequest: the text is too short for that.
             WorkerError: the tokens are not the text's, or the request did not end well.
         """
+        if len(text) < PROMPT_TOKENS + max_tokens + 1:
+            raise InvalidRequest(f"the text has {len(text)} tokens; expected {PROMPT_TOKENS + max_tokens + 1} or more")
         self._text, begun = text, len(self._told)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         request = f"r{begun}"
@@ -204,10 +213,13 @@ class VirtualCluster:
             with suppress(Quiet):
                 while True:
                     self._drafter.turn()
-        last = self._told[-1]
-        if not isinstance(last, Ended) or last.timings.predicted_n != max_tokens:
-            raise WorkerError(f"the simulated request did not end well: {last}")
-        return last.timings
+        told = self._told[begun:]
+        said = tuple(token for event in told if isinstance(event, Committed) for token in event.tokens)
+        if not isinstance(told[-1], Ended):
+            raise WorkerError(f"the simulated request did not end well: {told[-1]}")
+        if said != text[PROMPT_TOKENS : PROMPT_TOKENS + max_tokens]:
+            raise WorkerError("the simulated request did not say what its text says")
+        return told[-1].timings
 
     def _handle(self, sender: str, message: Message) -> None:
         self.rounds.handle(sender, message, self.world.now_ns())

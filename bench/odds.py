@@ -1,0 +1,46 @@
+"""A drafter's odds as a profile states them, and the luck of one text under them."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+from draft_worker.calibration import Calibration, Point
+from protocol.profile import Profile
+
+BEYOND_RANKS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Luck:
+    """What a text has in store, by position: the proposal there is right if its draw is under the acceptance, and if it
+    is not, the true token stands at this rank among the other candidates."""
+
+    draws: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def drawn(cls, profile: Profile, length: int, seed: int) -> Luck:
+        rng = random.Random(seed)
+        borders = tuple(accumulate(profile.bonus_ranks))
+        draws = tuple(rng.random() for _ in range(length))
+        ranks = (bisect_right(borders, rng.random()) for _ in range(length))
+        return cls(draws, tuple(rank if rank < len(borders) else BEYOND_RANKS for rank in ranks))
+
+
+class KnownOdds(Calibration):
+    """The estimates of a drafter that knows its own odds."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._right, self._ranks = profile.acceptance, profile.bonus_ranks
+
+    def acceptance(self, position: int, gap: float | None = None) -> float:
+        return self._right[min(position, len(self._right) - 1)]
+
+    def bonus_share(self, full: bool, rank: int, point: Point | None = None) -> float:
+        if not full:
+            return self._ranks[rank] if rank < len(self._ranks) else 0.0
+        right = self._right[0]
+        return right if rank == 0 else (1 - right) * self.bonus_share(False, rank - 1)

@@ -1,0 +1,291 @@
+"""Replays a profile's machine through the real processes: AR, SD and SSD beside what was published and predicted.
+
+    python -m bench.simulate bench/profiles/h100-llama-70b.json --prompts 12 --max-tokens 400
+
+The target is a small stand-in paced by sleeping, the drafter replays the target's own text with the profile's
+acceptance and bonus ranks. Real: processes, sockets, messages, rounds, work ahead, fan-out, fallback. A run whose real
+work takes longer than the simulated one fails. `ideal` is bench.simulator's with messages that take no time beyond the
+profile's link, `predicted` with the median turnaround that was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.simulator import Policy, Simulator
+from bench.stand_in import CONFIG, write
+from orchestrator.client import Client
+from orchestrator.cluster import LocalCluster
+from orchestrator.study.statistics import Interval, Timed, ratio, total_rate
+from protocol.errors import OutriderError
+from protocol.messages import Timings
+from protocol.profile import Profile, Published
+from protocol.sampling import SamplingParams
+
+PROMPT_TOKENS = 16
+# The script goes on behind the last token asked for, as a text would.
+SPARE_TOKENS = 64
+WARM_UP_TOKENS = 300
+PREDICTED_TOKENS = 40_000
+DEPTHS = range(1, 13)
+COLUMNS = (
+    "tok/s", "predicted", "ideal", "published", "against SD [95 %]", "against AR", "hits", "tokens a round", "idle ms",
+    "turnaround ms",
+)  # fmt: skip
+BRANCHES = (6, 8, 10, 12, 16, 20, 24, 32, 48)
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A policy under a name; `mode` auto leaves the choice to the controller."""
+
+    name: str
+    policy: Policy
+    mode: str
+
+    @property
+    def cluster(self) -> tuple[str, bool]:
+        """What a cluster is started with: fan-out, and whether branches serve as deep as they are."""
+        return self.policy.fan_out, self.policy.anytime
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a contestant did; rates are tokens per second, times milliseconds a round."""
+
+    name: str
+    measured: float
+    predicted: float | None
+    ideal: float | None
+    published: float | None
+    hit_rate: float
+    tokens_per_round: float
+    idle_ms: float
+    turnaround_ms: float | None
+    against_sd: Interval
+    against_ar: Interval
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        rows = {str(path): simulate(path, options.prompts, options.max_tokens) for path in options.profiles}
+    except OutriderError as error:
+        print(f"bench.simulate: {error}", file=sys.stderr)
+        return error.exit_code
+    if options.out is not None:
+        record = {path: [asdict(row) for row in found] for path, found in rows.items()}
+        options.out.write_text(json.dumps(record, indent=1))
+    return 0
+
+
+def simulate(path: Path, prompts: int, max_tokens: int) -> list[Row]:
+    """Runs one profile and prints its table.
+
+    Raises:
+        WorkerError: real work took longer than the simulated one.
+    """
+    profile = Profile.read(path)
+    contestants = _contestants(profile)
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+        write(Path(folder))
+        starts = _starts(prompts + 1)
+        script = Path(folder) / "script.json"
+        _write_script(script, folder, starts, max(max_tokens, WARM_UP_TOKENS) + SPARE_TOKENS)
+        runs: dict[str, list[Timings]] = {}
+        for cluster in dict.fromkeys(contestant.cluster for contestant in contestants):
+            chosen = [contestant for contestant in contestants if contestant.cluster == cluster]
+            with _cluster(path, folder, script, *cluster) as client:
+                for contestant in chosen:
+                    print(f"{profile.name}: {contestant.name}", file=sys.stderr, flush=True)
+                    runs[contestant.name] = _run(client, contestant, starts, max_tokens)
+    hop_ms = _turnaround_ms([timings for found in runs.values() for timings in found]) / 2
+    rows = [_row(profile, contestant, runs, hop_ms) for contestant in contestants]
+    _print(profile, rows)
+    return rows
+
+
+# --- what competes ----------------------------------------------------------------------------------------------------
+
+
+def _contestants(profile: Profile) -> list[Contestant]:
+    """AR; SD at the published and at its best K; SSD by the paper's policy, then with one thing of ours more each."""
+    published = profile.published
+    own_sd = max(DEPTHS, key=lambda depth: _predict(profile, Policy("sd", depth)))
+    sd_depth = published.sd_depth if published else own_sd
+    depth, branches = (published.ssd_depth, published.branches) if published else (own_sd, 10)
+    ours = max(
+        (Policy("ssd", depth, branches) for depth in DEPTHS for branches in BRANCHES),
+        key=lambda policy: _predict(profile, policy, PREDICTED_TOKENS // 10),
+    )
+    found = [Contestant("ar", Policy("ar"), "ar"), Contestant(f"sd K={sd_depth}", Policy("sd", sd_depth), "sd")]
+    if own_sd != sd_depth:
+        found.append(Contestant(f"sd K={own_sd}", Policy("sd", own_sd), "sd"))
+    at = f"K={depth} B={branches}"
+    return [
+        *found,
+        Contestant(f"ssd {at} geometric, full", Policy("ssd", depth, branches, "geometric", anytime=False), "ssd"),
+        Contestant(f"ssd {at} best-first, full", Policy("ssd", depth, branches, anytime=False), "ssd"),
+        Contestant(f"ssd {at} best-first, anytime", Policy("ssd", depth, branches), "ssd"),
+        Contestant(f"ssd K={ours.depth} B={ours.branches} best-first, anytime", ours, "ssd"),
+        Contestant(f"auto K<={ours.depth} B={ours.branches}", ours, "auto"),
+    ]
+
+
+def _predict(profile: Profile, policy: Policy, tokens: int = PREDICTED_TOKENS, hop_ms: float = 0.0) -> float:
+    return Simulator(profile, policy, hop_ms=hop_ms).run(tokens).tokens_per_second
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def _starts(count: int) -> list[tuple[int, ...]]:
+    rng = random.Random(0)
+    return [tuple(rng.randrange(2, CONFIG["vocab_size"]) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+
+
+def _write_script(path: Path, model: str, starts: Iterable[Sequence[int]], length: int) -> None:
+    """The target's own texts, at the speed the target has here."""
+    sampling = SamplingParams(max_tokens=length, ignore_eos=True)
+    with LocalCluster(model=model, draft_backend="none", mode="ar") as cluster:
+        client = cluster.client()
+        texts = [[*start, *client.generate(start, sampling, mode="ar").token_ids] for start in starts]
+    # acceptance and ranks are the profile's
+    path.write_text(
+        json.dumps({"texts": texts, "acceptance": [1.0], "bonus_ranks": [], "vocab_size": CONFIG["vocab_size"]})
+    )
+
+
+@contextmanager
+def _cluster(profile: Path, model: str, script: Path, fan_out: str, anytime: bool) -> Iterator[Client]:
+    with LocalCluster(
+        model=model,
+        draft_backend="replay",
+        replay=script,
+        simulate=profile,
+        fan_out=fan_out,
+        branch_depth="auto" if anytime else "full",
+        ngrams=False,
+    ) as cluster:
+        yield cluster.client()
+
+
+def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int) -> list[Timings]:
+    """Every prompt but the first, which warms up what learns."""
+
+    def generate(start: Sequence[int], tokens: int) -> Timings:
+        return client.generate(
+            start,
+            SamplingParams(max_tokens=tokens, ignore_eos=True),
+            mode=contestant.mode,
+            num_draft_tokens=contestant.policy.depth,
+            branches=contestant.policy.branches,
+        ).timings
+
+    if contestant.mode == "ar":  # every token takes the same time
+        return [generate(starts[1], min(max_tokens, 100))] * (len(starts) - 1)
+    generate(starts[0], WARM_UP_TOKENS)
+    return [generate(start, max_tokens) for start in starts[1:]]
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------
+
+
+def _row(profile: Profile, contestant: Contestant, runs: dict[str, list[Timings]], hop_ms: float) -> Row:
+    found, told = runs[contestant.name], contestant.mode != "auto"
+    sd = next(timings for name, timings in runs.items() if name.startswith("sd"))
+    rounds = sum(timings.rounds for timings in found)
+    lookups = sum(timings.cache_hits + timings.cache_misses for timings in found)
+    return Row(
+        contestant.name,
+        total_rate(_timed(found)),
+        _predict(profile, contestant.policy, hop_ms=hop_ms) if told else None,
+        _predict(profile, contestant.policy) if told else None,
+        _published(profile.published, contestant),
+        sum(timings.cache_hits for timings in found) / lookups if lookups else 0.0,
+        sum(timings.predicted_n for timings in found) / rounds,
+        sum(timings.idle_ms for timings in found) / rounds,
+        _turnaround_ms(found) or None,
+        ratio(_timed(found), _timed(sd)),
+        ratio(_timed(found), _timed(runs["ar"])),
+    )
+
+
+def _published(published: Published | None, contestant: Contestant) -> float | None:
+    if published is None or contestant.mode == "auto":
+        return None
+    depth, policy = {"ar": 0, "sd": published.sd_depth, "ssd": published.ssd_depth}[contestant.mode], contestant.policy
+    if contestant.mode == "ar":
+        return published.ar
+    if policy.depth != depth or (contestant.mode == "ssd" and policy.fan_out != "geometric"):
+        return None
+    return published.sd if contestant.mode == "sd" else published.ssd
+
+
+def _turnaround_ms(found: Sequence[Timings]) -> float:
+    """The median time between an outcome and the verify of a hit; 0 without hits."""
+    return statistics.median([ms for timings in found for ms in timings.turnaround_ms] or [0.0])
+
+
+def _timed(found: Sequence[Timings]) -> list[Timed]:
+    return [Timed(timings.predicted_n - 1, timings.predicted_ms / 1000) for timings in found]
+
+
+def _print(profile: Profile, rows: Sequence[Row]) -> None:
+    print(f"\n{profile.name}")
+    print(f"  target {_curve(profile.target.points)} ms by rows, draft {_curve(profile.draft.points)} ms by rows,")
+    print(f"  link {profile.link_ms} ms one way, acceptance {_list(profile.acceptance)},")
+    print(f"  bonus ranks {_list(profile.bonus_ranks[:4])}, ...")
+    if profile.published:
+        told = profile.published
+        print(f"  published: AR {told.ar}, SD {told.sd}, SSD {told.ssd}: SSD/SD {told.ssd / told.sd:.2f}")
+    print(f"\n| | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 1)}|")
+    for row in rows:
+        cells = [
+            row.name,
+            f"{row.measured:.1f}",
+            *("" if value is None else f"{value:.1f}" for value in (row.predicted, row.ideal, row.published)),
+            str(row.against_sd),
+            f"{row.against_ar.value:.2f}",
+            f"{row.hit_rate:.2f}" if row.hit_rate else "",
+            f"{row.tokens_per_round:.2f}",
+            f"{row.idle_ms:.2f}",
+            "" if row.turnaround_ms is None else f"{row.turnaround_ms:.2f}",
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _list(shares: Iterable[float]) -> str:
+    return ", ".join(f"{share:g}" for share in shares)
+
+
+def _curve(points: Iterable[tuple[int, float]]) -> str:
+    return ", ".join(f"{rows}: {ms:g}" for rows, ms in points)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.simulate", description=__doc__)
+    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
+    parser.add_argument("--prompts", type=_positive, default=8, metavar="N")
+    parser.add_argument("--max-tokens", type=_positive, default=300, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the rows as JSON")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""A target whose forwards cost next to nothing, to stand behind a simulated machine's: small, random, in our format.
+
+It has the embedded target's tokenizer. What it says means nothing; a drafter that replays it errs as a profile says.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model, ModelArgs
+
+from orchestrator.model_files import EMBEDDED_TARGET
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 4096,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def write(folder: Path) -> None:
+    mx.random.seed(0)
+    model = Model(ModelArgs.from_dict(CONFIG))
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_TARGET / name, folder / name)

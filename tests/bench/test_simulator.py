@@ -1,0 +1,168 @@
+"""Arithmetic agrees with the formula where that is exact, and with the real rounds in virtual time everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bench.odds import BEYOND_RANKS, Luck
+from bench.simulator import Policy, Simulator
+from bench.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
+from draft_worker.replay import ReplayDrafter, Script
+from protocol.errors import InvalidRequest
+from protocol.profile import Latency, Profile
+from protocol.sampling import SamplingParams
+
+PROFILES = Path(__file__).parents[2] / "bench" / "profiles"
+VERIFY_MS, STEP_MS = 10.0, 1.0
+MACHINE = Profile(
+    "round numbers", ("none",), Latency(((1, VERIFY_MS),)), Latency(((1, STEP_MS),)), 0.0, (0.8,), (0.6, 0.2, 0.1)
+)
+SURE = replace(MACHINE, acceptance=(1.0,))
+TOKENS = 4000
+
+
+def rate(profile: Profile, policy: Policy, batch: int = 1, hop_ms: float = 0.0) -> float:
+    return Simulator(profile, policy, batch, hop_ms).run(TOKENS).tokens_per_second
+
+
+def test_plain_decoding_takes_a_step_a_token() -> None:
+    assert rate(MACHINE, Policy("ar")) == pytest.approx(1000 / VERIFY_MS)
+    assert rate(MACHINE, Policy("ar"), batch=4) == pytest.approx(4000 / VERIFY_MS)
+
+
+@pytest.mark.parametrize("depth", [1, 4, 8])
+def test_sd_takes_its_steps_and_a_verify_a_round(depth: int) -> None:
+    round_ms = VERIFY_MS + depth * STEP_MS
+    assert rate(SURE, Policy("sd", depth)) == pytest.approx(1000 * (depth + 1) / round_ms, rel=0.01)
+
+
+@pytest.mark.parametrize("depth", [1, 4, 8])
+def test_with_sure_hits_and_hidden_drafting_ssd_gains_one_plus_t_sd(depth: int) -> None:
+    ahead, in_turn = rate(SURE, Policy("ssd", depth, 8)), rate(SURE, Policy("sd", depth))
+    assert ahead / in_turn == pytest.approx(1 + depth * STEP_MS / VERIFY_MS, rel=0.01)
+
+
+def test_a_tree_longer_than_the_verify_is_what_a_round_then_takes() -> None:
+    """Full depth waits for it: K + 1 forwards, for the chain's last token is fed with the first."""
+    slow = replace(SURE, draft=Latency(((1, 3.0),)))
+    assert rate(slow, Policy("ssd", 4, 8, anytime=False)) == pytest.approx(1000 * 5 / 15.0, rel=0.01)
+
+
+@pytest.mark.parametrize("anytime", [True, False])
+def test_without_hits_ssd_is_sd(anytime: bool) -> None:
+    """The third token never holds and bonus tokens are never among the candidates."""
+    hopeless = replace(MACHINE, acceptance=(0.8, 0.8, 0.0), bonus_ranks=())
+    ahead = Simulator(hopeless, Policy("ssd", 3, 8, anytime=anytime, filled=False)).run(TOKENS)
+    assert ahead.hit_rate == 0
+    assert ahead.tokens_per_second == pytest.approx(rate(hopeless, Policy("sd", 3)), rel=0.01)
+
+
+def test_a_way_that_the_verify_hides_costs_ssd_nothing_and_sd_a_round_trip() -> None:
+    far = replace(SURE, link_ms=2.0)
+    assert rate(far, Policy("ssd", 4, 8)) == pytest.approx(rate(SURE, Policy("ssd", 4, 8)), rel=0.01)
+    assert rate(far, Policy("sd", 4)) == pytest.approx(1000 * 5 / (VERIFY_MS + 4 * STEP_MS + 4.0), rel=0.01)
+
+
+def test_hops_of_messages_cost_both() -> None:
+    assert rate(SURE, Policy("ssd", 4, 8), hop_ms=0.5) == pytest.approx(1000 * 5 / 11.0, rel=0.01)
+    assert rate(SURE, Policy("sd", 4), hop_ms=0.5) == pytest.approx(1000 * 5 / 16.0, rel=0.01)
+
+
+def test_in_a_batch_any_miss_makes_all_wait() -> None:
+    policy = Policy("ssd", 4, 8, filled=False)
+    gains = [rate(MACHINE, policy, batch) / rate(MACHINE, Policy("sd", 4), batch) for batch in (1, 4, 16)]
+    assert gains[0] > gains[1] > gains[2]
+
+
+def test_more_branches_hit_more() -> None:
+    hits = [Simulator(MACHINE, Policy("ssd", 3, branches)).run(TOKENS).hit_rate for branches in (2, 4, 8, 16)]
+    assert hits == sorted(hits) and hits[-1] > 0.9 > 0.6 > hits[0]
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
+def test_each_thing_added_to_the_papers_policy_costs_nothing_anywhere(profile: Path) -> None:
+    machine = Profile.read(profile)
+    paper = Policy("ssd", 3, 12, "geometric", anytime=False, filled=False, hoping=False)
+    rates = [rate(machine, paper)]
+    for more in ({"fan_out": "best-first"}, {"filled": True}, {"anytime": True}, {"hoping": True}):
+        paper = replace(paper, **more)  # type: ignore[arg-type]
+        rates.append(rate(machine, paper))
+    assert all(after > 0.99 * before for before, after in pairwise(rates)), rates
+
+
+def test_branches_of_full_acceptance_come_with_the_second_forward() -> None:
+    """Here just after the verify: without hoping, every outcome of a sure drafter is lost."""
+    late = replace(SURE, draft=Latency(((1, 6.0),)))
+    policy = Policy("ssd", 1, 4, filled=False, hoping=False)
+    assert Simulator(late, policy).run(TOKENS).hit_rate < 0.01
+
+
+def test_an_outcome_waits_for_branches_on_their_way() -> None:
+    """The second forward, with the branches of full acceptance, comes just after the verify."""
+    late = replace(MACHINE, draft=Latency(((1, 4.9),)), link_ms=0.2)
+    policy = Policy("ssd", 2, 8)
+    assert rate(late, policy) > 1.1 * rate(late, replace(policy, hoping=False))
+
+
+# --- against the real rounds ------------------------------------------------------------------------------------------
+
+FAR = replace(Profile.read(PROFILES / "h100-llama-70b.json"), link_ms=2.0)
+SLOW = replace(MACHINE, draft=Latency(((1, 4.5), (8, 5.0))), link_ms=0.4)
+CASES = [
+    (Profile.read(PROFILES / "h100-llama-70b.json"), Policy("ar")),
+    (Profile.read(PROFILES / "h100-llama-70b.json"), Policy("sd", 6)),
+    (Profile.read(PROFILES / "h100-llama-70b.json"), Policy("ssd", 7, 24, "geometric", anytime=False)),
+    (Profile.read(PROFILES / "h100-llama-70b.json"), Policy("ssd", 9, 24)),
+    (Profile.read(PROFILES / "h100-qwen3-32b.json"), Policy("ssd", 4, 15)),
+    (Profile.read(PROFILES / "mac-ane-gpu.json"), Policy("ssd", 3, 16)),
+    (Profile.read(PROFILES / "two-macs-ethernet.json"), Policy("sd", 3)),
+    (FAR, Policy("ssd", 6, 16, "uniform")),
+    (FAR, Policy("sd", 6)),
+    (SLOW, Policy("ssd", 2, 8)),
+]
+
+
+def luck_of(script: Script, text: tuple[int, ...]) -> Luck:
+    """What the replay drafter has in store for `text`."""
+    tree = ReplayDrafter(script).open(text[:PROMPT_TOKENS], SamplingParams())
+    draws, ranks = [], []
+    for token in text[PROMPT_TOKENS:]:
+        found = [candidate.token for candidate in tree.candidates([tree.root], 40)[0]]
+        draws.append(0.0 if found[0] == token else 1.0)
+        ranks.append(found.index(token) - 1 if token in found[1:] else BEYOND_RANKS)
+        tree.commit(tree.feed([tree.root], [token]))
+    return Luck(tuple(draws), tuple(ranks))
+
+
+@pytest.mark.parametrize(("profile", "policy"), CASES, ids=lambda case: getattr(case, "name", str(case))[:60])
+def test_the_arithmetic_says_what_the_real_rounds_do(profile: Profile, policy: Policy) -> None:
+    """On the same luck: whether a proposal is right is drawn by position and token, so alike for both."""
+    tokens = 900
+    texts = random_texts(2, tokens + 60)
+    cluster = VirtualCluster(
+        profile, texts, depth=policy.depth, branches=policy.branches, fan_out=policy.fan_out,
+        full_depth=not policy.anytime,
+    )  # fmt: skip
+    cluster.run(texts[0], 300, policy.mode)
+    timings = cluster.run(texts[1], tokens, policy.mode)
+    script = Script(texts, profile.acceptance, profile.bonus_ranks, VOCAB)
+    found = Simulator(profile, policy).play([luck_of(script, texts[1])])
+    assert found.tokens_per_second == pytest.approx(timings.predicted_per_second, rel=0.03)
+    lookups = timings.cache_hits + timings.cache_misses
+    assert found.hit_rate == pytest.approx(timings.cache_hits / lookups if lookups else 0.0, abs=0.05)
+
+
+def test_virtual_time_repeats_exactly_and_ends_with_the_texts_own_tokens() -> None:
+    texts = random_texts(1, 300)
+    runs = [VirtualCluster(MACHINE, texts, depth=3, branches=8).run(texts[0], 200, "auto") for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_a_text_that_is_too_short_is_no_result() -> None:
+    texts = random_texts(1, 60)
+    with pytest.raises(InvalidRequest, match="the text has 60 tokens; expected 209"):
+        VirtualCluster(MACHINE, texts, depth=3, branches=8).run(texts[0], 200, "ssd")
