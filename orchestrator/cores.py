@@ -1,6 +1,7 @@
-"""Which CPU core a process runs on. Only two cores need telling apart: there the drafter has one alone.
+"""Which CPU core a process runs on. Only two cores need telling apart: there target and drafter have one each.
 
-Target, orchestrator and text share the other: the target is idle exactly when they work. Linux only.
+Orchestrator and text are left to the system, which finds the core that is idle: kept on the target's they cost plain
+decoding a tenth and SSD at T = 0.8 as much (docs/log.md). Linux only.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ GIVEN = sorted(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else
 
 
 def core_of(role: str, settings: ServeSettings) -> int | None:
-    """The core for a `target`, `draft` or `orchestrator` process; None: any."""
-    if len(GIVEN) != 2 or settings.threads != 1 or not settings.has_draft_worker:
+    """The core for a `target` or `draft` process; None, and for all others: any."""
+    if len(GIVEN) != 2 or settings.threads != 1 or not settings.has_draft_worker or role not in ("target", "draft"):
         return None
     return GIVEN[-1] if role == "draft" else GIVEN[0]
 

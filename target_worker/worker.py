@@ -178,8 +178,8 @@ class TargetWorker:
 
     def _answer(self, running: Running, outcome: Outcome) -> None:
         running.last = outcome
-        self._link.send(outcome)
         running.sent_ns = clock.now()
+        self._link.send(outcome)
 
     def _start_ahead(self, running: Running, message: Verify) -> None:
         """A verify of an empty chain that may be followed by `run_ahead` more of the same, unasked."""
