@@ -46,6 +46,10 @@ class Workers(Protocol):
 
     def send_drafter(self, name: str, message: Message) -> None: ...
 
+    def let_go(self) -> None:
+        """Lets what was sent leave before anything else is done here."""
+        ...
+
 
 class Rounds:
     """All requests in flight, and what comes next for each."""
@@ -164,6 +168,7 @@ class Rounds:
             longest = self._longest(request)
             step = self._proposer.after(request, outcome.accepted, outcome.bonus, longest, now_ns)
             self._take(request, step, now_ns)
+            self._workers.let_go()
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
         self._tell(Committed(request.id, tuple(kept)))
         if reason is not None:

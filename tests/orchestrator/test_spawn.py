@@ -146,9 +146,9 @@ def test_a_missing_openblas_is_told_with_what_it_costs(monkeypatch):
     assert blas.notes() == ()
 
 
-def test_on_two_cores_the_drafter_has_one_alone(monkeypatch):
+def test_on_two_cores_target_and_drafter_have_one_each(monkeypatch):
     monkeypatch.setattr(cores, "GIVEN", [4, 9])
-    assert [cores.core_of(role, SETTINGS) for role in ("target", "orchestrator", "draft")] == [4, 4, 9]
+    assert [cores.core_of(role, SETTINGS) for role in ("target", "orchestrator", "draft")] == [4, None, 9]
     assert cores.core_of("draft", ServeSettings(model="m", draft_model="d", threads=2)) is None
     assert cores.core_of("target", ServeSettings(draft_backend="ngram")) is None
     monkeypatch.setattr(cores, "GIVEN", [0, 1, 2, 3])
