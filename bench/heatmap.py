@@ -32,7 +32,7 @@ DEPTHS = (1, 2, 3, 5, 8)
 BRANCHES = 16
 TOKENS = 1500
 # Colours end here; a cell beyond shows its number all the same.
-LIMIT = 2.0
+LEAST, MOST = 0.7, 1.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,20 @@ def draw(panels: Sequence[Panel], profile: Profile, path: Path) -> None:
     figure.colorbar(image, ax=grid, shrink=0.6, label="SSD / the better of AR and SD", extend="both")
     figure.suptitle(
         f"{profile.name}: what working ahead gains\nits target and bonus ranks; B = {BRANCHES}, the best K for each;"
-        " below the dashed line AR beats SD",
+        " right of and under the dashed line AR beats SD",
         fontsize=11,
     )
     figure.savefig(path, dpi=90)
 
 
 def _draw_panel(axes: Axes, found: Panel):  # type: ignore[no-untyped-def]  # matplotlib's image
-    image = axes.imshow(found.gains, origin="lower", aspect="auto", cmap="RdBu", vmin=2 - LIMIT, vmax=LIMIT)
+    from matplotlib.colors import TwoSlopeNorm
+
+    norm = TwoSlopeNorm(1.0, LEAST, MOST)
+    image = axes.imshow(found.gains, origin="lower", aspect="auto", cmap="RdBu", norm=norm)
     for row, gains in enumerate(found.gains):
         for column, gain in enumerate(gains):
-            dark = abs(gain - 1) > 0.6 * (LIMIT - 1)
+            dark = abs(norm(gain) - 0.5) > 0.3
             axes.text(column, row, f"{gain:.2f}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
     if any(map(any, found.plain)) and not all(map(all, found.plain)):
         axes.contour([[float(cell) for cell in row] for row in found.plain], [0.5], colors="k", linestyles="--")

@@ -189,9 +189,6 @@ class VirtualCluster:
     def send_drafter(self, name: str, message: Message) -> None:
         self.world.after(self._link.way, lambda: self._link.inbox.append(message))
 
-    def let_go(self) -> None:
-        """Nobody else waits for this thread."""
-
     # --- what a caller sees ---------------------------------------------------------------------------------------
 
     def run(self, text: tuple[int, ...], max_tokens: int, mode: str) -> Timings:
