@@ -115,5 +115,6 @@ class Admission:
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
             notes += (f"the draft model's context ends at {self.draft_context} tokens: no model drafts after that",)
         if sampling.is_residual and self._settings.draft_backend not in DRAWING_BACKENDS:
-            notes += (f"the {self._settings.draft_backend} drafter does not draw: what it proposes is taken as certain",)
+            backend = self._settings.draft_backend
+            notes += (f"the {backend} drafter does not draw: what it proposes is taken as certain",)
         return sampling, notes
