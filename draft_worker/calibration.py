@@ -98,7 +98,7 @@ class Calibration:
         return self._by_position[position].value if position < len(self._by_position) else 0.75
 
     def bonus_share(self, full: bool, rank: int, point: Point | None = None) -> float:
-        """Probability that the bonus is candidate number `rank`, the chain's own token left out; better with its gap."""
+        """Probability that the bonus is candidate number `rank`, the chain's own token left out."""
         rank_known = min(rank, MAX_RANK - 1)
         if point is None:
             return self._by_rank[full][rank_known].value * BEYOND ** (rank - rank_known)

@@ -257,7 +257,7 @@ class Rounds:
         self._commit(request, request.round + 1, None, step.depth)
 
     def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
-        """Waits, and again when a push has come that leaves more to wait for, but never longer than for a whole tree."""
+        """Waits, again when a push leaves more to wait for, but never longer than for a whole tree."""
         if request.waiting is None:
             self._ledger.asked(request, False)
         asked_ns = request.waiting.asked_ns if request.waiting else now_ns

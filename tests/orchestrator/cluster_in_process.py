@@ -123,7 +123,9 @@ class Cluster:
         if not self._drop(message):
             self.link.inbox.append(through_the_codec(message))
 
-    def run(self, prompt: tuple[int, ...], max_tokens: int, mode: str = "ssd", eos: frozenset[int] = frozenset()) -> Ended:
+    def run(
+        self, prompt: tuple[int, ...], max_tokens: int, mode: str = "ssd", eos: frozenset[int] = frozenset()
+    ) -> Ended:
         self.rounds.begin(Admit("r", prompt, SamplingParams(max_tokens=max_tokens), mode, eos), self._now)
         for _ in range(100 * max_tokens + 1000):
             if not self.rounds.active:

@@ -24,7 +24,9 @@ def random_text(seed: int, length: int = 400) -> tuple[int, ...]:
     return PROMPT + tuple(rng.randrange(1, VOCAB) for _ in range(length))
 
 
-def script(text: tuple[int, ...], acceptance: tuple[float, ...] = (0.7,), ranks: tuple[float, ...] = (0.6, 0.2)) -> Script:
+def script(
+    text: tuple[int, ...], acceptance: tuple[float, ...] = (0.7,), ranks: tuple[float, ...] = (0.6, 0.2)
+) -> Script:
     return Script((text,), acceptance, ranks, VOCAB)
 
 
@@ -74,7 +76,9 @@ def test_hits_follow_the_prescribed_bonus_rank() -> None:
     text = random_text(5, 1200)
     found = Cluster(text, script(text, (0.6,), (1.0,)), full_depth=True, branches=8).run(PROMPT, 1000).timings
     assert found.cache_misses == 0
-    lost = Cluster(text, script(text, (0.6,), (0.0,)), full_depth=True, branches=8, ngrams=False).run(PROMPT, 1000).timings
+    lost = (
+        Cluster(text, script(text, (0.6,), (0.0,)), full_depth=True, branches=8, ngrams=False).run(PROMPT, 1000).timings
+    )
     # What is left are the outcomes after full acceptance, whose bonus is right with the acceptance itself.
     assert lost.cache_hits < 0.4 * found.cache_hits
 
