@@ -49,14 +49,23 @@ def small_pair(
 def make_cluster(
     small_pair: Callable[..., tuple[LoadedModel, LoadedModel]], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Cluster]:
-    """`make_cluster("model", depth=3, ...)`: the draft by name, a drafter, or None. `config` is the models'."""
+    """`make_cluster("model", depth=3, ...)`: the draft by name, a drafter, or None.
+
+    `config` is the models'; `target`: another target than the small pair's.
+    """
     clock = VirtualClock()
     monkeypatch.setattr("protocol.clock.now", clock)
 
-    def make(draft: str | Drafter | None, *, config: dict[str, Any] | None = None, **settings: Any) -> Cluster:
-        target, drafting = small_pair(draft if isinstance(draft, str) else "self", **(config or {}))
+    def make(
+        draft: str | Drafter | None,
+        *,
+        config: dict[str, Any] | None = None,
+        target: LoadedModel | None = None,
+        **settings: Any,
+    ) -> Cluster:
+        known, drafting = small_pair(draft if isinstance(draft, str) else "self", **(config or {}))
         drafter = MlxDrafter(drafting) if isinstance(draft, str) else draft
-        return Cluster(target, drafter, clock, **settings)
+        return Cluster(target or known, drafter, clock, **settings)
 
     return make
 

@@ -117,7 +117,7 @@ def test_a_client_with_one_request_does_not_wait_for_all_of_anothers(cluster: Lo
     busy, single = cluster.client(), cluster.client()
 
     def ask(client: Client, name: str) -> None:
-        client.generate(PROMPTS[0].text, SamplingParams(max_tokens=40, ignore_eos=True))
+        client.generate(PROMPTS[0].text, SamplingParams(max_tokens=16, ignore_eos=True))
         finished.append(name)
 
     threads = [threading.Thread(target=ask, args=(busy, "busy")) for _ in range(6)]
