@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -219,14 +220,18 @@ def test_a_target_that_dies_or_freezes_is_an_error_and_no_hang(number: signal.Si
     nothing_left(directory)
 
 
-def test_a_drafter_that_dies_does_not_end_a_request() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_drafter_that_dies_or_freezes_does_not_end_a_request(number: signal.Signals) -> None:
+    sampling = replace(LONG, max_tokens=300)
     with LocalCluster() as running:
-        client, stream = running.client(), running.client().stream(PROMPT, LONG, mode="ssd")
+        client, stream = running.client(), running.client().stream(PROMPT, sampling, mode="ssd")
         for count, _ in enumerate(stream):
             if count == 2:
-                os.kill(pids(client)["draft"], signal.SIGKILL)
-        assert len(stream.result.token_ids) == 150
-        assert stream.result.token_ids == client.generate(PROMPT, LONG, mode="ar").token_ids
+                os.kill(pids(client)["draft"], number)
+        assert len(stream.result.token_ids) == 300
+        assert stream.result.token_ids == client.generate(PROMPT, sampling, mode="ar").token_ids
+        if number == signal.SIGKILL:
+            assert any("draft worker draft-0" in note for note in stream.result.notes)
 
 
 def test_rubbish_on_either_socket_disturbs_nobody(cluster: LocalCluster) -> None:
