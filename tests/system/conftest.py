@@ -14,7 +14,8 @@ from engine.loading import LoadedModel, load
 from engine.slots import open_slots
 from engine.verify import verify
 from protocol.sampling import SamplingParams
-from tests.system.cluster import Cluster, VirtualClock
+from tests.system.cluster import Cluster
+from tests.system.links import VirtualClock
 from tests.system.small import NOISES, SMALL
 from tests.tiny import Pair
 

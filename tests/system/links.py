@@ -1,0 +1,61 @@
+"""What stands between the workers and the rounds in a cluster of one thread: virtual time, and links without sockets."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from protocol.codec import decode, encode
+from protocol.messages import Message
+
+
+class VirtualClock:
+    """Every look at it costs some time, at random: so all sorts of waits and fallbacks seem to pay now and then."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(0)
+        self._now_ns = 0
+
+    def __call__(self) -> int:
+        return self.skip(self._rng.choice((200_000, 1_000_000, 5_000_000)))
+
+    def skip(self, nanoseconds: int) -> int:
+        self._now_ns += nanoseconds
+        return self._now_ns
+
+
+class Idle(Exception):
+    """The worker would block."""
+
+
+@dataclass
+class FakeLink:
+    """A worker's link: what it will receive, and what it sent."""
+
+    name: str
+    inbox: deque[Message] = field(default_factory=deque)
+    sent: deque[Message] = field(default_factory=deque)
+    _put_back: deque[Message] = field(default_factory=deque)
+
+    def send(self, message: Message) -> None:
+        self.sent.append(through_the_codec(message))
+
+    def receive(self, wait: bool) -> Message | None:
+        if self._put_back:
+            return self._put_back.popleft()
+        if self.inbox:
+            return self.inbox.popleft()
+        if wait:
+            raise Idle
+        return None
+
+    def peek(self) -> Message | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def put_back(self, message: Message) -> None:
+        self._put_back.append(message)
+
+
+def through_the_codec(message: Message) -> Message:
+    return decode([bytes(frame) for frame in encode(message)])
