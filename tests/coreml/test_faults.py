@@ -13,7 +13,8 @@ from draft_worker.coreml.runtime import Inputs, Outputs, RuntimeFault, State
 from engine.loading import load
 from protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
-from tests.system.cluster import Cluster, VirtualClock
+from tests.system.cluster import Cluster
+from tests.system.links import VirtualClock
 
 SAMPLING = SamplingParams(max_tokens=40, temp=0.8, seed=9)
 

@@ -1,4 +1,4 @@
-"""What stands between the workers and the rounds in a cluster of one thread: virtual time, and links without sockets."""
+"""What stands between workers and rounds in a cluster of one thread: virtual time, and links without sockets."""
 
 from __future__ import annotations
 
