@@ -105,8 +105,8 @@ def _draw_panel(axes: Axes, found: Panel):  # type: ignore[no-untyped-def]  # ma
         axes.contour([[float(cell) for cell in row] for row in found.plain], [0.5], colors="k", linestyles="--")
     axes.set_xticks(range(len(STEPS)), [f"{step:g}" for step in STEPS], fontsize=8)
     axes.set_yticks(range(len(ACCEPTANCES)), [f"{rate:.2f}" for rate in ACCEPTANCES], fontsize=8)
-    trip = "no way to the drafter" if not found.round_trip else f"there and back {found.round_trip:g} target tokens"
-    axes.set_title(f"batch {found.batch}, {trip}", fontsize=10, loc="left")
+    link = f"link there and back {found.round_trip:g} target tokens" if found.round_trip else "a link of no length"
+    axes.set_title(f"batch {found.batch}, {link}", fontsize=10, loc="left")
     return image
 
 

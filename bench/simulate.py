@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.policies import best_sd, best_ssd
 from bench.simulator import Policy, Simulator
 from bench.stand_in import CONFIG, write
 from orchestrator.client import Client
@@ -36,12 +37,10 @@ PROMPT_TOKENS = 16
 SPARE_TOKENS = 64
 WARM_UP_TOKENS = 300
 PREDICTED_TOKENS = 40_000
-DEPTHS = range(1, 13)
 COLUMNS = (
     "tok/s", "predicted", "ideal", "published", "against SD [95 %]", "against AR", "hits", "tokens a round", "idle ms",
     "turnaround ms",
 )  # fmt: skip
-BRANCHES = (6, 8, 10, 12, 16, 20, 24, 32, 48)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +119,10 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[Row]:
 def _contestants(profile: Profile) -> list[Contestant]:
     """AR; SD at the published and at its best K; SSD by the paper's policy, then with one thing of ours more each."""
     published = profile.published
-    own_sd = max(DEPTHS, key=lambda depth: _predict(profile, Policy("sd", depth)))
+    own_sd = best_sd(profile).depth
     sd_depth = published.sd_depth if published else own_sd
     depth, branches = (published.ssd_depth, published.branches) if published else (own_sd, 10)
-    ours = max(
-        (Policy("ssd", depth, branches) for depth in DEPTHS for branches in BRANCHES),
-        key=lambda policy: _predict(profile, policy, PREDICTED_TOKENS // 10),
-    )
+    ours = best_ssd(profile, Policy("ssd"))
     found = [Contestant("ar", Policy("ar"), "ar"), Contestant(f"sd K={sd_depth}", Policy("sd", sd_depth), "sd")]
     if own_sd != sd_depth:
         found.append(Contestant(f"sd K={own_sd}", Policy("sd", own_sd), "sd"))
@@ -141,8 +137,8 @@ def _contestants(profile: Profile) -> list[Contestant]:
     ]
 
 
-def _predict(profile: Profile, policy: Policy, tokens: int = PREDICTED_TOKENS, hop_ms: float = 0.0) -> float:
-    return Simulator(profile, policy, hop_ms=hop_ms).run(tokens).tokens_per_second
+def _predict(profile: Profile, policy: Policy, hop_ms: float = 0.0) -> float:
+    return Simulator(profile, policy, hop_ms=hop_ms).run(PREDICTED_TOKENS).tokens_per_second
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
