@@ -22,14 +22,14 @@ from pathlib import Path
 
 from bench.prompts import mixed
 from bench.rounds import Round, read_rounds
-from orchestrator import blas
 from orchestrator.cli.screen import Screen
-from orchestrator.cluster import LocalCluster
-from orchestrator.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from orchestrator.client.cluster import LocalCluster
+from orchestrator.machine import blas
+from orchestrator.machine.spawn import child_environment, python
+from orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from orchestrator.pair.tokenizer import load_codec
 from orchestrator.settings import FAN_OUTS
-from orchestrator.spawn import child_environment, python
 from orchestrator.study.statistics import bootstrap
-from orchestrator.tokenizer import load_codec
 from protocol.errors import OutriderError, WorkerError
 from protocol.sampling import SamplingParams
 

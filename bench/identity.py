@@ -24,13 +24,13 @@ from bench.prompts import Prompt, mixed
 from bench.scrambled import scrambled
 from orchestrator.certify import certify
 from orchestrator.cli.screen import Screen
-from orchestrator.client import Client
-from orchestrator.cluster import LocalCluster
-from orchestrator.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
-from orchestrator.pairing import choose_pair
+from orchestrator.client.client import Client
+from orchestrator.client.cluster import LocalCluster
+from orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from orchestrator.pair.pairing import choose_pair
+from orchestrator.pair.tokenizer import load_codec
 from orchestrator.settings import ServeSettings
 from orchestrator.study.contest import PeerProcess
-from orchestrator.tokenizer import load_codec
 from protocol.errors import InvalidRequest, OutriderError
 from protocol.sampling import SamplingParams
 

@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.prompts import mixed
-from orchestrator import blas
 from orchestrator.cli.screen import Screen
-from orchestrator.cluster import LocalCluster
-from orchestrator.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
-from orchestrator.pairing import choose_pair
+from orchestrator.client.cluster import LocalCluster
+from orchestrator.machine import blas
+from orchestrator.machine.spawn import child_environment, python
+from orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from orchestrator.pair.pairing import choose_pair
+from orchestrator.pair.tokenizer import load_codec
 from orchestrator.settings import ServeSettings
-from orchestrator.spawn import child_environment, python
 from orchestrator.study.contest import Contestant, Ours, Peer, PeerProcess, compete
 from orchestrator.study.statistics import total_rate
-from orchestrator.tokenizer import load_codec
 from protocol.errors import OutriderError, WorkerError
 from protocol.sampling import SamplingParams
 

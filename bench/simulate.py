@@ -24,8 +24,8 @@ from pathlib import Path
 from bench.policies import best_sd, best_ssd
 from bench.simulator import Policy, Simulator
 from bench.stand_in import CONFIG, write
-from orchestrator.client import Client
-from orchestrator.cluster import LocalCluster
+from orchestrator.client.client import Client
+from orchestrator.client.cluster import LocalCluster
 from orchestrator.study.statistics import Interval, Timed, ratio, total_rate
 from protocol.errors import OutriderError
 from protocol.messages import Timings

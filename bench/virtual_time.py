@@ -19,10 +19,10 @@ from draft_worker.paced import PacedDrafter
 from draft_worker.replay import ReplayDrafter, Script
 from draft_worker.worker import DraftWorker
 from engine.pace import Pace
+from orchestrator.core.request import RoundSettings
+from orchestrator.core.rounds import Rounds
+from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, Committed, Ended, ToFront
-from orchestrator.request import RoundSettings
-from orchestrator.rounds import Rounds
-from orchestrator.trace import Trace
 from protocol import clock
 from protocol.errors import InvalidRequest, WorkerError
 from protocol.messages import Message, Open, Outcome, Span, Timings, Verify

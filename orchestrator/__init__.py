@@ -6,18 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestrator.async_client import AsyncClient
-    from orchestrator.client import Client
-    from orchestrator.cluster import LocalCluster
-    from orchestrator.result import Chunk, GenerationResult
+    from orchestrator.client.async_client import AsyncClient
+    from orchestrator.client.client import Client
+    from orchestrator.client.cluster import LocalCluster
+    from orchestrator.client.result import Chunk, GenerationResult
     from protocol.sampling import SamplingParams
 
 _PUBLIC = {
-    "AsyncClient": "orchestrator.async_client",
-    "Chunk": "orchestrator.result",
-    "Client": "orchestrator.client",
-    "GenerationResult": "orchestrator.result",
-    "LocalCluster": "orchestrator.cluster",
+    "AsyncClient": "orchestrator.client.async_client",
+    "Chunk": "orchestrator.client.result",
+    "Client": "orchestrator.client.client",
+    "GenerationResult": "orchestrator.client.result",
+    "LocalCluster": "orchestrator.client.cluster",
     "SamplingParams": "protocol.sampling",
 }
 

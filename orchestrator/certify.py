@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from orchestrator import blas
 from orchestrator.failure import as_error
-from orchestrator.spawn import child_environment, python
+from orchestrator.machine import blas
+from orchestrator.machine.spawn import child_environment, python
 from protocol.errors import WorkerError
 from protocol.sampling import SamplingParams
 

@@ -20,19 +20,19 @@ from typing import Any
 
 import zmq
 
-from orchestrator import blas, cores
-from orchestrator.admission import Admission
-from orchestrator.client_socket import ClientSocket
-from orchestrator.core import Core
+from orchestrator.core.loop import Core
 from orchestrator.events import Quit, ToCore, ToFront
 from orchestrator.failure import as_error, kind_of
-from orchestrator.front import Front
+from orchestrator.front.admission import Admission
+from orchestrator.front.client_socket import ClientSocket
+from orchestrator.front.loop import Front
 from orchestrator.handshake import Announcement, Failure, Ready, wait_for_end
 from orchestrator.lines import End, Lines
+from orchestrator.machine import blas, cores
+from orchestrator.machine.sweeper import Sweeper
 from orchestrator.mailbox import Mailbox
-from orchestrator.pairing import ChosenPair, choose_pair, read_pair
+from orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
 from orchestrator.settings import ServeSettings
-from orchestrator.sweeper import Sweeper
 from protocol.directory import PrivateDirectory, private_directory
 from protocol.endpoints import Ipc, parse
 from protocol.errors import OutriderError

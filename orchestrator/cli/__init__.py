@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from orchestrator.cli.parser import Parser
-from orchestrator.spawn import child_environment, python
+from orchestrator.machine.spawn import child_environment, python
 from protocol.errors import OutriderError
 
 COMMANDS = {

@@ -11,17 +11,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from orchestrator import blas
 from orchestrator.cli import flags
 from orchestrator.cli.screen import Screen
-from orchestrator.cluster import LocalCluster
-from orchestrator.model_files import ROOT
-from orchestrator.pairing import choose_pair
+from orchestrator.client.cluster import LocalCluster
+from orchestrator.machine import blas
+from orchestrator.pair.model_files import ROOT
+from orchestrator.pair.pairing import choose_pair
+from orchestrator.pair.tokenizer import load_codec
 from orchestrator.settings import ServeSettings
 from orchestrator.study import report
 from orchestrator.study.contest import Contestant, Ours, Peer, PeerProcess, Run, compete, read_prompts
 from orchestrator.study.statistics import total_rate
-from orchestrator.tokenizer import load_codec
 from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
 

@@ -7,11 +7,11 @@ import json
 import subprocess
 from typing import Any
 
-from orchestrator import blas
 from orchestrator.cli import flags
 from orchestrator.cli.screen import Screen
-from orchestrator.model_files import embedded_pair
-from orchestrator.spawn import child_environment, python
+from orchestrator.machine import blas
+from orchestrator.machine.spawn import child_environment, python
+from orchestrator.pair.model_files import embedded_pair
 from protocol.errors import WorkerError
 
 DATA = "draft_worker.coreml.doctor"

@@ -11,10 +11,10 @@ from typing import Any
 
 from orchestrator.cli import flags
 from orchestrator.cli.screen import Screen
-from orchestrator.client import Client
-from orchestrator.cluster import LocalCluster
-from orchestrator.dialogue import Wish
-from orchestrator.result import GenerationResult
+from orchestrator.client.client import Client
+from orchestrator.client.cluster import LocalCluster
+from orchestrator.client.dialogue import Wish
+from orchestrator.client.result import GenerationResult
 from protocol.errors import InvalidRequest
 from protocol.messages import Timings
 

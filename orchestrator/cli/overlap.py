@@ -9,15 +9,15 @@ import zmq
 
 from orchestrator.cli import flags
 from orchestrator.cli.screen import Screen
-from orchestrator.client import Client
-from orchestrator.cluster import LocalCluster
-from orchestrator.hub import Hub
-from orchestrator.pairing import choose_pair
+from orchestrator.client.client import Client
+from orchestrator.client.cluster import LocalCluster
+from orchestrator.core.hub import Hub
+from orchestrator.pair.pairing import choose_pair
+from orchestrator.pair.tokenizer import load_codec
 from orchestrator.settings import ServeSettings
 from orchestrator.study.overlap import Overlap, measure
 from orchestrator.study.timeline import draw, read
 from orchestrator.study.workbench import Workbench
-from orchestrator.tokenizer import load_codec
 from protocol.directory import private_directory
 from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams

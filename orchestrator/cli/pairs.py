@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from orchestrator.known_pairs import BILLION, KNOWN_PAIRS
-from orchestrator.model_files import ModelFiles, embedded_pair, find_model
-from orchestrator.tokenizer import load_codec
-from orchestrator.vocabulary import compare
+from orchestrator.pair.known_pairs import BILLION, KNOWN_PAIRS
+from orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model
+from orchestrator.pair.tokenizer import load_codec
+from orchestrator.pair.vocabulary import compare
 from protocol.errors import InvalidRequest, ModelError
 
 

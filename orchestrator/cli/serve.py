@@ -16,7 +16,7 @@ from orchestrator.settings import ServeSettings
 from protocol.errors import OutriderError
 
 if TYPE_CHECKING:
-    from orchestrator.front import Front
+    from orchestrator.front.loop import Front
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 
 import zmq
 
-from orchestrator import tuning
 from orchestrator.cli import flags
 from orchestrator.cli.screen import Screen
-from orchestrator.cluster import LocalCluster
-from orchestrator.hub import Hub
-from orchestrator.pairing import ChosenPair, choose_pair
+from orchestrator.client.cluster import LocalCluster
+from orchestrator.core import tuning
+from orchestrator.core.hub import Hub
+from orchestrator.core.tuning import Choice, Tuning
+from orchestrator.pair.pairing import ChosenPair, choose_pair
+from orchestrator.pair.tokenizer import load_codec
 from orchestrator.settings import ServeSettings
 from orchestrator.study.forecast import Forecast, ar_ceiling, best_of, forecasts, recommendation
 from orchestrator.study.probe import Probe, probe
 from orchestrator.study.workbench import Workbench
-from orchestrator.tokenizer import load_codec
-from orchestrator.tuning import Choice, Tuning
 from protocol.directory import private_directory
 from protocol.sampling import SamplingParams
 

@@ -12,14 +12,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from orchestrator.admission import prompt_tokens
 from orchestrator.certify import Difference, Report, certify
-from orchestrator.chat import chat_template
 from orchestrator.cli import flags
 from orchestrator.cli.generate import add_generation_flags, generate, wish_of
 from orchestrator.cli.screen import Screen
-from orchestrator.model_files import find_model, read_json
-from orchestrator.tokenizer import TextCodec, load_codec
+from orchestrator.front.admission import prompt_tokens
+from orchestrator.pair.chat import chat_template
+from orchestrator.pair.model_files import find_model, read_json
+from orchestrator.pair.tokenizer import TextCodec, load_codec
 from protocol.errors import InvalidRequest
 
 NOT_CERTIFIED = 1

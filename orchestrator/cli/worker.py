@@ -6,11 +6,11 @@ import argparse
 import os
 import socket
 
-from orchestrator import blas
 from orchestrator.cli import flags
-from orchestrator.pairing import choose_pair
+from orchestrator.machine import blas
+from orchestrator.machine.spawn import MODULES, child_environment, worker_command
+from orchestrator.pair.pairing import choose_pair
 from orchestrator.settings import ServeSettings
-from orchestrator.spawn import MODULES, child_environment, worker_command
 from protocol.endpoints import parse
 from protocol.errors import InvalidRequest
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator import blas, cores
-from orchestrator.client import Client
+from orchestrator.client.client import Client
+from orchestrator.machine import blas, cores
+from orchestrator.machine.spawn import child_environment, python
 from orchestrator.settings import ServeSettings
-from orchestrator.spawn import child_environment, python
 from orchestrator.study.statistics import Timed
 from protocol.errors import WorkerError
 from protocol.messages import Timings

@@ -1,13 +1,13 @@
 """What a probe promises: tokens per second of AR, SD and SSD by K and B, what limits each, and what to do about it.
 
-The formula is `orchestrator.speedup`'s; all inputs are times measured alone.
+The formula is `orchestrator.core.speedup`'s; all inputs are times measured alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
+from orchestrator.core.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
 from orchestrator.study.probe import Probe, Trial
 
 # Gains below this are not worth another process: the recommendation stays with plain decoding.

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import zmq
 
-from orchestrator.hub import Hub
+from orchestrator.core.hub import Hub
 from protocol import clock
 from protocol.errors import WorkerError
 from protocol.messages import (

@@ -22,12 +22,23 @@ MAY_IMPORT = {
     "outrider": {"protocol", "orchestrator"},
 }
 ROOMS = set(MAY_IMPORT)
+# Inside the orchestrator: what each of its rooms may use of the others. What stands beside the rooms is for all.
+WITHIN = {
+    "core": {"machine"},
+    "front": {"pair"},
+    "client": {"machine"},
+    "pair": set(),
+    "machine": {"pair"},
+    "study": {"client", "core", "machine"},
+    "cli": {"client", "core", "front", "machine", "pair", "study"},
+}
 OUTSIDE = {"launch", "bench", "tests", "models", "docs"}
 WITHOUT_MLX = ("protocol", "orchestrator", "outrider")
 MLX = {"mlx", "mlx_lm"}
 BROAD = {"Exception", "BaseException"}
 MAY_PRINT = "orchestrator/cli/"
 
+every_inner_room = pytest.mark.parametrize("room", WITHIN)
 every_room = pytest.mark.parametrize("room", MAY_IMPORT)
 
 
@@ -48,6 +59,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.module.partition(".")[0]
+
+
+def inner(tree: ast.AST) -> set[str]:
+    """The second name of every import from the orchestrator: one of its rooms, or a module beside them."""
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module]
+    return {node.module.split(".")[1] for node in named if node.module.startswith("orchestrator.")}
 
 
 def swallows(handler: ast.ExceptHandler) -> bool:
@@ -77,6 +94,12 @@ def loose(source: str, *, may_print: bool) -> list[str]:
 def test_imports_point_one_way(room):
     beyond = (ROOMS | OUTSIDE) - {room} - MAY_IMPORT[room]
     assert not {path: names for path, tree in modules(room).items() if (names := set(imported(tree)) & beyond)}
+
+
+@every_inner_room
+def test_the_orchestrators_own_rooms_point_one_way(room):
+    inner_modules, beyond = modules(f"orchestrator/{room}"), set(WITHIN) - {room} - WITHIN[room]
+    assert not {path: names for path, tree in inner_modules.items() if (names := beyond & inner(tree))}
 
 
 @pytest.mark.parametrize("room", WITHOUT_MLX)

@@ -11,7 +11,7 @@ from bench.identity import HOUSES, SAMPLED_WAYS, SETTINGS, Case, Judge, Way, tab
 from bench.prompts import Prompt
 from bench.scrambled import scrambled
 from orchestrator.certify import Difference, Report
-from orchestrator.model_files import EMBEDDED_DRAFT
+from orchestrator.pair.model_files import EMBEDDED_DRAFT
 from orchestrator.settings import ServeSettings
 from protocol.sampling import SamplingParams
 

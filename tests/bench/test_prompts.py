@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.prompts import CLASSES, load, mixed
-from orchestrator.model_files import EMBEDDED_TARGET, find_model
-from orchestrator.tokenizer import load_codec
+from orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from orchestrator.pair.tokenizer import load_codec
 from protocol.errors import InvalidRequest
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench.rounds import Round, read_rounds
-from orchestrator.ledger import ORCHESTRATOR, TARGET
-from orchestrator.trace import Trace
+from orchestrator.core.ledger import ORCHESTRATOR, TARGET
+from orchestrator.core.trace import Trace
 from protocol.errors import InvalidRequest
 from protocol.messages import Span
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from orchestrator import Client, LocalCluster, SamplingParams
-from orchestrator.result import GenerationResult
+from orchestrator.client.result import GenerationResult
 
 PROMPTS = ("def fibonacci(n):\n", "for item in items:\n")
 SAMPLINGS = {temp: SamplingParams(max_tokens=40, temp=temp, seed=5, ignore_eos=True) for temp in (0.0, 0.8)}

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from draft_worker.fan_out import POLICIES
 from draft_worker.replay import ReplayDrafter, Script
 from draft_worker.worker import DraftWorker
+from orchestrator.core.request import RoundSettings
+from orchestrator.core.rounds import Rounds
+from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, Committed, Ended, ToFront
-from orchestrator.request import RoundSettings
-from orchestrator.rounds import Rounds
-from orchestrator.trace import Trace
 from protocol.codec import decode, encode
 from protocol.messages import Close, Message, Open, Outcome, Resync, Span, Verify
 from protocol.sampling import SamplingParams

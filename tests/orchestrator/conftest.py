@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.model_files import EMBEDDED_TARGET, find_model
-from orchestrator.pairing import choose_pair, read_pair
+from orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from orchestrator.pair.pairing import choose_pair, read_pair
+from orchestrator.pair.tokenizer import TextCodec, load_codec
 from orchestrator.settings import ServeSettings
-from orchestrator.tokenizer import TextCodec, load_codec
 from protocol.directory import private_directory
 from tests.orchestrator.stand import Stand
 

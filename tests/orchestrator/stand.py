@@ -8,16 +8,16 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from orchestrator.admission import Admission
-from orchestrator.client import Client
-from orchestrator.client_socket import ClientSocket
+from orchestrator.client.client import Client
 from orchestrator.events import Admit, Began, Committed, Ended, Quit, Stop, ToCore, ToFront, WorkersChanged
-from orchestrator.front import Front
+from orchestrator.front.admission import Admission
+from orchestrator.front.client_socket import ClientSocket
+from orchestrator.front.loop import Front
 from orchestrator.handshake import Announcement
 from orchestrator.lines import End, Lines
 from orchestrator.mailbox import Mailbox
-from orchestrator.pairing import PairText
-from orchestrator.tokenizer import TextCodec
+from orchestrator.pair.pairing import PairText
+from orchestrator.pair.tokenizer import TextCodec
 from protocol.messages import Timings, WorkerStats
 
 JOIN_SECONDS = 20.0

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from orchestrator.admission import prompt_tokens
-from orchestrator.chat import as_chat, chat_template
-from orchestrator.model_files import find_model
-from orchestrator.tokenizer import load_codec
+from orchestrator.front.admission import prompt_tokens
+from orchestrator.pair.chat import as_chat, chat_template
+from orchestrator.pair.model_files import find_model
+from orchestrator.pair.tokenizer import load_codec
 from protocol.errors import ModelError
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}

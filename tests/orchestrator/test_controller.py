@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from orchestrator.controller import EPISODE_ROUNDS, Controller, Plan
-from orchestrator.estimates import Estimates
-from orchestrator.tuning import Choice
+from orchestrator.core.controller import EPISODE_ROUNDS, Controller, Plan
+from orchestrator.core.estimates import Estimates
+from orchestrator.core.tuning import Choice
 
 MODES = ("ar", "sd", "ssd")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
-from orchestrator.dialogue import client_key
+from orchestrator.client_key import client_key
 from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, Stop, WorkersChanged
 from orchestrator.failure import as_error
 from orchestrator.handshake import Failure, Ready, Stage

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.estimates import Estimates
+from orchestrator.core.estimates import Estimates
+from orchestrator.core.fallback import after_miss, longest_wait_ms, worth_hoping
+from orchestrator.core.request import MILLISECOND_NS, RoundSettings
+from orchestrator.core.rounds import Rounds
+from orchestrator.core.speculation_cache import SpeculationCache
+from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, ToFront
-from orchestrator.fallback import after_miss, longest_wait_ms, worth_hoping
-from orchestrator.request import MILLISECOND_NS, RoundSettings
-from orchestrator.rounds import Rounds
-from orchestrator.speculation_cache import SpeculationCache
-from orchestrator.trace import Trace
 from protocol.messages import Branch, Branches, Message, Outcome, Span, Verify
 from protocol.sampling import SamplingParams
 

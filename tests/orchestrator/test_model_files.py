@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from orchestrator.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, embedded_pair, find_model
-from orchestrator.pairing import choose_pair, read_pair
+from orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, embedded_pair, find_model
+from orchestrator.pair.pairing import choose_pair, read_pair
 from orchestrator.settings import ServeSettings
 from protocol.errors import ModelError
 

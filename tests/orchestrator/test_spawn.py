@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import blas, cores, spawn
+from orchestrator.machine import blas, cores, spawn
+from orchestrator.machine.sweeper import Sweeper
 from orchestrator.settings import ServeSettings
-from orchestrator.sweeper import Sweeper
 from protocol.errors import WorkerError
 
 SETTINGS = ServeSettings(model="/m", draft_model="/d", log_level="info", fan_out="uniform")
@@ -163,7 +163,7 @@ def test_what_a_killed_server_leaves_is_swept(tmp_path):
     left.mkdir()
     (left / "target-0.log").write_text("x")
     code = (
-        "import sys, time; from pathlib import Path; from orchestrator.sweeper import Sweeper;"
+        "import sys, time; from pathlib import Path; from orchestrator.machine.sweeper import Sweeper;"
         "s = Sweeper([Path(sys.argv[1])]); print(s._process.pid, flush=True); time.sleep(600)"
     )
     server = subprocess.Popen(

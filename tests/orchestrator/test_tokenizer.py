@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from orchestrator.model_files import find_model
-from orchestrator.tokenizer import load_codec
+from orchestrator.pair.model_files import find_model
+from orchestrator.pair.tokenizer import load_codec
 from protocol.errors import ModelError
 
 TEXTS = ["def f(x):\n    return x\n", " leading", "héllo 你好 👩‍🔬", "<|endoftext|>tail", ""]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import tuning
+from orchestrator.core import tuning
+from orchestrator.core.tuning import Choice, Tuning
 from orchestrator.settings import ServeSettings
-from orchestrator.tuning import Choice, Tuning
 from protocol.errors import InvalidRequest
 
 RECORD = Tuning(

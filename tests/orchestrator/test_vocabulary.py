@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, models
 
-from orchestrator.vocabulary import compare, require_same
+from orchestrator.pair.vocabulary import compare, require_same
 from protocol.errors import ModelError
 
 WORDS = ["a", "b", "c", "<|end|>"]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.speedup import Costs, Odds, ar_rate, ceiling, sd_rate, ssd_rate
+from orchestrator.core.speedup import Costs, Odds, ar_rate, ceiling, sd_rate, ssd_rate
+from orchestrator.core.trace import Trace
 from orchestrator.study.forecast import best_of, forecasts, recommendation
 from orchestrator.study.probe import Curve, Probe, Trial
 from orchestrator.study.statistics import Timed, bootstrap, ratio, repeated_share
 from orchestrator.study.timeline import draw, read
-from orchestrator.trace import Trace
 from protocol.errors import InvalidRequest
 from protocol.messages import Span
 

@@ -16,11 +16,11 @@ from draft_worker.drafter import Drafter, DrawingDrafter, TokenTree
 from draft_worker.fan_out import POLICIES
 from draft_worker.worker import DraftWorker
 from engine.loading import LoadedModel
+from orchestrator.core.ledger import ORCHESTRATOR
+from orchestrator.core.request import RoundSettings
+from orchestrator.core.rounds import Rounds
+from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, Broke, Committed, Ended, ToFront
-from orchestrator.ledger import ORCHESTRATOR
-from orchestrator.request import RoundSettings
-from orchestrator.rounds import Rounds
-from orchestrator.trace import Trace
 from protocol.messages import Message, Span, Timings, Verify
 from protocol.sampling import SamplingParams
 from target_worker.worker import TargetWorker

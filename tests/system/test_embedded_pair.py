@@ -14,8 +14,8 @@ from mlx_lm.generate import generate_step
 from bench.prompts import Prompt, mixed
 from engine.loading import LoadedModel, load
 from orchestrator import Client, LocalCluster, SamplingParams
-from orchestrator.model_files import EMBEDDED_TARGET, find_model
-from orchestrator.tokenizer import TextCodec, load_codec
+from orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from orchestrator.pair.tokenizer import TextCodec, load_codec
 from target_worker.certificate import Claim, certify
 
 LIMIT_SECONDS = 60.0

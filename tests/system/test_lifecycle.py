@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import Client, LocalCluster, SamplingParams
-from orchestrator.spawn import child_environment, python
+from orchestrator.machine.spawn import child_environment, python
 from protocol.errors import EndpointError, OutriderError, WorkerError
 
 LIMIT = 60.0

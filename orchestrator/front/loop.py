@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-from orchestrator import totals
-from orchestrator.admission import Accepted, Admission
-from orchestrator.client_socket import ClientSocket, Letter
-from orchestrator.dialogue import client_of
+from orchestrator.client_key import client_of
 from orchestrator.events import Began, Broke, Committed, Ended, PrefillAt, Stop, ToFront, WorkersChanged
 from orchestrator.failure import kind_of
+from orchestrator.front import totals
+from orchestrator.front.admission import Accepted, Admission
+from orchestrator.front.client_socket import ClientSocket, Letter
+from orchestrator.front.text import Piece
+from orchestrator.front.waiting import FairQueue
 from orchestrator.handshake import Announcement, Failure, Ready, Stage
 from orchestrator.lines import CoreFacts, Lines
-from orchestrator.pairing import ChosenPair
-from orchestrator.text import Piece
-from orchestrator.waiting import FairQueue
+from orchestrator.pair.pairing import ChosenPair
 from protocol.errors import InvalidRequest, OutriderError
 from protocol.messages import (
     Cancel,

@@ -1,6 +1,6 @@
 """The controller of `--mode auto`: which mode and which K the next rounds use, by expected tokens per second.
 
-It predicts with the formula (orchestrator.speedup), trusts what it measured over what it predicts, tries what it has
+It predicts with the formula (see `speedup`), trusts what it measured over what it predicts, tries what it has
 not measured lately when the prediction says it might pay, and goes back to AR when nothing does. Shared by all
 requests, so it remembers. It has no clock and no chance: what it is told decides what it says.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from orchestrator.estimates import Estimates
-from orchestrator.speedup import Costs, Odds, ar_rate, sd_rate, ssd_rate
-from orchestrator.tuning import Choice
+from orchestrator.core.estimates import Estimates
+from orchestrator.core.speedup import Costs, Odds, ar_rate, sd_rate, ssd_rate
+from orchestrator.core.tuning import Choice
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 # An episode is long enough to be measured: rounds are kept in one mode for this many.

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from orchestrator.model_files import ModelFiles, read_json
+from orchestrator.pair.model_files import ModelFiles, read_json
 from protocol.errors import ModelError
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.controller import EPISODE_ROUNDS
-from orchestrator.estimates import Estimates
-from orchestrator.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
-from orchestrator.request import MILLISECOND_NS, Proposal, Request, Source
-from orchestrator.speculation_cache import Prepared
+from orchestrator.core.controller import EPISODE_ROUNDS
+from orchestrator.core.estimates import Estimates
+from orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
+from orchestrator.core.request import MILLISECOND_NS, Proposal, Request, Source
+from orchestrator.core.speculation_cache import Prepared
 from protocol.messages import Drafted
 from protocol.sparse import SparseQ
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.tokenizer import TextCodec
+from orchestrator.pair.tokenizer import TextCodec
 
 CONTEXT_TOKENS = 6
 BROKEN = "\ufffd"

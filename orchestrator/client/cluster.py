@@ -12,12 +12,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from orchestrator.async_client import AsyncClient
-from orchestrator.client import Client
+from orchestrator.client.async_client import AsyncClient
+from orchestrator.client.client import Client
 from orchestrator.failure import as_error
 from orchestrator.handshake import Failure, Ready, Stage, announcements
+from orchestrator.machine.spawn import child_environment, python
 from orchestrator.settings import ServeSettings, flags
-from orchestrator.spawn import child_environment, python
 from protocol.errors import WorkerError
 
 END_SECONDS = 12.0

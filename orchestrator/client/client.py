@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
-from orchestrator.dialogue import ASK_AFTER_SECONDS, Dialogue, Patience, Wish, client_key
-from orchestrator.result import Chunk, GenerationResult
+from orchestrator.client.dialogue import ASK_AFTER_SECONDS, Dialogue, Patience, Wish
+from orchestrator.client.result import Chunk, GenerationResult
+from orchestrator.client_key import client_key
 from protocol.codec import decode, encode
 from protocol.endpoints import connect
 from protocol.errors import EndpointError

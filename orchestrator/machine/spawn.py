@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestrator import blas, cores
-from orchestrator.model_files import ROOT
+from orchestrator.machine import blas, cores
+from orchestrator.pair.model_files import ROOT
 from orchestrator.settings import ServeSettings
 from protocol.errors import WorkerError
 

@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
-from orchestrator.controller import Plan
+from orchestrator.core.controller import Plan
+from orchestrator.core.ngram import NgramIndex
+from orchestrator.core.speculation_cache import SpeculationCache
 from orchestrator.events import Admit
-from orchestrator.ngram import NgramIndex
-from orchestrator.speculation_cache import SpeculationCache
 from protocol.messages import Timings
 from protocol.sampling import SamplingParams
 from protocol.sparse import SparseQ

@@ -14,7 +14,7 @@ from typing import Any
 
 from protocol.errors import ModelError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 EMBEDDED_TARGET = ROOT / "models" / "target"
 EMBEDDED_DRAFT = ROOT / "models" / "draft"
 

@@ -12,27 +12,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from orchestrator.client.result import Chunk, GenerationResult
 from orchestrator.failure import as_error
-from orchestrator.result import Chunk, GenerationResult
 from orchestrator.settings import MODES, check_branches, check_draft_tokens, check_word
 from protocol import messages
 from protocol.errors import EndpointError, InvalidRequest
 from protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, Started, StatsQuery
 from protocol.sampling import SamplingParams
 
-CLIENT_KEY_BYTES = 9
 ASK_AFTER_SECONDS = 1.0
 MAX_TOKEN = 2**31 - 1
-
-
-def client_key() -> bytes:
-    """Begins the routing ids of one client, so that the server queues fairly by client and not by request."""
-    return b"c" + os.urandom(CLIENT_KEY_BYTES - 1)  # a routing id must not begin with a zero byte
-
-
-def client_of(routing_id: bytes) -> bytes:
-    """Which client a routing id belongs to."""
-    return routing_id[:CLIENT_KEY_BYTES]
 
 
 @dataclass(frozen=True, slots=True)

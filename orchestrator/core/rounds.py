@@ -14,15 +14,15 @@ from typing import Protocol
 
 import numpy as np
 
+from orchestrator.core.fallback import longest_wait_ms
+from orchestrator.core.ledger import Ledger
+from orchestrator.core.ngram import NgramIndex
+from orchestrator.core.proposals import Ask, Linger, Proposer, Step, from_cache, from_drafter
+from orchestrator.core.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Waiting
+from orchestrator.core.speculation_cache import is_sound
+from orchestrator.core.trace import Trace
+from orchestrator.core.tuning import Tuning
 from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
-from orchestrator.fallback import longest_wait_ms
-from orchestrator.ledger import Ledger
-from orchestrator.ngram import NgramIndex
-from orchestrator.proposals import Ask, Linger, Proposer, Step, from_cache, from_drafter
-from orchestrator.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Waiting
-from orchestrator.speculation_cache import is_sound
-from orchestrator.trace import Trace
-from orchestrator.tuning import Tuning
 from protocol.fields import MAX_COMMIT
 from protocol.messages import Branches, Close, Commit, Drafted, Fault, Message, Open, Outcome, Prefilled, Resync, Verify
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 
-from orchestrator.chat import as_chat
 from orchestrator.events import Admit
-from orchestrator.pairing import PairText
+from orchestrator.front.text import TextStream
+from orchestrator.pair.chat import as_chat
+from orchestrator.pair.pairing import PairText
+from orchestrator.pair.tokenizer import TextCodec
 from orchestrator.settings import check_branches, check_draft_tokens
-from orchestrator.text import TextStream
-from orchestrator.tokenizer import TextCodec
 from protocol.errors import InvalidRequest
 from protocol.messages import Generate
 from protocol.sampling import SamplingParams

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import zmq
 
+from orchestrator.machine.spawn import SpawnedWorker, spawn_worker
 from orchestrator.settings import ServeSettings
-from orchestrator.spawn import SpawnedWorker, spawn_worker
 from protocol.codec import decode, encode
 from protocol.endpoints import bind
 from protocol.errors import ProtocolError

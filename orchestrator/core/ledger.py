@@ -5,12 +5,12 @@ The rounds tell it what was sent and what came; it never sends anything.
 
 from __future__ import annotations
 
-from orchestrator.controller import Controller, Plan
-from orchestrator.estimates import Estimates
+from orchestrator.core.controller import Controller, Plan
+from orchestrator.core.estimates import Estimates
+from orchestrator.core.request import MILLISECOND_NS, Proposal, Request, Round, RoundSettings, Source, Waiting
+from orchestrator.core.trace import Trace
+from orchestrator.core.tuning import Tuning
 from orchestrator.events import Admit
-from orchestrator.request import MILLISECOND_NS, Proposal, Request, Round, RoundSettings, Source, Waiting
-from orchestrator.trace import Trace
-from orchestrator.tuning import Tuning
 from protocol.messages import Branches, Drafted, Outcome, Span
 
 ORCHESTRATOR = "orchestrator"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.estimates import Estimates
+from orchestrator.core.estimates import Estimates
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from orchestrator.tokenizer import TextCodec
+from orchestrator.pair.tokenizer import TextCodec
 from protocol.errors import ModelError
 
 SAMPLES = 3

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from orchestrator.model_files import read_json
+from orchestrator.pair.model_files import read_json
 from protocol.errors import ModelError
 
 JINJA_FILE = "chat_template.jinja"

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import zmq
 
-from orchestrator import tuning
+from orchestrator.core import tuning
+from orchestrator.core.hub import Hub, Loss
+from orchestrator.core.request import MILLISECOND_NS, RoundSettings
+from orchestrator.core.rounds import Rounds
+from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, Broke, Quit, Stop, ToCore, ToFront, WorkersChanged
-from orchestrator.hub import Hub, Loss
 from orchestrator.mailbox import Mailbox
-from orchestrator.request import MILLISECOND_NS, RoundSettings
-from orchestrator.rounds import Rounds
 from orchestrator.settings import ServeSettings
-from orchestrator.trace import Trace
 from protocol import clock
 from protocol.messages import Fault, Hello, Loading, Outcome, Pong
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.chat import chat_template
-from orchestrator.model_files import ModelFiles, embedded_pair, find_model
+from orchestrator.pair.chat import chat_template
+from orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model
+from orchestrator.pair.tokenizer import TextCodec, load_codec
+from orchestrator.pair.vocabulary import require_same
 from orchestrator.settings import ServeSettings
-from orchestrator.tokenizer import TextCodec, load_codec
-from orchestrator.vocabulary import require_same
 from protocol.errors import ModelError
 from protocol.profile import Profile
 

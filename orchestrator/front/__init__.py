@@ -1,0 +1,1 @@
+"""The half that faces clients: admission, the line of waiting requests, text."""

@@ -1,0 +1,1 @@
+"""The machine below: worker processes, cores and the BLAS they use."""
