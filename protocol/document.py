@@ -34,7 +34,7 @@ PAGE = Path("docs/protocol.md")
 HEAD = f"""\
 # The protocol
 
-<!-- Written by `python -m protocol.document` from protocol/messages.py. Change that, not this. -->
+<!-- Written by `python -m protocol.document` from protocol/messages/. Change that, not this. -->
 
 What the orchestrator, the workers and the clients say to each other. This is version {PROTOCOL_VERSION}.
 
@@ -104,7 +104,7 @@ def page() -> str:
 
 
 def _is_clients(cls: type[Any]) -> bool:
-    return "client" in (cls.__doc__ or "").partition(":")[0].lower()
+    return cls.__module__ == "protocol.messages.clients"
 
 
 def _records() -> dict[str, type[Any]]:

@@ -1,0 +1,75 @@
+"""Every message, one frozen dataclass each. What a field may hold is in its type (`protocol.fields`)."""
+
+from __future__ import annotations
+
+from protocol.messages.clients import (
+    Cancel,
+    Chunk,
+    Done,
+    Failed,
+    Generate,
+    Progress,
+    Started,
+    Stats,
+    StatsQuery,
+    Timings,
+    WorkerStats,
+)
+from protocol.messages.rounds import (
+    Branch,
+    Branches,
+    Close,
+    Commit,
+    Drafted,
+    Open,
+    Outcome,
+    Prefilled,
+    Resync,
+    Span,
+    Verify,
+)
+from protocol.messages.workers import (
+    Fault,
+    Hello,
+    Loading,
+    Ping,
+    Pong,
+    Shutdown,
+)
+
+Message = (
+    Hello | Loading | Open | Verify | Outcome | Commit | Branches | Drafted | Prefilled | Close | Resync | Ping | Pong
+    | Fault | Shutdown | Generate | Started | Progress | Chunk | Done | Failed | Cancel | StatsQuery | Stats
+)
+
+__all__ = [
+    "Branch",
+    "Branches",
+    "Cancel",
+    "Chunk",
+    "Close",
+    "Commit",
+    "Done",
+    "Drafted",
+    "Failed",
+    "Fault",
+    "Generate",
+    "Hello",
+    "Loading",
+    "Message",
+    "Open",
+    "Outcome",
+    "Ping",
+    "Pong",
+    "Prefilled",
+    "Progress",
+    "Resync",
+    "Shutdown",
+    "Span",
+    "Started",
+    "Stats",
+    "StatsQuery",
+    "Timings",
+    "Verify",
+    "WorkerStats",
+]

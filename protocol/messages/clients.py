@@ -1,0 +1,158 @@
+"""Between a client and the orchestrator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from protocol.fields import (
+    Choice,
+    Count,
+    Mode,
+    Name,
+    RequestId,
+    Role,
+    Serial,
+    Text,
+    Tokens,
+)
+from protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Client -> orchestrator: complete `prompt` (or `tokens`). None for a setting means the server's own."""
+
+    request: RequestId
+    prompt: Text | None
+    tokens: Tokens | None
+    sampling: SamplingParams
+    mode: Mode = "auto"
+    num_draft_tokens: Count | None = None
+    branches: Count | None = None
+    chat_template: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Orchestrator -> client: admitted. `seed` is the one in force; `notes` are reasons worth a line each."""
+
+    request: RequestId
+    prompt_tokens: Count
+    mode: Mode
+    seed: Serial
+    model: Name
+    draft_model: Name
+    notes: tuple[Name, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Orchestrator -> client: how much of a long prompt the target has read."""
+
+    request: RequestId
+    done: Count
+    total: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last."""
+
+    request: RequestId
+    text: Text
+    token_ids: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """A request in numbers, named as llama.cpp names them; milliseconds. Tokens past the end do not count.
+
+    `draft_n` chain tokens were verified in `draft_rounds` rounds that carried a chain, `draft_n_accepted` held.
+    Hits and misses count rounds whose next chain was looked up in the speculation cache. `rounds` counts every verify.
+    """
+
+    prompt_n: Count = 0
+    prompt_ms: float = 0.0
+    predicted_n: Count = 0
+    predicted_ms: float = 0.0
+    predicted_per_second: float = 0.0
+    draft_n: Count = 0
+    draft_n_accepted: Count = 0
+    draft_rounds: Count = 0
+    rounds: Count = 0
+    cache_hits: Count = 0
+    cache_misses: Count = 0
+    ngram_chains: Count = 0
+    draft_waits: Count = 0
+    accepted_by_position: tuple[Count, ...] = ()
+    drafted_by_position: tuple[Count, ...] = ()
+    turnaround_ms: tuple[float, ...] = ()
+    verify_ms: float = 0.0
+    idle_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Orchestrator -> client: the request ended well. `reason` is eos, stop, length or cancelled."""
+
+    request: RequestId
+    reason: Annotated[str, Choice(("eos", "stop", "length", "cancelled"))]
+    timings: Timings
+    notes: tuple[Name, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Orchestrator -> client: the request ended badly; `kind` names the error class in protocol.errors."""
+
+    request: RequestId
+    kind: Name
+    message: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Client -> orchestrator: nobody wants the rest."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class StatsQuery:
+    """Client -> orchestrator: tell your workers and totals."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """One worker as the orchestrator sees it. `state` is starting, ready, lost or frozen."""
+
+    role: Role
+    name: Name
+    state: Name
+    pid: Count
+    backend: Name
+    model: Name
+    vocab_size: Count
+    context_length: Count
+    parameters: Serial
+    weight_bytes: Serial
+    note: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Orchestrator -> client: workers, totals since the start, and messages dropped as stale."""
+
+    request: RequestId
+    version: Name
+    workers: tuple[WorkerStats, ...]
+    active: Count
+    queued: Count
+    finished: Count
+    failed: Count
+    totals: Timings
+    stale_messages: Count
+    rejected_frames: Count

@@ -1,0 +1,179 @@
+"""Between the orchestrator and its workers about one request: the rounds.
+
+These carry `request`, `epoch`, `round` and `base_len`. `base_len` is the number of committed tokens when the round's
+verify starts, so chain token i stands at absolute position base_len + i. Times are `time.monotonic_ns` of the sender's
+machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from protocol.fields import (
+    MAX_BRANCHES,
+    Chain,
+    Choice,
+    Committed,
+    Count,
+    Floats,
+    Nanoseconds,
+    RequestId,
+    Serial,
+    Size,
+    Token,
+    Tokens,
+)
+from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of evaluated work: when it started and ended."""
+
+    started_ns: Nanoseconds
+    ended_ns: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Orchestrator -> every worker: a request begins (or begins again) from these tokens.
+
+    The verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare branches for
+    the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are the tokens
+    that end this request (empty when it ignores them): no outcome worth preparing.
+    """
+
+    request: RequestId
+    epoch: Serial
+    round: Serial
+    tokens: Tokens
+    sampling: SamplingParams
+    eos: Chain = ()
+    depth: Count = 0
+    branches: Count = 0
+    verifying: Chain | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Orchestrator -> target: one forward over the last committed token plus `chain`.
+
+    `run_ahead` = n lets the target go on by itself for n further single-token rounds, one Outcome each, until any other
+    message for the request arrives. `kind` says how the chain was proposed and so which rule verifies it: by equality,
+    or by rejection sampling against a certain proposal (one-hot) or against `q`, which a sparse one was drawn from.
+    """
+
+    request: RequestId
+    epoch: Serial
+    round: Serial
+    base_len: Count
+    chain: Chain
+    run_ahead: Count = 0
+    kind: Annotated[str, Choice(("coupled", "one-hot", "sparse"))] = "coupled"
+    q: SparseQ | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`. `idle_ns`: how long the target had waited."""
+
+    request: RequestId
+    epoch: Serial
+    round: Serial
+    base_len: Count
+    accepted: Count
+    bonus: Token
+    work: Span
+    idle_ns: Nanoseconds = 0
+    logprobs: Floats | None = None
+    features: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Orchestrator -> drafters, in the same breath as Verify.
+
+    `tokens` became final; with them `base_len` tokens are committed. `verifying` is the chain under verification
+    (possibly empty): prepare up to `branches` of its outcomes, `depth` tokens each. None: draft the continuation of the
+    committed text, `depth` tokens, and answer with Drafted.
+    """
+
+    request: RequestId
+    epoch: Serial
+    round: Serial
+    base_len: Count
+    tokens: Committed
+    verifying: Chain | None
+    depth: Count
+    branches: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The chain drafted for the outcome (`accepted`, `bonus`)."""
+
+    accepted: Count
+    bonus: Token
+    chain: Chain
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """Drafter -> orchestrator, unasked: the branches of this round's outcomes as deep as they are by now.
+
+    `final` says that nothing more will come for the round. `q`: what the chains' tokens were drawn from, a row a token,
+    entry after entry; None: they were not drawn by chance.
+    """
+
+    request: RequestId
+    epoch: Serial
+    round: Serial
+    base_len: Count
+    depth: Count
+    entries: Annotated[tuple[Branch, ...], Size(MAX_BRANCHES)]
+    work: Span
+    final: bool = False
+    q: SparseQ | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Drafter -> orchestrator: the continuation asked for by Commit(verifying=None); to be verified in `round`.
+
+    `q`: what each of its tokens was drawn from; None: they were not drawn by chance.
+    """
+
+    request: RequestId
+    epoch: Serial
+    round: Serial
+    base_len: Count
+    chain: Chain
+    work: Span
+    q: SparseQ | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Worker -> orchestrator: how much of a long prompt has been read."""
+
+    request: RequestId
+    epoch: Serial
+    done: Count
+    total: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Orchestrator -> every worker: the request is over; free its slot."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """Worker -> orchestrator: something was missed; answer with Open and the committed tokens."""
+
+    request: RequestId
+    epoch: Serial
