@@ -59,6 +59,7 @@ def speculation(times: Timings) -> str:
         f"{times.rounds} rounds, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
         f" ({_share(times.draft_n_accepted, times.draft_n)}), {per_round:.2f} tokens per round,"
         f" {times.cache_hits} hits ({_share(times.cache_hits, looked_up)})"
+        + (f", {times.cache_late} late" if times.cache_late else "")
     )
 
 

@@ -61,10 +61,11 @@ class Ledger:
 
     def proposed(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         request.account.proposed(proposal)
-        if proposal.source is Source.CACHE or proposal.missed:
-            self.estimates.saw_lookup(not proposal.missed)
+        found = proposal.source is Source.CACHE
+        if found or proposal.missed:
+            self.estimates.saw_lookup(found)  # late or not: whether it is worth its wait is for `fallback` to say
         if self._trace.enabled:
-            name = "miss" if proposal.missed else "hit" if proposal.source is Source.CACHE else proposal.source.value
+            name = _mark(proposal)
             chain = proposal.chain
             self._trace.mark(ORCHESTRATOR, name, now_ns, round=request.round, chain=len(chain), tokens=chain)
 
@@ -126,6 +127,13 @@ class Ledger:
 
     def _depth(self, admit: Admit) -> int:
         return admit.num_draft_tokens or self._settings.depth
+
+
+def _mark(proposal: Proposal) -> str:
+    """What the trace calls a proposal."""
+    if proposal.source is Source.CACHE:
+        return "late" if proposal.missed else "hit"
+    return "miss" if proposal.missed else proposal.source.value
 
 
 def _milliseconds(span: Span) -> float:

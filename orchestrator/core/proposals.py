@@ -27,11 +27,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Linger:
-    """Wait for this outcome's branch to come or to grow, for about `milliseconds`."""
+    """Wait for this outcome's branch to grow, or, `missed`, to come at all, for about `milliseconds`."""
 
     accepted: int
     bonus: int
     milliseconds: float
+    missed: bool = False
 
 
 Step = Proposal | Ask | Linger
@@ -88,7 +89,7 @@ class Proposer:
             # What is overdue is expected to stay away as long again.
             wait_ms = abs(expected_ms - since_ms)
             if worth_hoping(self.estimates, choice, longest, wait_ms):
-                return Linger(accepted, bonus, wait_ms)
+                return Linger(accepted, bonus, wait_ms, missed=True)
         if choice.wait_for:
             return Ask(choice.wait_for, missed=True)
         return Proposal(choice.chain, Source.NGRAM if choice.chain else Source.NONE, missed=True)

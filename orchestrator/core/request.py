@@ -47,8 +47,11 @@ class Source(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the next round verifies after the last committed token; `missed`: a lookup had found nothing;
-    `waited`: a drafter was waited for; `q`: what the chain was drawn from, None where nothing was drawn."""
+    """What the next round verifies after the last committed token.
+
+    `missed`: the lookup found nothing when the outcome came. `waited`: a drafter was waited for; both, and the chain from
+    the cache: its branch came late. `q`: what the chain was drawn from, None where nothing was drawn.
+    """
 
     chain: tuple[int, ...] = ()
     source: Source = Source.NONE
@@ -68,13 +71,14 @@ class Proposal:
 class Waiting:
     """The request waits for a drafter, until `deadline_ns` at the latest.
 
-    With `hit` (accepted, bonus) it waits for that branch to grow, or in full depth for the round to be final; without,
-    for the continuation asked for at `asked_ns`.
+    With `outcome` (accepted, bonus) it waits for that branch to grow, or, `missed`, to come at all, or in full depth for
+    the round to be final; without, for the continuation asked for at `asked_ns`.
     """
 
     asked_ns: int
     deadline_ns: int
-    hit: tuple[int, int] | None = None
+    outcome: tuple[int, int] | None = None
+    missed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class Account:
     accepted: int = 0
     hits: int = 0
     misses: int = 0
+    late: int = 0
     ngram_chains: int = 0
     waits: int = 0
     verify_ns: int = 0
@@ -108,8 +113,10 @@ class Account:
     accepted_at: Counter[int] = field(default_factory=Counter)
 
     def proposed(self, proposal: Proposal) -> None:
+        found = proposal.source is Source.CACHE
         self.misses += proposal.missed
-        self.hits += proposal.source is Source.CACHE
+        self.hits += found and not proposal.missed
+        self.late += found and proposal.missed
         self.ngram_chains += proposal.source is Source.NGRAM
 
     def verified(self, chain: tuple[int, ...], accepted: int) -> None:
@@ -154,6 +161,7 @@ class Account:
             rounds=self.rounds,
             cache_hits=self.hits,
             cache_misses=self.misses,
+            cache_late=self.late,
             ngram_chains=self.ngram_chains,
             draft_waits=self.waits,
             accepted_by_position=tuple(self.accepted_at[i] for i in positions),

@@ -148,9 +148,9 @@ class Rounds:
         """Ends waits that took too long: with the branch as deep as it is, or the target goes on alone."""
         for request in list(self._requests.values()):
             if request.waiting and now_ns >= request.waiting.deadline_ns:
-                hit = request.waiting.hit
-                found = request.cache.lookup(*hit) if hit else None
-                alone = Proposal(missed=hit is not None)
+                outcome = request.waiting.outcome
+                found = request.cache.lookup(*outcome) if outcome else None
+                alone = Proposal(missed=outcome is not None)
                 self._verify(request, from_cache(found, self._longest(request)) if found else alone, now_ns)
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> None:
@@ -182,13 +182,13 @@ class Rounds:
             return
         request.cache.add(message)
         request.branches_at_ns = now_ns
-        if request.waiting and request.waiting.hit:
-            step = self._proposer.serve(request, *request.waiting.hit, self._longest(request), now_ns)
+        if request.waiting and request.waiting.outcome:
+            step = self._proposer.serve(request, *request.waiting.outcome, self._longest(request), now_ns)
             self._take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
         waiting = request.waiting
-        if waiting is None or waiting.hit or message.round != request.round + 1 or not is_sound(message):
+        if waiting is None or waiting.outcome or message.round != request.round + 1 or not is_sound(message):
             self.stale += 1
             return
         self._ledger.drafted(sender, message, waiting, now_ns)
@@ -228,7 +228,10 @@ class Rounds:
         """VERIFY to the target, and in the same breath COMMIT to the drafters."""
         request.round += 1
         request.base_len = len(request.tokens)
-        request.proposal, request.waiting = replace(proposal, waited=request.waiting is not None), None
+        waited = request.waiting
+        missed = proposal.missed or (waited is not None and waited.missed)
+        request.proposal = proposal = replace(proposal, missed=missed, waited=waited is not None)
+        request.waiting = None
         self._workers.send_target(
             Verify(
                 request.id,
@@ -261,12 +264,13 @@ class Rounds:
         if request.waiting is None:
             self._ledger.asked(request, False)
         asked_ns = request.waiting.asked_ns if request.waiting else now_ns
+        missed = request.waiting.missed if request.waiting else step.missed
         limit_ms = longest_wait_ms(step.milliseconds)
         whole_ms = longest_wait_ms((request.depth + 1) * self._estimates.depth_ms() + self._estimates.link_ms())
         if self._settings.full_depth:
             limit_ms = whole_ms = PATIENCE_MS
         deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
-        request.waiting = Waiting(asked_ns, deadline_ns, (step.accepted, step.bonus))
+        request.waiting = Waiting(asked_ns, deadline_ns, (step.accepted, step.bonus), missed)
 
     def _commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:
         """COMMIT; drafters that were not told for longer than a message holds are opened anew first."""

@@ -24,6 +24,7 @@ def add(total: Timings, one: Timings) -> Timings:
         rounds=total.rounds + one.rounds,
         cache_hits=total.cache_hits + one.cache_hits,
         cache_misses=total.cache_misses + one.cache_misses,
+        cache_late=total.cache_late + one.cache_late,
         ngram_chains=total.ngram_chains + one.ngram_chains,
         draft_waits=total.draft_waits + one.draft_waits,
         accepted_by_position=_each(total.accepted_by_position, one.accepted_by_position),

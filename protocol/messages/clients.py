@@ -69,7 +69,8 @@ class Timings:
     """A request in numbers, named as llama.cpp names them; milliseconds. Tokens past the end do not count.
 
     `draft_n` chain tokens were verified in `draft_rounds` rounds that carried a chain, `draft_n_accepted` held.
-    Hits and misses count rounds whose next chain was looked up in the speculation cache. `rounds` counts every verify.
+    Hits and misses count outcomes that were looked up in the speculation cache: a hit had its branch there by then. For
+    `cache_late` of the misses the branch came while it was waited for. `rounds` counts every verify.
     """
 
     prompt_n: Count = 0
@@ -83,6 +84,7 @@ class Timings:
     rounds: Count = 0
     cache_hits: Count = 0
     cache_misses: Count = 0
+    cache_late: Count = 0
     ngram_chains: Count = 0
     draft_waits: Count = 0
     accepted_by_position: tuple[Count, ...] = ()

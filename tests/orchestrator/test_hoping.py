@@ -10,7 +10,7 @@ from orchestrator.core.request import MILLISECOND_NS, RoundSettings
 from orchestrator.core.rounds import Rounds
 from orchestrator.core.speculation_cache import SpeculationCache
 from orchestrator.core.trace import Trace
-from orchestrator.events import Admit, ToFront
+from orchestrator.events import Admit, Ended, ToFront
 from protocol.messages import Branch, Branches, Message, Outcome, Span, Verify
 from protocol.sampling import SamplingParams
 
@@ -107,3 +107,17 @@ def test_a_drafter_that_pushes_and_pushes_holds_a_request_no_longer_than_its_who
         rounds.on_time(now_ns)
     assert wires.verifies[0].chain == (1,)
     assert now_ns - asked_ns <= (longest_wait_ms(5 * 1.0 + 0.5) + 1.0) * MILLISECOND_NS
+
+
+def test_a_branch_that_came_after_its_outcome_is_served_and_is_no_hit() -> None:
+    wires, told = Wires(), list[ToFront]()
+    rounds = Rounds(wires, RoundSettings(4, 8, ngrams=False), told.append, Trace(None))
+    rounds.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset()), 0)
+    rounds.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), 5 * MILLISECOND_NS)
+    assert not wires.verifies, "the first push is near: the request waits"
+    late = Branches("r", 0, 0, 3, 4, (Branch(0, 5, (1, 2, 3, 4)),), Span(0, MILLISECOND_NS), final=True)
+    rounds.handle("draft-0", late, 6 * MILLISECOND_NS)
+    assert wires.verifies[0].chain == (1, 2, 3, 4)
+    rounds.stop("r", "cancelled")
+    timings = next(event.timings for event in told if isinstance(event, Ended))
+    assert (timings.cache_hits, timings.cache_misses, timings.cache_late) == (0, 1, 1)
