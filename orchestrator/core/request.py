@@ -49,8 +49,8 @@ class Source(Enum):
 class Proposal:
     """What the next round verifies after the last committed token.
 
-    `missed`: the lookup found nothing when the outcome came. `waited`: a drafter was waited for; both, and the chain from
-    the cache: its branch came late. `q`: what the chain was drawn from, None where nothing was drawn.
+    `missed`: the lookup found nothing when the outcome came. `waited`: a drafter was waited for. A chain from the cache
+    that was missed came late. `q`: what the chain was drawn from, None where nothing was drawn.
     """
 
     chain: tuple[int, ...] = ()
@@ -71,8 +71,8 @@ class Proposal:
 class Waiting:
     """The request waits for a drafter, until `deadline_ns` at the latest.
 
-    With `outcome` (accepted, bonus) it waits for that branch to grow, or, `missed`, to come at all, or in full depth for
-    the round to be final; without, for the continuation asked for at `asked_ns`.
+    With `outcome` (accepted, bonus) it waits for that branch to grow, or, `missed`, to come at all, or in full depth
+    for the round to be final; without, for the continuation asked for at `asked_ns`.
     """
 
     asked_ns: int

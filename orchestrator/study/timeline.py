@@ -16,7 +16,14 @@ from protocol.errors import InvalidRequest
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"hit": "#2a9d4e", "late": "#8fcf9f", "miss": "#d1495b", "ngram": "#8d6cc9", "drafter": "#e09f3e", "none": "#9aa5b1"}
+COLOURS = {
+    "hit": "#2a9d4e",
+    "late": "#8fcf9f",
+    "miss": "#d1495b",
+    "ngram": "#8d6cc9",
+    "drafter": "#e09f3e",
+    "none": "#9aa5b1",
+}
 DEPTH_COLOURS = ("#0b4f8a", "#2f77b5", "#5c9fd4", "#8fc1e8", "#bcdcf5")
 CHAIN_COLOUR = "#e09f3e"
 LEGEND = {
