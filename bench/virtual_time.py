@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from draft_worker.fan_out import POLICIES
 from draft_worker.paced import PacedDrafter
@@ -25,7 +25,7 @@ from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, Committed, Ended, ToFront
 from protocol import clock
 from protocol.errors import InvalidRequest, WorkerError
-from protocol.messages import Message, Open, Outcome, Span, Timings, Verify
+from protocol.messages import Message, Open, Outcome, Prepare, Span, Timings, Verify
 from protocol.profile import Profile
 from protocol.sampling import SamplingParams
 
@@ -106,10 +106,14 @@ class PacedTarget:
     def __init__(self, world: World, profile: Profile, hop: float, answer: Callable[[Outcome], None]) -> None:
         self._world, self._profile, self._hop, self._answer = world, profile, hop, answer
         self._texts: dict[str, tuple[int, ...]] = {}
+        self._prepared: Prepare | None = None
         self._order = 0
         self._sent_ns = 0
 
     def hear(self, text: tuple[int, ...], message: Message) -> None:
+        if isinstance(message, Prepare):
+            self._prepared = message
+            return
         self._order += 1
         match message:
             case Open():
@@ -120,14 +124,20 @@ class PacedTarget:
                 self._forward(message, 0, self._order, self._world.now_ns() - self._sent_ns)
 
     def _forward(self, message: Verify, ahead: int, order: int, idle_ns: int) -> None:
-        """One forward, and after it the next one that run-ahead allows, unless another message came meanwhile."""
+        """One forward, and after it the next one that run-ahead or a prepared branch allows."""
         started_ns = self._world.now_ns()
 
         def end() -> None:
-            if order == self._order:
-                self._say(self._outcome(message, ahead, Span(started_ns, self._world.now_ns()), idle_ns))
-                if ahead < message.run_ahead:
-                    self._forward(message, ahead + 1, order, 0)
+            if order != self._order:  # another message came meanwhile
+                return
+            outcome = self._outcome(message, ahead, Span(started_ns, self._world.now_ns()), idle_ns)
+            self._say(outcome)
+            if ahead < message.run_ahead:
+                self._forward(message, ahead + 1, order, 0)
+            elif outcome.onward is not None:
+                at = outcome.base_len + outcome.accepted + 1
+                following = Verify(message.request, message.epoch, message.round + 1, at, outcome.onward)
+                self._forward(following, 0, order, 0)
 
         self._world.after(self._profile.target.milliseconds(1 + len(message.chain)) / 1000, end)
 
@@ -136,7 +146,15 @@ class PacedTarget:
         pairs = zip(message.chain, text[at:], strict=False)
         accepted = next((i for i, (own, true) in enumerate(pairs) if own != true), len(message.chain))
         bonus = text[at + accepted] if at + accepted < len(text) else 0
-        return Outcome(message.request, message.epoch, message.round + ahead, at, accepted, bonus, work, idle_ns)
+        found = Outcome(message.request, message.epoch, message.round + ahead, at, accepted, bonus, work, idle_ns)
+        return replace(found, onward=self._onward(found))
+
+    def _onward(self, outcome: Outcome) -> tuple[int, ...] | None:
+        prepared = self._prepared
+        if prepared is None or (prepared.request, prepared.round) != (outcome.request, outcome.round):
+            return None
+        true = (outcome.accepted, outcome.bonus)
+        return next((entry.chain for entry in prepared.entries if (entry.accepted, entry.bonus) == true), None)
 
     def _say(self, outcome: Outcome) -> None:
         self._sent_ns = self._world.now_ns()

@@ -32,11 +32,11 @@ class Run:
 
 
 class Peers:
-    """Both models in this process, as mlx-lm's speculative decoding has them."""
+    """Both models in this process, as mlx-lm's speculative decoding has them; without a draft only plain decoding."""
 
-    def __init__(self, model: str, draft_model: str) -> None:
+    def __init__(self, model: str, draft_model: str | None) -> None:
         self._target = load(model).model
-        self._draft = load(draft_model).model
+        self._draft = load(draft_model).model if draft_model is not None else None
         self._tokenizer: Any = load_tokenizer(model)
         self._tokenizer.eos_token_ids = set()  # every run is as long as asked
 
@@ -55,7 +55,7 @@ class Peers:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="peers", description=__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--draft-model", required=True)
+    parser.add_argument("--draft-model")
     options = parser.parse_args()
     try:
         peers = Peers(options.model, options.draft_model)

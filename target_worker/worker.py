@@ -1,6 +1,6 @@
-"""The target worker's loop: OPEN and VERIFY in, OUTCOME out, and run-ahead decoding in between.
+"""The target worker's loop: OPEN and VERIFY in, OUTCOME out; run-ahead decoding and prepared branches in between.
 
-Owns one slot a request. Answers a repeated VERIFY from the outcome it kept; drops what is stale; says RESYNC when the
+Owns one slot a request. Answers a repeated VERIFY from the outcomes it kept; drops what is stale; says RESYNC when the
 committed lengths disagree. Knows nothing of drafters or text.
 """
 
@@ -9,17 +9,32 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
+
 from engine.loading import LoadedModel
 from engine.pace import Pace
 from engine.slots import Slot, open_slots
-from engine.verify import RunAhead, verify
+from engine.verify import RunAhead, Verdict, verify
 from protocol import clock
 from protocol.errors import InvalidRequest, OutriderError
-from protocol.messages import Close, Fault, Message, Open, Outcome, Prefilled, Resync, Shutdown, Span, Verify
+from protocol.messages import (
+    Close,
+    Fault,
+    Message,
+    Open,
+    Outcome,
+    Prefilled,
+    Prepare,
+    Resync,
+    Shutdown,
+    Span,
+    Verify,
+)
 from protocol.sparse import SparseQ, one_hot
 from protocol.worker_link import WorkerLink
 
@@ -28,14 +43,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Running:
-    """A request on this target. `ahead_left` counts the run-ahead rounds still allowed."""
+    """A request on this target.
+
+    `answers` are its latest outcomes: the orchestrator may be one behind, when the target went on by itself. `prepared`
+    is what it may go on with. `ahead_left` counts the run-ahead rounds still allowed.
+    """
 
     slot: Slot
     epoch: int
-    last: Outcome
-    sent_ns: int
+    answers: deque[Outcome]
+    prepared: Prepare | None = None
     ahead: RunAhead | None = None
     ahead_left: int = 0
+
+    @property
+    def last(self) -> Outcome:
+        return self.answers[-1]
+
+    def onward(self, round_number: int, verdict: Verdict) -> tuple[int, ...] | None:
+        """The branch that was prepared for this outcome of this round."""
+        prepared = self.prepared
+        if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, round_number):
+            return None
+        outcome = (verdict.accepted, verdict.bonus)
+        return next((entry.chain for entry in prepared.entries if (entry.accepted, entry.bonus) == outcome), None)
 
 
 class _PrefillCancelled(Exception):
@@ -79,6 +110,8 @@ class TargetWorker:
                     self._open(message)
                 case Verify():
                     self._verify(message, received_ns)
+                case Prepare():
+                    self._keep(message)
                 case Close():
                     self._running.pop(message.request, None)
                 case _:
@@ -120,8 +153,13 @@ class TargetWorker:
             verdict.bonus,
             clock.since(started_ns),
         )
-        self._running[message.request] = Running(slots[0], message.epoch, outcome, 0)
+        self._running[message.request] = Running(slots[0], message.epoch, deque(maxlen=2))
         self._answer(self._running[message.request], outcome)
+
+    def _keep(self, message: Prepare) -> None:
+        running = self._running.get(message.request)
+        if running is not None:
+            running.prepared = message
 
     def _closed_meanwhile(self, request: str) -> bool:
         """Looks through what arrived during a prefill, keeping all of it for later."""
@@ -137,8 +175,10 @@ class TargetWorker:
             self._link.send(Resync(message.request, message.epoch))
             return
         self._stop_ahead(running)
-        if message.epoch == running.epoch and message.round == running.last.round:
-            self._link.send(running.last)
+        repeated = [answer for answer in running.answers if answer.round >= message.round]
+        if message.epoch == running.epoch and repeated and repeated[0].round == message.round:
+            for answer in repeated:
+                self._link.send(answer)
             return
         if message.epoch < running.epoch or message.round < running.last.round:
             self._stale += 1
@@ -153,6 +193,9 @@ class TargetWorker:
         started_ns = clock.now()
         with self._paced(1 + len(message.chain), time.perf_counter()):
             verdict = verify(self._model, [running.slot], [message.chain], [_drawn_from(message)])[0]
+        work = clock.since(started_ns)
+        self._take_in_prepared()
+        onward = running.onward(message.round, verdict)
         outcome = Outcome(
             message.request,
             message.epoch,
@@ -160,10 +203,26 @@ class TargetWorker:
             message.base_len,
             verdict.accepted,
             verdict.bonus,
-            clock.since(started_ns),
-            received_ns - running.sent_ns,
+            work,
+            max(received_ns - running.last.work.ended_ns, 0),
+            onward,
+            mx.get_peak_memory(),
         )
         self._answer(running, outcome)
+        if onward is not None:
+            base_len = message.base_len + verdict.accepted + 1
+            self._link.put_back(Verify(message.request, message.epoch, message.round + 1, base_len, onward))
+
+    def _take_in_prepared(self) -> None:
+        """Looks through what arrived during a forward for branches that may have come true."""
+        waiting = []
+        while (message := self._link.peek()) is not None:
+            if isinstance(message, Prepare):
+                self._keep(message)
+            else:
+                waiting.append(message)
+        for message in waiting:
+            self._link.put_back(message)
 
     @contextmanager
     def _paced(self, rows: int, ready: float) -> Iterator[None]:
@@ -177,13 +236,12 @@ class TargetWorker:
         self._pace.wait()
 
     def _answer(self, running: Running, outcome: Outcome) -> None:
-        running.last = outcome
-        running.sent_ns = clock.now()
+        running.answers.append(outcome)
         self._link.send(outcome)
 
     def _start_ahead(self, running: Running, message: Verify) -> None:
         """A verify of an empty chain that may be followed by `run_ahead` more of the same, unasked."""
-        running.last = replace(running.last, round=message.round - 1)
+        running.answers.append(replace(running.last, round=message.round - 1))
         running.ahead = RunAhead(self._model, running.slot)
         running.ahead_left = message.run_ahead + 1
         self._step_ahead(running, time.perf_counter())

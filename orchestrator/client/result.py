@@ -44,6 +44,7 @@ class GenerationResult:
         lines = [
             f"Prompt: {times.prompt_n} tokens, {prompt_rate:.3f} tokens-per-sec",
             f"Generation: {times.predicted_n} tokens, {times.predicted_per_second:.3f} tokens-per-sec",
+            *([f"Peak memory: {times.peak_bytes / 1e9:.3f} GB"] if times.peak_bytes else []),
             f"Speculation: {speculation(times)}",
         ]
         return "\n".join(lines + [f"Note: {note}" for note in self.notes])

@@ -77,11 +77,16 @@ class Controller:
 
     def plan(self) -> Plan:
         """The plan for the next round."""
-        if self._plan is None or self._rounds >= EPISODE_ROUNDS:
+        if self._plan is None or self.is_due:
             self._rounds = 0
             self._episode += 1
             self._plan = self._choose()
         return self._plan
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next `plan` chooses anew."""
+        return self._plan is None or self._rounds >= EPISODE_ROUNDS
 
     def saw_round(self, plan: Plan, tokens: int, milliseconds: float) -> None:
         """What a round under `plan` brought. The first of an episode pays for the change and is not counted."""

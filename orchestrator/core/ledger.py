@@ -45,6 +45,12 @@ class Ledger:
         if request.admit.mode == "auto" and not request.proposal.run_ahead:
             request.plan = self._controller(bool(request.drafters), self._depth(request.admit)).plan()
 
+    def may_replan(self, request: Request) -> bool:
+        """Whether the controller may have another plan after the round under way."""
+        if request.admit.mode != "auto":
+            return False
+        return self._controller(bool(request.drafters), self._depth(request.admit)).is_due
+
     def reason(self, request: Request) -> str | None:
         """The controller's latest reason, for a request in `auto`."""
         if request.admit.mode != "auto":
@@ -55,12 +61,13 @@ class Ledger:
 
     def asked(self, request: Request, missed: bool) -> None:
         request.account.waits += 1
-        request.account.misses += missed
         if missed:
+            request.account.missed(request.accepted)
             self.estimates.saw_lookup(False)
 
-    def proposed(self, request: Request, proposal: Proposal, now_ns: int) -> None:
-        request.account.proposed(proposal)
+    def proposed(self, request: Request, now_ns: int) -> None:
+        proposal = request.proposal
+        request.account.proposed(proposal, request.accepted)
         found = proposal.source is Source.CACHE
         if found or proposal.missed:
             self.estimates.saw_lookup(found)  # late or not: whether it is worth its wait is for `fallback` to say
@@ -90,7 +97,7 @@ class Ledger:
         chain = ended.proposal.chain
         counted = chain if kept > outcome.accepted else chain[:kept]
         request.account.verified(counted, min(outcome.accepted, kept))
-        request.account.took(ended.proposal, outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns, now_ns)
+        request.account.took(ended.proposal, outcome, now_ns)
         if ended.number > 0:
             self._learn(request, ended, outcome, kept, (now_ns - request.handled_ns) / MILLISECOND_NS)
         request.handled_ns = now_ns

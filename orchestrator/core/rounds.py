@@ -8,47 +8,25 @@ tokens and integers only. Time is passed in.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
-import numpy as np
-
+from orchestrator.core.dispatch import Dispatch, Workers
 from orchestrator.core.fallback import longest_wait_ms
 from orchestrator.core.ledger import Ledger
 from orchestrator.core.ngram import NgramIndex
 from orchestrator.core.proposals import Ask, Linger, Proposer, Step, from_cache, from_drafter
-from orchestrator.core.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Waiting
+from orchestrator.core.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Source, Waiting
 from orchestrator.core.speculation_cache import is_sound
 from orchestrator.core.trace import Trace
 from orchestrator.core.tuning import Tuning
 from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
-from protocol.fields import MAX_COMMIT
-from protocol.messages import Branches, Close, Commit, Drafted, Fault, Message, Open, Outcome, Prefilled, Resync, Verify
+from protocol.messages import Branch, Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
 
 log = logging.getLogger(__name__)
 
 # A wait that may include a drafter's first work, or that full depth asks for, gets this long before the target goes on.
 PATIENCE_MS = 2000.0
-
-
-class Workers(Protocol):
-    """The workers as the rounds need them."""
-
-    @property
-    def target_context(self) -> int: ...
-
-    def drafters(self) -> set[str]:
-        """Names of the drafters that are ready."""
-        ...
-
-    def send_target(self, message: Message) -> None: ...
-
-    def send_drafter(self, name: str, message: Message) -> None: ...
-
-    def let_go(self) -> None:
-        """Lets what was sent leave before anything else is done here."""
-        ...
 
 
 class Rounds:
@@ -64,6 +42,7 @@ class Rounds:
     ) -> None:
         self.stale = 0
         self._workers = workers
+        self._dispatch = Dispatch(workers)
         self._settings = settings
         self._tell = tell
         self._ledger = Ledger(settings, trace, tuning)
@@ -162,12 +141,17 @@ class Rounds:
         ended = request.this_round()
         request.tokens += kept
         request.untold += kept
+        request.accepted = outcome.accepted
         if reason is None:
             request.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
-            self._ledger.replan(request)
-            longest = self._longest(request)
-            step = self._proposer.after(request, outcome.accepted, outcome.bonus, longest, now_ns)
-            self._take(request, step, now_ns)
+            if outcome.onward is not None:
+                self._begin_round(request, Proposal(outcome.onward, Source.CACHE))
+                self._under_way(request, now_ns)
+            else:
+                self._ledger.replan(request)
+                longest = self._longest(request)
+                step = self._proposer.after(request, outcome.accepted, outcome.bonus, longest, now_ns)
+                self._take(request, step, now_ns)
             self._workers.let_go()
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
         self._tell(Committed(request.id, tuple(kept)))
@@ -182,6 +166,8 @@ class Rounds:
             return
         request.cache.add(message)
         request.branches_at_ns = now_ns
+        if request.cache.final:
+            self._prepare(request)
         if request.waiting and request.waiting.outcome:
             step = self._proposer.serve(request, *request.waiting.outcome, self._longest(request), now_ns)
             self._take(request, step, now_ns)
@@ -197,7 +183,7 @@ class Rounds:
     def _on_resync(self, request: Request, sender: str) -> None:
         """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""
         if sender in request.drafters:
-            self._workers.send_drafter(sender, self._opening(request, self._verifying(request)))
+            self._dispatch.open_drafter(request, sender)
             return
         request.epoch += 1
         request.proposal, request.waiting = Proposal(), None
@@ -214,9 +200,7 @@ class Rounds:
     def _take(self, request: Request, step: Step, now_ns: int) -> None:
         match step:
             case Proposal() if request.proposal.run_ahead:
-                request.round += 1
-                request.base_len = len(request.tokens)
-                request.proposal = replace(request.proposal, run_ahead=request.proposal.run_ahead - 1)
+                self._begin_round(request, replace(request.proposal, run_ahead=request.proposal.run_ahead - 1))
             case Proposal():
                 self._verify(request, step, now_ns)
             case Ask():
@@ -226,29 +210,46 @@ class Rounds:
 
     def _verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """VERIFY to the target, and in the same breath COMMIT to the drafters."""
+        waited, request.waiting = request.waiting, None
+        missed = proposal.missed or (waited is not None and waited.missed)
+        self._begin_round(request, replace(proposal, missed=missed, waited=waited is not None))
+        self._dispatch.verify(request)
+        self._under_way(request, now_ns)
+
+    def _begin_round(self, request: Request, proposal: Proposal) -> None:
         request.round += 1
         request.base_len = len(request.tokens)
-        waited = request.waiting
-        missed = proposal.missed or (waited is not None and waited.missed)
-        request.proposal = proposal = replace(proposal, missed=missed, waited=waited is not None)
-        request.waiting = None
-        self._workers.send_target(
-            Verify(
-                request.id,
-                request.epoch,
-                request.round,
-                request.base_len,
-                proposal.chain,
-                proposal.run_ahead,
-                proposal.kind(request.admit.sampling),
-                proposal.q,
-            )
-        )
+        request.proposal = proposal
+
+    def _under_way(self, request: Request, now_ns: int) -> None:
+        """The target has its round; the drafters are to prepare its outcomes."""
         request.cache.start()
         if request.mode == "ssd" and request.drafters:
-            self._commit(request, request.round, proposal.chain, request.depth)
+            self._dispatch.commit(request, request.round, request.proposal.chain, request.depth)
         request.branches_at_ns = now_ns
-        self._ledger.proposed(request, proposal, now_ns)
+        self._ledger.proposed(request, now_ns)
+
+    def _prepare(self, request: Request) -> None:
+        """Lends the target what is complete, so that a hit costs no word between two verifies.
+
+        Not where somebody else decides: the controller when its episode is over, a waiting request, and residual
+        sampling, whose q would travel twice.
+        """
+        if request.mode != "ssd" or request.waiting or request.admit.sampling.is_residual:
+            return
+        if self._ledger.may_replan(request):
+            return
+        entries = tuple(self._onward(request))
+        if entries:
+            self._dispatch.prepare(request, entries)
+
+    def _onward(self, request: Request) -> Iterator[Branch]:
+        """The branches of outcomes that do not end the request, no longer than it may still be."""
+        for (accepted, bonus), found in request.cache.items():
+            committed = [*request.proposal.chain[:accepted], bonus]
+            longest = self._longest(request, len(committed))
+            if longest > 0 and self._up_to_end(request, committed)[1] is None:
+                yield Branch(accepted, bonus, found.chain[:longest])
 
     def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
@@ -257,7 +258,7 @@ class Rounds:
             limit_ms = max(limit_ms, PATIENCE_MS)
         self._ledger.asked(request, step.missed)
         request.waiting = Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
-        self._commit(request, request.round + 1, None, step.depth)
+        self._dispatch.commit(request, request.round + 1, None, step.depth)
 
     def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
         """Waits, again when a push leaves more to wait for, but never longer than for a whole tree."""
@@ -272,58 +273,17 @@ class Rounds:
         deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
         request.waiting = Waiting(asked_ns, deadline_ns, (step.accepted, step.bonus), missed)
 
-    def _commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:
-        """COMMIT; drafters that were not told for longer than a message holds are opened anew first."""
-        if len(request.untold) > MAX_COMMIT:
-            self._open_drafters(request, None)
-        message = Commit(
-            request.id,
-            request.epoch,
-            round_number,
-            len(request.tokens),
-            tuple(request.untold),
-            verifying,
-            depth,
-            request.branches,
-        )
-        request.untold = []
-        for name in request.drafters:
-            self._workers.send_drafter(name, message)
-
-    def _open_drafters(self, request: Request, verifying: tuple[int, ...] | None) -> None:
-        request.untold = []
-        for name in request.drafters:
-            self._workers.send_drafter(name, self._opening(request, verifying))
-
-    def _verifying(self, request: Request) -> tuple[int, ...] | None:
-        return request.proposal.chain if request.mode == "ssd" else None
-
-    def _longest(self, request: Request) -> int:
-        """How long a chain may be: the bonus token must still fit the request and the target's context."""
-        room = self._workers.target_context - len(request.tokens)
-        return min(request.depth, request.remaining - 1, room)
+    def _longest(self, request: Request, ahead: int = 0) -> int:
+        """How long a chain may be, `ahead` tokens on: the bonus must still fit the request and the target's context."""
+        room = self._workers.target_context - len(request.tokens) - ahead
+        return min(request.depth, request.remaining - ahead - 1, room)
 
     # --- opening, booking, ending ---------------------------------------------------------------------------------
 
     def _open(self, request: Request) -> None:
         request.base_len = len(request.tokens)
         request.cache.start()
-        self._workers.send_target(self._opening(request, None))
-        self._open_drafters(request, self._verifying(request))
-
-    def _opening(self, request: Request, verifying: tuple[int, ...] | None) -> Open:
-        tokens, eos = np.asarray(request.tokens, np.int32), tuple(sorted(request.admit.eos))
-        return Open(
-            request.id,
-            request.epoch,
-            request.round,
-            tokens,
-            request.admit.sampling,
-            eos,
-            request.depth,
-            request.branches,
-            verifying,
-        )
+        self._dispatch.open(request)
 
     def _up_to_end(self, request: Request, new: list[int]) -> tuple[list[int], str | None]:
         """The tokens that count, and why the request ends with them if it does."""
@@ -356,6 +316,4 @@ class Rounds:
 
     def _close(self, request: Request) -> None:
         del self._requests[request.id]
-        self._workers.send_target(Close(request.id))
-        for name in request.drafters:
-            self._workers.send_drafter(name, Close(request.id))
+        self._dispatch.close(request)

@@ -5,6 +5,7 @@ Holds only what arrived before the outcome was handled, so a hit is a prediction
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.messages import Branches, Drafted
@@ -57,6 +58,10 @@ class SpeculationCache:
     def lookup(self, accepted: int, bonus: int) -> Prepared | None:
         """The branch prepared for this outcome, as deep as it has come, or None."""
         return self._branches.get((accepted, bonus))
+
+    def items(self) -> Iterable[tuple[Outcome, Prepared]]:
+        """Every outcome with its branch."""
+        return self._branches.items()
 
     def pushes_until(self, accepted: int, chain_length: int) -> int:
         """How many more pushes may bring the first branches of this many accepted tokens; 0 when they are here.

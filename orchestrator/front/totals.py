@@ -29,8 +29,11 @@ def add(total: Timings, one: Timings) -> Timings:
         draft_waits=total.draft_waits + one.draft_waits,
         accepted_by_position=_each(total.accepted_by_position, one.accepted_by_position),
         drafted_by_position=_each(total.drafted_by_position, one.drafted_by_position),
+        looked_up_by_accepted=_each(total.looked_up_by_accepted, one.looked_up_by_accepted),
+        hits_by_accepted=_each(total.hits_by_accepted, one.hits_by_accepted),
         verify_ms=total.verify_ms + one.verify_ms,
         idle_ms=total.idle_ms + one.idle_ms,
+        peak_bytes=max(total.peak_bytes, one.peak_bytes),
     )
 
 

@@ -24,6 +24,7 @@ from protocol.messages.rounds import (
     Open,
     Outcome,
     Prefilled,
+    Prepare,
     Resync,
     Span,
     Verify,
@@ -38,8 +39,9 @@ from protocol.messages.workers import (
 )
 
 Message = (
-    Hello | Loading | Open | Verify | Outcome | Commit | Branches | Drafted | Prefilled | Close | Resync | Ping | Pong
-    | Fault | Shutdown | Generate | Started | Progress | Chunk | Done | Failed | Cancel | StatsQuery | Stats
+    Hello | Loading | Open | Verify | Prepare | Outcome | Commit | Branches | Drafted | Prefilled | Close | Resync
+    | Ping | Pong | Fault | Shutdown | Generate | Started | Progress | Chunk | Done | Failed | Cancel | StatsQuery
+    | Stats
 )
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "Ping",
     "Pong",
     "Prefilled",
+    "Prepare",
     "Progress",
     "Resync",
     "Shutdown",

@@ -70,7 +70,9 @@ class Timings:
 
     `draft_n` chain tokens were verified in `draft_rounds` rounds that carried a chain, `draft_n_accepted` held.
     Hits and misses count outcomes that were looked up in the speculation cache: a hit had its branch there by then. For
-    `cache_late` of the misses the branch came while it was waited for. `rounds` counts every verify.
+    `cache_late` of the misses the branch came while it was waited for. `looked_up_by_accepted[k]` and
+    `hits_by_accepted[k]` are of outcomes that accepted k tokens. `rounds` counts every verify. `peak_bytes` is the most
+    memory the target's MLX has held since its start.
     """
 
     prompt_n: Count = 0
@@ -89,9 +91,12 @@ class Timings:
     draft_waits: Count = 0
     accepted_by_position: tuple[Count, ...] = ()
     drafted_by_position: tuple[Count, ...] = ()
+    looked_up_by_accepted: tuple[Count, ...] = ()
+    hits_by_accepted: tuple[Count, ...] = ()
     turnaround_ms: tuple[float, ...] = ()
     verify_ms: float = 0.0
     idle_ms: float = 0.0
+    peak_bytes: Serial = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,36 @@ class Verify:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """The chain drafted for the outcome (`accepted`, `bonus`)."""
+
+    accepted: Count
+    bonus: Token
+    chain: Chain
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Orchestrator -> target, while it verifies `round`: the branches that are complete.
+
+    If the outcome is one of them the target verifies its chain as the next round, unasked, and says so in Outcome; it
+    does not wait for an answer. Replaces what was prepared before. Coupled sampling only.
+    """
+
+    request: RequestId
+    epoch: Serial
+    round: Serial
+    base_len: Count
+    entries: Annotated[tuple[Branch, ...], Size(MAX_BRANCHES)]
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`. `idle_ns`: how long the target had waited."""
+    """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`.
+
+    `idle_ns`: from the end of the verify before to the start of this one. `onward`: the prepared chain that the target
+    goes on with as the next round; None: it waits for VERIFY. `peak_bytes`: the most memory MLX has held.
+    """
 
     request: RequestId
     epoch: Serial
@@ -87,6 +115,8 @@ class Outcome:
     bonus: Token
     work: Span
     idle_ns: Nanoseconds = 0
+    onward: Chain | None = None
+    peak_bytes: Serial = 0
     logprobs: Floats | None = None
     features: Floats | None = None
 
@@ -108,15 +138,6 @@ class Commit:
     verifying: Chain | None
     depth: Count
     branches: Count
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """The chain drafted for the outcome (`accepted`, `bonus`)."""
-
-    accepted: Count
-    bonus: Token
-    chain: Chain
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from draft_worker.fan_out import POLICIES
 from draft_worker.replay import ReplayDrafter, Script
@@ -17,8 +17,10 @@ from orchestrator.core.rounds import Rounds
 from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, Committed, Ended, ToFront
 from protocol.codec import decode, encode
-from protocol.messages import Close, Message, Open, Outcome, Resync, Span, Verify
+from protocol.messages import Close, Message, Open, Outcome, Prepare, Resync, Span, Verify
 from protocol.sampling import SamplingParams
+
+GREEDY = SamplingParams()
 
 
 def through_the_codec(message: Message) -> Message:
@@ -32,17 +34,33 @@ class OracleTarget:
         self.text = text
         self.context = context
         self.verified: list[Verify] = []
-        self._ahead: dict[str, list[Verify]] = {}
+        self.going_on: Verify | None = None
+        self._prepared: Prepare | None = None
 
     def answer(self, message: Message) -> list[Message]:
         match message:
             case Open():
                 at = len(message.tokens)
                 return [Outcome(message.request, message.epoch, message.round, at, 0, self.text[at], Span(0, 1))]
+            case Prepare():
+                self._prepared = message
+            case Verify(run_ahead=0):
+                self.verified.append(message)
+                return self._onward(message)
             case Verify():
                 self.verified.append(message)
                 return [self._outcome(message, extra) for extra in range(message.run_ahead + 1)]
         return []
+
+    def _onward(self, message: Verify) -> list[Message]:
+        """The outcome, and, like the target worker's, the verify of the branch that was prepared for it."""
+        outcome = self._outcome(message, 0)
+        for entry in self._prepared.entries if self._prepared and self._prepared.round == message.round else ():
+            if (entry.accepted, entry.bonus) == (outcome.accepted, outcome.bonus):
+                at = outcome.base_len + outcome.accepted + 1
+                self.going_on = Verify(message.request, message.epoch, message.round + 1, at, entry.chain)
+                return [replace(outcome, onward=entry.chain)]
+        return [outcome]
 
     def _outcome(self, message: Verify, extra: int) -> Outcome:
         at = message.base_len + extra
@@ -98,6 +116,7 @@ class Cluster:
         self.link = FakeLink()
         self.worker = DraftWorker(self.link, ReplayDrafter(script), POLICIES[policy]) if script else None  # type: ignore[arg-type]
         self.told: list[ToFront] = []
+        self.told_target: list[Message] = []
         self._to_target: deque[Message] = deque()
         self._steps = steps
         self._drop = drop
@@ -113,6 +132,7 @@ class Cluster:
         return {"draft-0"} if self.worker else set()
 
     def send_target(self, message: Message) -> None:
+        self.told_target.append(message)
         if not self._drop(message):
             self._to_target.append(through_the_codec(message))
 
@@ -124,9 +144,14 @@ class Cluster:
             self.link.inbox.append(through_the_codec(message))
 
     def run(
-        self, prompt: tuple[int, ...], max_tokens: int, mode: str = "ssd", eos: frozenset[int] = frozenset()
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        mode: str = "ssd",
+        eos: frozenset[int] = frozenset(),
+        sampling: SamplingParams = GREEDY,
     ) -> Ended:
-        self.rounds.begin(Admit("r", prompt, SamplingParams(max_tokens=max_tokens), mode, eos), self._now)
+        self.rounds.begin(Admit("r", prompt, replace(sampling, max_tokens=max_tokens), mode, eos), self._now)
         for _ in range(100 * max_tokens + 1000):
             if not self.rounds.active:
                 return next(event for event in self.told if isinstance(event, Ended))
@@ -142,13 +167,23 @@ class Cluster:
         self._work(self._steps)
         self._now += 10_000_000
         if self._to_target:
+            self._lend()
             for outcome in self.target.answer(self._to_target.popleft()):
                 if not self._drop(outcome):
                     self.rounds.handle("target-0", through_the_codec(outcome), self._now)
+            if self.target.going_on is not None:
+                self._to_target.appendleft(self.target.going_on)
+                self.target.going_on = None
         else:
             self._work(100)
             self._now += 10_000_000_000 if not self._to_target else 0
             self.rounds.on_time(self._now)
+
+    def _lend(self) -> None:
+        """What came during the verify: the target looks through it before it answers."""
+        for message in [message for message in self._to_target if isinstance(message, Prepare)]:
+            self._to_target.remove(message)
+            self.target.answer(message)
 
     def _work(self, steps: int) -> None:
         """Lets the draft worker take this many turns of its own loop, and delivers what it sends."""

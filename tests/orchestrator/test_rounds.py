@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster_in_process import Cluster, Script
 
 from orchestrator.events import Admit, Broke
-from protocol.messages import Branches, Commit, Drafted, Fault, Message
+from protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Prepare, Span, Verify
 from protocol.sampling import SamplingParams
 
 VOCAB = 200
@@ -114,6 +114,51 @@ def test_generation_ends_where_the_targets_context_ends(mode: str) -> None:
     assert ended.reason == "length"
 
 
+def test_a_hit_whose_branch_was_complete_costs_no_verify() -> None:
+    text = random_text(13)
+    cluster = Cluster(text, script(text))
+    ended = cluster.run(PROMPT, 100)
+    asked = sum(isinstance(message, Verify) for message in cluster.told_target)
+    assert cluster.generated == list(text[10:110])
+    assert ended.timings.cache_hits > 10
+    # The prompt's own round needs no VERIFY and its hit is told: nothing can be lent while the target reads the prompt.
+    assert asked == (ended.timings.rounds - 1) - (ended.timings.cache_hits - 1)
+
+
+@pytest.mark.parametrize("max_tokens", [5, 6, 7, 8, 9])
+def test_the_target_is_lent_nothing_that_ends_the_request_or_goes_past_its_end(max_tokens: int) -> None:
+    text = random_text(14)
+    cluster = Cluster(text, script(text, (0.9,)), depth=3)
+    cluster.run(PROMPT, max_tokens, eos=frozenset({text[18]}))
+    lent = [message for message in cluster.told_target if isinstance(message, Prepare)]
+    assert lent
+    rounds = {verify.round: verify for verify in cluster.target.verified}
+    for message in lent:
+        chain = rounds[message.round].chain if message.round else ()
+        for entry in message.entries:
+            committed = (*chain[: entry.accepted], entry.bonus)
+            assert text[18] not in committed
+            assert message.base_len + len(committed) + len(entry.chain) < 10 + max_tokens
+    assert cluster.generated == list(text[10 : 10 + min(max_tokens, 9)])
+
+
+def test_a_drafter_that_goes_past_the_end_of_the_text_does_not_mislead_the_target() -> None:
+    text = random_text(16)
+    cluster = Cluster(text, script(text))
+    cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset({7})), 0)
+    entries = (Branch(0, 7, (8, 9)), Branch(0, 5, (8, 9, 10)))
+    cluster.rounds.handle("draft-0", Branches("r", 0, 0, len(PROMPT), 3, entries, Span(0, 1), final=True), 0)
+    lent = [message for message in cluster.told_target if isinstance(message, Prepare)]
+    assert [message.entries for message in lent] == [entries[1:]]
+
+
+def test_nothing_is_lent_to_residual_sampling() -> None:
+    text = random_text(15)
+    cluster = Cluster(text, script(text))
+    cluster.run(PROMPT, 60, sampling=SamplingParams(temp=1.0, rule="residual"))
+    assert not [message for message in cluster.told_target if isinstance(message, Prepare)]
+
+
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_ngrams_alone_say_what_the_target_says(mode: str) -> None:
     text = PROMPT + tuple(random_text(9)[10:40]) * 8
@@ -125,7 +170,7 @@ def test_ngrams_alone_say_what_the_target_says(mode: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("kind", [Branches, Drafted, Commit])
+@pytest.mark.parametrize("kind", [Branches, Drafted, Commit, Prepare])
 @pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
 def test_lost_messages_cost_time_never_text(seed: int, kind: type[Message], mode: str) -> None:
     rng = random.Random(seed)

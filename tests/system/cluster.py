@@ -21,7 +21,7 @@ from orchestrator.core.request import RoundSettings
 from orchestrator.core.rounds import Rounds
 from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, Broke, Committed, Ended, ToFront
-from protocol.messages import Message, Span, Timings, Verify
+from protocol.messages import Message, Outcome, Span, Timings, Verify
 from protocol.sampling import SamplingParams
 from target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, Idle, VirtualClock, through_the_codec
@@ -219,7 +219,13 @@ class Cluster:
         except Idle:
             return False
         while self._target_link.sent:
-            self.rounds.handle("target-0", self._target_link.sent.popleft(), self._clock())
+            message = self._target_link.sent.popleft()
+            self.rounds.handle("target-0", message, self._clock())
+            if isinstance(message, Outcome) and message.onward is not None:
+                base_len = message.base_len + message.accepted + 1
+                self._verifies.append(
+                    Verify(message.request, message.epoch, message.round + 1, base_len, message.onward)
+                )
         return True
 
     def _draft(self, turns: int) -> Iterator[Message]:

@@ -1,0 +1,117 @@
+"""What the workers are told about a request: OPEN, VERIFY, PREPARE, COMMIT, CLOSE.
+
+Knows which words a request's state makes; decides nothing. Keeps no state but the request's `untold`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from orchestrator.core.request import Request
+from protocol.fields import MAX_COMMIT
+from protocol.messages import Branch, Close, Commit, Message, Open, Prepare, Verify
+
+
+class Workers(Protocol):
+    """The workers as the rounds need them."""
+
+    @property
+    def target_context(self) -> int: ...
+
+    def drafters(self) -> set[str]:
+        """Names of the drafters that are ready."""
+        ...
+
+    def send_target(self, message: Message) -> None: ...
+
+    def send_drafter(self, name: str, message: Message) -> None: ...
+
+    def let_go(self) -> None:
+        """Lets what was sent leave before anything else is done here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Says to the target, and to the drafters of a request, how it stands with the request."""
+
+    workers: Workers
+
+    def open(self, request: Request) -> None:
+        """All read the committed tokens; the target's answer is the outcome of an empty chain."""
+        self.workers.send_target(_opening(request, None))
+        self._open_drafters(request, _verifying(request))
+
+    def open_drafter(self, request: Request, name: str) -> None:
+        """One drafter that missed something."""
+        self.workers.send_drafter(name, _opening(request, _verifying(request)))
+
+    def verify(self, request: Request) -> None:
+        """The request's proposal, in its round."""
+        proposal = request.proposal
+        self.workers.send_target(
+            Verify(
+                request.id,
+                request.epoch,
+                request.round,
+                request.base_len,
+                proposal.chain,
+                proposal.run_ahead,
+                proposal.kind(request.admit.sampling),
+                proposal.q,
+            )
+        )
+
+    def prepare(self, request: Request, entries: tuple[Branch, ...]) -> None:
+        """What the target may go on with after the round under way."""
+        self.workers.send_target(Prepare(request.id, request.epoch, request.round, request.base_len, entries))
+
+    def commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:
+        """COMMIT; drafters that were not told for longer than a message holds are opened anew first."""
+        if len(request.untold) > MAX_COMMIT:
+            self._open_drafters(request, None)
+        message = Commit(
+            request.id,
+            request.epoch,
+            round_number,
+            len(request.tokens),
+            tuple(request.untold),
+            verifying,
+            depth,
+            request.branches,
+        )
+        request.untold = []
+        for name in request.drafters:
+            self.workers.send_drafter(name, message)
+
+    def close(self, request: Request) -> None:
+        self.workers.send_target(Close(request.id))
+        for name in request.drafters:
+            self.workers.send_drafter(name, Close(request.id))
+
+    def _open_drafters(self, request: Request, verifying: tuple[int, ...] | None) -> None:
+        request.untold = []
+        for name in request.drafters:
+            self.workers.send_drafter(name, _opening(request, verifying))
+
+
+def _verifying(request: Request) -> tuple[int, ...] | None:
+    """The chain whose outcomes a drafter is to prepare; None: it only reads."""
+    return request.proposal.chain if request.mode == "ssd" else None
+
+
+def _opening(request: Request, verifying: tuple[int, ...] | None) -> Open:
+    return Open(
+        request.id,
+        request.epoch,
+        request.round,
+        np.asarray(request.tokens, np.int32),
+        request.admit.sampling,
+        tuple(sorted(request.admit.eos)),
+        request.depth,
+        request.branches,
+        verifying,
+    )
