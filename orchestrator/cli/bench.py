@@ -5,30 +5,37 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import zmq
 
 from orchestrator.cli import flags
+from orchestrator.cli.folder import writable
 from orchestrator.cli.screen import Screen
-from orchestrator.client.cluster import LocalCluster
+from orchestrator.core.hub import Hub
 from orchestrator.machine import blas
 from orchestrator.pair.model_files import ROOT
-from orchestrator.pair.pairing import choose_pair
+from orchestrator.pair.pairing import ChosenPair, choose_pair
 from orchestrator.pair.tokenizer import load_codec
-from orchestrator.settings import ServeSettings
-from orchestrator.study import report
-from orchestrator.study.contest import Contestant, Ours, Peer, PeerProcess, Run, compete, read_prompts
-from orchestrator.study.statistics import total_rate
+from orchestrator.settings import ServeSettings, check_draft_tokens, check_whole
+from orchestrator.study import bars, report
+from orchestrator.study.alone import Alone, Stopwatch
+from orchestrator.study.contention import Contention
+from orchestrator.study.contest import Contestant, Run, compete, read_prompts
+from orchestrator.study.explain import Subject, judge_all, lines, subjects_of
+from orchestrator.study.field import BASELINE, BOTH_CORES, Field, field, of_main_table, of_second_table, require_peer
+from orchestrator.study.workbench import Workbench
+from protocol.directory import private_directory
 from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
 
 PROMPTS = ROOT / "bench" / "prompts"
-BASELINE = "ar"
-# The settings of each family are chosen on this many prompts before the main run.
-TRIAL_PROMPTS = 4
+N = TypeVar("N", int, float)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,74 +46,121 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--depths", default="2,3,4", help="K to try for SD, SSD and mlx-lm, default 2,3,4")
     group.add_argument("--max-tokens", "-m", type=int, default=128, metavar="N", help="of each run, default 128")
     group.add_argument("--no-peers", action="store_true", help="leave mlx-lm out, as every simulation does")
+    group.add_argument("--both-cores", action="store_true", help="a second table: AR, SD and mlx-lm with both cores")
+    group.add_argument("--contended", action="store_true", help="with another process busy on the target's device")
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for bench.json and bench.png")
     flags.add_request_flags(parser)
     flags.add_cluster_flags(parser)
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be run, checked before anything starts."""
+
+    prompts: dict[str, list[tuple[int, ...]]]
+    samplings: list[SamplingParams]
+    depths: list[int]
+    peers: bool
+    both_cores: bool
+
+
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
-    settings = ServeSettings(**flags.settings_of(options))
-    temps, depths = _numbers("temps", options.temps, float), _numbers("depths", options.depths, int)
-    classes = {kind: _prompts(kind, options.prompts, settings) for kind in options.classes.split(",")}
-    sections, raw = [], {}
+    pair = choose_pair(ServeSettings(**flags.settings_of(options)))
+    plan, out = _plan(options, pair), writable(options.out, "choose another --out")
     screen = Screen()
-    with _field(options, settings, depths, screen) as field:
-        for kind, prompts in classes.items():
-            for temp in temps:
-                sampling = SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True)
-                runs = _contest(field, prompts, sampling, screen)
-                sections.append(report.section(kind, temp, runs, BASELINE))
-                raw[f"{kind} T={temp:g}"] = {name: [_plain(run) for run in found] for name, found in runs.items()}
+    sections, raw = [], {}
+    with _started(options, plan, pair, screen) as arena:
+        for kind, prompts in plan.prompts.items():
+            for sampling in plan.samplings:
+                found, runs = arena.contest(kind, prompts, sampling)
+                sections += found
+                raw[f"{kind} T={sampling.temp:g}"] = {name: [_plain(run) for run in runs[name]] for name in runs}
                 screen.clear()
-                print(report.table(sections[-1]) + "\n", flush=True)
-    _write(options.out, sections, settings, raw)
+                for section in found:
+                    print(report.table(section) + "\n", flush=True)
+    _write(out, sections, pair.settings, raw)
     return 0
 
 
-Families = dict[str, list[Contestant]]
+def _plan(options: argparse.Namespace, pair: ChosenPair) -> Plan:
+    """
+    Raises:
+        InvalidRequest: there is nothing to run, or not everything that it takes.
+    """
+    depths = _numbers("depths", options.depths, int)
+    for depth in depths:
+        check_draft_tokens(depth)
+    check_whole("max_tokens", options.max_tokens, 2, 1 << 20)
+    temps = _numbers("temps", options.temps, float)
+    samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True) for temp in temps]
+    peers = not options.no_peers and pair.settings.simulate is None
+    if peers:
+        require_peer()
+    prompts = {kind: _prompts(kind, options.prompts, pair) for kind in options.classes.split(",")}
+    return Plan(prompts, samplings, depths, peers, options.both_cores)
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Everything that runs during a bench. `bench`: workers to time alone, None where there is no draft worker."""
+
+    plan: Plan
+    settings: ServeSettings
+    field: Field
+    bench: Workbench | None
+    conditions: str
+    tell: Callable[[str], None]
+
+    def contest(
+        self, kind: str, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> tuple[list[report.Section], dict[str, list[Run]]]:
+        """The tables of one class at one temperature."""
+        best = self.field.best(prompts, sampling, self.tell)
+        stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.branches) if self.bench else None
+        runs = compete(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
+        alone = stopwatch.read() if stopwatch else None
+        return self._sections(kind, sampling.temp, runs, best, alone), runs
+
+    def _sections(
+        self, kind: str, temp: float, runs: dict[str, list[Run]], best: Sequence[Contestant], alone: Alone | None
+    ) -> list[report.Section]:
+        threads = self.settings.threads
+        main, subjects = of_main_table(runs), subjects_of(best, runs, BOTH_CORES)
+        judged = judge_all(subjects, alone) if alone else {}
+        notes = self._notes(alone, subjects)
+        here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker{self.conditions}"
+        found = [report.section(kind, temp, here, main, BASELINE, judged, notes)]
+        if self.plan.both_cores:
+            there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; the others as above{self.conditions}"
+            second = of_second_table(runs)
+            found.append(report.section(kind, temp, there, second, BASELINE + BOTH_CORES, {}))
+        return found
+
+    def _notes(self, alone: Alone | None, subjects: Sequence[Subject]) -> list[str]:
+        if alone is None:
+            return ["- no draft worker: nothing was timed alone, so the formula has no word"]
+        return lines(alone, subjects, self.settings.branches, self.field.weight_bytes)
 
 
 @contextmanager
-def _field(
-    options: argparse.Namespace, settings: ServeSettings, depths: Sequence[int], screen: Screen
-) -> Iterator[Families]:
-    """All contestants by family; within a family only the best settings go on to the main run."""
+def _started(options: argparse.Namespace, plan: Plan, pair: ChosenPair, screen: Screen) -> Iterator[Arena]:
+    settings = pair.settings
     given = {k: v for k, v in flags.settings_of(options).items() if k not in ("ngrams", "mode", "num_draft_tokens")}
     with ExitStack() as stack:
-        cluster = stack.enter_context(LocalCluster(progress=screen.show, **given))
-        bare = stack.enter_context(LocalCluster(progress=screen.show, ngrams=False, **given))
-        copying = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
-        ngram = stack.enter_context(LocalCluster(progress=screen.show, draft_backend="ngram", **copying))
-        families: Families = {
-            BASELINE: [Ours(BASELINE, cluster.client(), "ar")],
-            "sd": [
-                Ours(f"sd {source} K={depth}", where.client(), "sd", depth)
-                for depth in depths
-                for source, where in (("model", bare), ("n-gram", ngram), ("both", cluster))
-            ],
-            "ssd": [Ours(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in depths],
-            "auto": [Ours("auto", cluster.client(), "auto")],
-        }
-        if not options.no_peers and settings.simulate is None:
-            pair = choose_pair(settings)
-            peers = stack.enter_context(PeerProcess(pair.settings))
-            families["mlx-lm"] = [Peer("mlx-lm", peers)]
-            families["mlx-lm sd"] = [Peer(f"mlx-lm sd K={depth}", peers, depth) for depth in depths]
-        yield families
+        started = stack.enter_context(field(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show))
+        bench = None
+        if settings.has_draft_worker:
+            directory = stack.enter_context(private_directory())
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            bench = stack.enter_context(Workbench(Hub(context, settings, directory.path), screen.show))
+        conditions = ""
+        if options.contended:
+            conditions = "; " + stack.enter_context(Contention(settings)).describe()
+        yield Arena(plan, settings, started, bench, conditions, screen.show)
 
 
-def _contest(
-    field: Families, prompts: Sequence[Sequence[int]], sampling: SamplingParams, screen: Screen
-) -> dict[str, list[Run]]:
-    """First the best settings of each family on a few prompts, then all prompts with those."""
-    trial = compete([c for family in field.values() for c in family], prompts[:TRIAL_PROMPTS], sampling, screen.show)
-    rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
-    best = [max(family, key=lambda contestant: rates[contestant.name]) for family in field.values()]
-    return compete(best, prompts, sampling, screen.show)
-
-
-def _prompts(kind: str, count: int, settings: ServeSettings) -> list[tuple[int, ...]]:
+def _prompts(kind: str, count: int, pair: ChosenPair) -> list[tuple[int, ...]]:
     path = PROMPTS / f"{kind}.txt"
     if not path.is_file():
         known = ", ".join(sorted(found.stem for found in PROMPTS.glob("*.txt"))) or "none here: run from a checkout"
@@ -114,13 +168,13 @@ def _prompts(kind: str, count: int, settings: ServeSettings) -> list[tuple[int, 
     texts = read_prompts(path)
     if not 1 <= count <= len(texts):
         raise InvalidRequest(f"prompts is {count}; the class {kind} has 1 to {len(texts)}")
-    codec = load_codec(choose_pair(settings).target)
+    codec = load_codec(pair.target)
     return [codec.encode(text) for text in texts[:count]]
 
 
-def _numbers(name: str, text: str, kind: type) -> list[Any]:
+def _numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
     try:
-        return [kind(part) for part in text.split(",")]
+        return list(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError:
         raise InvalidRequest(f"{name} is {text!r}; expected numbers with commas between, like 2,3,4") from None
 
@@ -137,13 +191,12 @@ def _plain(run: Run) -> dict[str, Any]:
 
 
 def _write(out: Path, sections: list[report.Section], settings: ServeSettings, raw: dict[str, Any]) -> None:
-    title = f"K chosen per family, B = {settings.branches}, {settings.threads} BLAS thread per worker"
     try:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "bench.json").write_text(json.dumps(report.record(sections, _machine(settings), raw), indent=1))
     except OSError as error:
         raise InvalidRequest(f"the results can't be written to {out}: {error.strerror}") from error
-    report.draw(sections, out / "bench.png", title)
+    title = f"outrider bench: K chosen per family, B = {settings.branches}"
+    bars.draw(sections, out / "bench.png", title)
     print(f"{title}\nwritten: {out / 'bench.json'}, {out / 'bench.png'}")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Sequence
 
 import zmq
 
 from orchestrator.cli import flags
+from orchestrator.cli.folder import writable
 from orchestrator.cli.screen import Screen
 from orchestrator.client.cluster import LocalCluster
 from orchestrator.core import tuning
@@ -17,10 +19,11 @@ from orchestrator.core.tuning import Choice, Tuning
 from orchestrator.pair.pairing import ChosenPair, choose_pair
 from orchestrator.pair.tokenizer import load_codec
 from orchestrator.settings import ServeSettings
-from orchestrator.study.forecast import Forecast, ar_ceiling, best_of, forecasts, recommendation
+from orchestrator.study.forecast import Forecast, best_of, costs_in_turn, forecasts, most_gained, recommendation
 from orchestrator.study.probe import Probe, probe
 from orchestrator.study.workbench import Workbench
 from protocol.directory import private_directory
+from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
 
 PROMPTS = (
@@ -47,16 +50,24 @@ def run(options: argparse.Namespace) -> int:
     settings = ServeSettings(**flags.settings_of(options))
     sampling = SamplingParams(max_tokens=1 << 20, temp=options.temp, seed=7, ignore_eos=True)
     pair = choose_pair(settings)
+    if not pair.settings.has_draft_worker:
+        raise InvalidRequest(f"tune probes a draft model; expected another backend than {pair.settings.draft_backend}")
+    where = tuning.path_for(pair.settings)
+    writable(where.parent, "set XDG_CACHE_HOME to a folder that can be")
     screen = Screen()
-    turnaround_ms = _turnaround(options, screen)
-    measured = _probe(pair, sampling, screen)
+    try:
+        turnaround_ms = _turnaround(options, screen)
+        measured = _probe(pair, sampling, screen)
+    except KeyboardInterrupt:
+        screen.clear()
+        print("outrider tune: interrupted; nothing was saved", file=sys.stderr)
+        raise
     screen.clear()
     found = forecasts(measured, turnaround_ms)
     print(_costs(measured, turnaround_ms))
     print(_verdict(measured, found))
     if options.measure:
         print(_compare(options, found, screen))
-    where = tuning.path_for(pair.settings)
     tuning.save(_record(measured, turnaround_ms, found), where)
     print(f"saved for --mode auto: {where}")
     return 0
@@ -83,12 +94,17 @@ def _costs(p: Probe, turnaround_ms: float) -> str:
     return "\n".join(
         [
             f"one token of plain decoding  {p.step_ms:.2f} ms",
-            f"verify of M tokens, c(M)     {p.verify_ms(1):.2f} ms times  {rows}",
-            f"drafted chain                {_points(p.chain_ms.points)} ms by length; link {p.link_ms:.2f} ms",
+            f"verify of M tokens, alone    {p.verify_ms(1):.2f} ms times  {rows}",
+            f"a chain right after another  {_points(p.chain_ms.points)} ms by length; link {p.link_ms:.2f} ms",
+            f"a chain after a verify       {_points(_in_turn(p))} ms by length, link included",
             f"a depth of all branches      {_points(p.tree_ms.points)} ms by branches",
             f"turnaround of a hit          {turnaround_ms:.2f} ms",
         ]
     )
+
+
+def _in_turn(p: Probe) -> list[tuple[int, float]]:
+    return [(depth, costs_in_turn(p).chain_ms(depth)) for depth, _ in p.turn_ms.points]
 
 
 def _points(points: Sequence[tuple[int, float]]) -> str:
@@ -97,7 +113,7 @@ def _points(points: Sequence[tuple[int, float]]) -> str:
 
 def _verdict(measured: Probe, found: list[Forecast]) -> str:
     chosen = recommendation(found)
-    lines = ["", "forecast (times measured alone):"]
+    lines = ["", "forecast (ar, sd: times measured alone, in turn; ssd: the verify as it is beside the drafter):"]
     for mode in ("ar", "sd", "ssd"):
         best = best_of(found, mode)
         if best is not None:
@@ -105,8 +121,8 @@ def _verdict(measured: Probe, found: list[Forecast]) -> str:
     if chosen.mode == "ar":
         lines.append(f"speculation does not help here: {found[0].limit}. Recommended: --mode ar")
     else:
-        depth, branches = chosen.depth, chosen.branches or BRANCHES[0]
-        lines.append(f"the most SSD can gain over SD at K = {depth}: {ar_ceiling(measured, depth, branches):.2f}x")
+        depth = chosen.depth
+        lines.append(f"the most SSD can gain over SD at K = {depth}: {most_gained(measured, depth):.2f}x")
         lines.append(f"recommended: --mode {chosen.mode} {_flags(chosen)}")
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ per millisecond out. The controller, `outrider tune` and `outrider bench` all pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -30,27 +30,49 @@ class Odds:
     hit: float
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Rounds that are made alike, `share` of all: a verify of `rows` tokens, bringing `tokens`.
+
+    `asked`: the length of the just-in-time chain that was waited for first, 0 for none. `ahead`: how deep the work
+    ahead must have come before the next round can begin, 0 when nothing is waited for.
+    """
+
+    share: float
+    rows: int
+    tokens: float
+    asked: int = 0
+    ahead: int = 0
+
+
+def round_ms(costs: Costs, kind: Kind) -> float:
+    """A round of this kind: the target's turn or the drafter's, whichever is longer, and what comes between."""
+    work = max(costs.verify_ms(kind.rows), costs.tree_ms(kind.ahead) if kind.ahead else 0.0)
+    return work + (costs.chain_ms(kind.asked) if kind.asked else 0.0) + costs.turnaround_ms
+
+
+def mixed_rate(costs: Costs, kinds: Sequence[Kind]) -> float:
+    """Theorem 7 for any mix of rounds: the tokens they bring over the time they take."""
+    return sum(k.share * k.tokens for k in kinds) / sum(k.share * round_ms(costs, k) for k in kinds)
+
+
 def ar_rate(costs: Costs) -> float:
     return 1.0 / costs.step_ms
 
 
 def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     """Draft, then verify, in turn: T_SD is `chain_ms(K)` in units of c(K+1)."""
-    return odds.tokens(depth) / (costs.verify_ms(depth + 1) + costs.chain_ms(depth) + costs.turnaround_ms)
+    return mixed_rate(costs, [Kind(1.0, depth + 1, odds.tokens(depth), asked=depth)])
 
 
 def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     """Theorem 7. After a miss the better of an AR step and a just-in-time chain is taken."""
-    verify_ms = costs.verify_ms(depth + 1)
-    hit_ms = max(verify_ms, costs.tree_ms(depth)) + costs.turnaround_ms
-    hit_tokens = odds.tokens(depth)
-    jit_ms = verify_ms + costs.chain_ms(depth) + costs.turnaround_ms
-    alone_ms = max(costs.verify_ms(1), costs.tree_ms(depth)) + costs.turnaround_ms
-    reference = hit_tokens / hit_ms
-    jit_is_better = hit_tokens - reference * jit_ms > 1.0 - reference * alone_ms
-    miss_tokens, miss_ms = (hit_tokens, jit_ms) if jit_is_better else (1.0, alone_ms)
-    p = odds.hit
-    return (p * hit_tokens + (1 - p) * miss_tokens) / (p * hit_ms + (1 - p) * miss_ms)
+    hit = Kind(odds.hit, depth + 1, odds.tokens(depth), ahead=depth)
+    asking = Kind(1.0 - odds.hit, depth + 1, odds.tokens(depth), asked=depth)
+    stepping = Kind(1.0 - odds.hit, 1, 1.0, ahead=depth)
+    worth = hit.tokens / round_ms(costs, hit)
+    miss = max(asking, stepping, key=lambda kind: kind.tokens - worth * round_ms(costs, kind))
+    return mixed_rate(costs, [hit, miss])
 
 
 def ceiling(costs: Costs, depth: int) -> float:

@@ -64,9 +64,10 @@ def save(tuning: Tuning, path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            json.dump({"format": FORMAT, **asdict(tuning)}, file, indent=1)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tuning-") as part:
+            written = Path(part, path.name)
+            written.write_text(json.dumps({"format": FORMAT, **asdict(tuning)}, indent=1), encoding="utf-8")
+            os.replace(written, path)
     except OSError as error:
         raise InvalidRequest(f"the tuning can't be written to {path.parent}: {error.strerror}") from error
 

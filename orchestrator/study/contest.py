@@ -65,8 +65,9 @@ class PeerProcess:
     def __init__(self, settings: ServeSettings) -> None:
         """`settings` must name folders (see `pairing`)."""
         command = python("-m", "target_worker.peers", "--model", str(settings.model))
+        draft = ["--draft-model", settings.draft_model] if settings.draft_model is not None else []
         self._process = subprocess.Popen(
-            [*command, "--draft-model", str(settings.draft_model)],
+            [*command, *draft],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=blas.environment(child_environment(), settings.threads),
@@ -127,14 +128,21 @@ def compete(
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     tell: Callable[[str], None],
+    between: Callable[[Sequence[int], SamplingParams], None] | None = None,
 ) -> dict[str, list[Run]]:
-    """Every contestant on every prompt, whoever begins changing from prompt to prompt. By name, in prompt order."""
+    """Every contestant on every prompt, whoever begins changing from prompt to prompt. By name, in prompt order.
+
+    `between` is called once a prompt, while all contestants are still.
+    """
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     for number, prompt in enumerate(prompts):
         chosen = replace(sampling, seed=number)
         for contestant in _rotated(contestants, number):
             tell(f"prompt {number + 1} of {len(prompts)}: {contestant.name}")
             runs[contestant.name].append(contestant.run(prompt, chosen))
+        if between is not None:
+            tell(f"prompt {number + 1} of {len(prompts)}: times alone")
+            between(prompt, chosen)
     return runs
 
 

@@ -1,14 +1,18 @@
 """What a probe promises: tokens per second of AR, SD and SSD by K and B, what limits each, and what to do about it.
 
-The formula is `orchestrator.core.speedup`'s; all inputs are times measured alone.
+The formula is `orchestrator.core.speedup`'s. AR and SD get times measured alone; SSD the verify as it is beside a
+working drafter, for both read the same memory.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from orchestrator.core.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
-from orchestrator.study.probe import Probe, Trial
+from orchestrator.study.probe import Probe
+from orchestrator.study.trial import Trial
 
 # Gains below this are not worth another process: the recommendation stays with plain decoding.
 WORTH_IT = 1.03
@@ -29,10 +33,11 @@ def forecasts(probe: Probe, turnaround_ms: float) -> list[Forecast]:
     """All modes and settings the probe tried, the fastest first."""
     found = [Forecast("ar", 0, 0, 1000 / probe.step_ms, f"one token a forward, {probe.step_ms:.1f} ms each")]
     for trial in probe.trials:
-        costs, odds = costs_of(probe, trial.branches, turnaround_ms), odds_of(trial)
-        sd, ssd = sd_rate(costs, odds, trial.depth), ssd_rate(costs, odds, trial.depth)
-        found.append(Forecast("sd", trial.depth, 0, 1000 * sd, _sd_limit(costs, odds, trial.depth)))
-        found.append(Forecast("ssd", trial.depth, trial.branches, 1000 * ssd, _ssd_limit(costs, trial)))
+        sd = sd_rate(costs_in_turn(probe), Odds(_always(trial.tokens_in_full), 0.0), trial.depth)
+        found.append(Forecast("sd", trial.depth, 0, 1000 * sd, _sd_limit(probe, trial)))
+        beside = costs_beside(probe, trial, turnaround_ms)
+        ssd = ssd_rate(beside, Odds(_always(trial.tokens), trial.hit_rate), trial.depth)
+        found.append(Forecast("ssd", trial.depth, trial.branches, 1000 * ssd, _ssd_limit(probe, trial)))
     return sorted(found, key=lambda forecast: -forecast.tokens_per_second)
 
 
@@ -46,31 +51,56 @@ def recommendation(found: list[Forecast]) -> Forecast:
     return found[0] if found[0].tokens_per_second > WORTH_IT * plain.tokens_per_second else plain
 
 
-def costs_of(probe: Probe, branches: int, turnaround_ms: float) -> Costs:
-    return Costs(
-        step_ms=probe.step_ms,
-        verify_ms=probe.verify_ms,
-        chain_ms=lambda depth: probe.chain_ms(depth) + probe.link_ms,
-        tree_ms=lambda depth: (depth + 1) * probe.tree_ms(branches),
-        turnaround_ms=turnaround_ms,
-    )
+def costs_in_turn(probe: Probe) -> Costs:
+    """SD's: all of a round that is no verify is its chain's."""
+
+    def chain_ms(depth: int) -> float:
+        return max(probe.turn_ms(depth) - probe.verify_ms(depth + 1), 0.0)
+
+    return Costs(probe.step_ms, probe.verify_ms, chain_ms, lambda depth: 0.0, 0.0)
 
 
-def odds_of(trial: Trial) -> Odds:
-    return Odds(lambda depth: trial.tokens, trial.hit_rate)
+def costs_beside(probe: Probe, trial: Trial, turnaround_ms: float) -> Costs:
+    """SSD's with this trial's K and B: verifies as they were beside the drafter.
+
+    Branches are served as deep as they have come, and the trial's tokens are of such; so no tree is waited for. After
+    a miss a chain waits until half a depth, on average, is through.
+    """
+    usual_ms, slower = statistics.fmean(tried.verify_ms for tried in trial.rounds), slowdown(probe, trial)
+
+    def verify_ms(rows: int) -> float:
+        return usual_ms if rows == trial.depth + 1 else slower * probe.verify_ms(rows)
+
+    def chain_ms(depth: int) -> float:
+        return probe.chain_ms(depth) + probe.link_ms + probe.tree_ms(trial.branches) / 2
+
+    return Costs(probe.step_ms, verify_ms, chain_ms, lambda depth: 0.0, turnaround_ms)
 
 
-def ar_ceiling(probe: Probe, depth: int, branches: int) -> float:
+def slowdown(probe: Probe, trial: Trial) -> float:
+    """How many times as long a verify takes beside the drafter as alone."""
+    return statistics.median(tried.verify_ms / probe.verify_ms(tried.rows) for tried in trial.rounds)
+
+
+def most_gained(probe: Probe, depth: int) -> float:
     """1 + T_SD for this pair."""
-    return ceiling(costs_of(probe, branches, 0.0), depth)
+    return ceiling(costs_in_turn(probe), depth)
 
 
-def _sd_limit(costs: Costs, odds: Odds, depth: int) -> str:
-    verify, chain = costs.verify_ms(depth + 1), costs.chain_ms(depth)
-    return f"{odds.tokens(depth):.2f} tokens for verify {verify:.1f} + draft {chain:.1f} ms"
+def _always(value: float) -> Callable[[int], float]:
+    return lambda depth: value
 
 
-def _ssd_limit(costs: Costs, trial: Trial) -> str:
-    verify, tree = costs.verify_ms(trial.depth + 1), costs.tree_ms(trial.depth)
-    hidden = "the drafting hides" if tree <= verify else f"the drafter needs {tree:.1f} ms, the verify {verify:.1f}"
-    return f"{trial.tokens:.2f} tokens a round, {trial.hit_rate:.0%} hits; {hidden}"
+def _sd_limit(probe: Probe, trial: Trial) -> str:
+    verify, chain = probe.verify_ms(trial.depth + 1), costs_in_turn(probe).chain_ms(trial.depth)
+    return f"{trial.tokens_in_full:.2f} tokens for verify {verify:.1f} + draft {chain:.1f} ms"
+
+
+def _ssd_limit(probe: Probe, trial: Trial) -> str:
+    verify = statistics.fmean(tried.verify_ms for tried in trial.rounds)
+    tree = (trial.depth + 1) * probe.tree_ms(trial.branches)
+    hidden = "the drafting hides" if tree <= verify else f"the drafter needs {tree:.1f} ms"
+    return (
+        f"{trial.tokens:.2f} tokens a round, {trial.hit_rate:.0%} hits; verify beside the drafter {verify:.1f} ms,"
+        f" {slowdown(probe, trial):.2f} times what it takes alone; {hidden}"
+    )

@@ -73,9 +73,9 @@ def measure(bench: Workbench, prompt: Sequence[int], rounds: int, depth: int, br
         branches,
         _median(verify),
         _median(ahead),
-        _median([_whole(pair) for pair in beside]),
-        _median([pair[0] for pair in beside]),
-        _median([pair[1] for pair in beside]),
+        _median([_whole([done.outcome.work, done.ahead]) for done in beside]),
+        _median([done.outcome.work for done in beside]),
+        _median([done.ahead for done in beside]),
     )
 
 

@@ -1,24 +1,24 @@
-"""What a contest showed: a table for people, a record for machines, a picture.
+"""What a contest showed: a table for people, a record for machines.
 
-Knows runs and numbers; nothing of how they came about.
+Knows runs and numbers; nothing of how they came about. The picture is `orchestrator.study.bars`.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from orchestrator.study.account import Judged
 from orchestrator.study.contest import Run
 from orchestrator.study.statistics import Interval, median_rate, ratio, repeated_share
-from protocol.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contestant over one class of prompts. Shares and counts are None where the contestant does not tell them."""
+    """One contestant over one class of prompts. Shares and counts are None where the contestant does not tell them;
+    `judged` where the formula has no word on it."""
 
     name: str
     median: float
@@ -26,43 +26,56 @@ class Row:
     acceptance: float | None
     tokens_per_round: float | None
     hit_rate: float | None
-    acceptance_by_position: tuple[float, ...]
+    judged: Judged | None
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One class of prompts at one temperature; ratios are against `baseline`. `repeated`: share of repeated 4-grams."""
+    """One class of prompts at one temperature; ratios are against `baseline`. `repeated`: share of repeated 4-grams.
+
+    `conditions` say what ran on which cores; `notes` are the lines under the table.
+    """
 
     kind: str
     temp: float
+    conditions: str
     prompts: int
     baseline: str
     repeated: float
     rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
 
 
-def section(kind: str, temp: float, runs: dict[str, list[Run]], baseline: str) -> Section:
+def section(
+    kind: str,
+    temp: float,
+    conditions: str,
+    runs: Mapping[str, list[Run]],
+    baseline: str,
+    judged: Mapping[str, Judged],
+    notes: Sequence[str] = (),
+) -> Section:
     """Sums up; the fastest contestant first."""
-    rows = [_row(name, found, runs[baseline]) for name, found in runs.items()]
+    rows = [_row(name, found, runs[baseline], judged.get(name)) for name, found in runs.items()]
     repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[baseline])
     ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
-    return Section(kind, temp, len(runs[baseline]), baseline, repeated, ordered)
+    return Section(kind, temp, conditions, len(runs[baseline]), baseline, repeated, ordered, tuple(notes))
 
 
 def table(found: Section) -> str:
-    """A Markdown table under a line that says what it is of."""
+    """A Markdown table under a line that says what it is of, and what explains it."""
     head = f"{found.kind}, T = {found.temp:g}: {found.prompts} prompts, {found.repeated:.0%} of 4-grams repeated"
     lines = [
-        head,
+        f"{head}; {found.conditions}",
         "",
-        f"| | tok/s (median) | against {found.baseline} [95 %] | accepted | tokens a round | hits |",
-        "|---|---|---|---|---|---|",
+        f"| | tok/s (median) | against {found.baseline} [95 %] | of the formula | accepted | tokens a round | hits |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in found.rows:
-        cells = [row.name, f"{row.median:.1f}", str(row.against)]
+        cells = [row.name, f"{row.median:.1f}", str(row.against), _number(row.judged.share if row.judged else None)]
         cells += [_percent(row.acceptance), _number(row.tokens_per_round), _percent(row.hit_rate)]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(["", *found.notes] if found.notes else [])])
 
 
 def record(sections: Sequence[Section], machine: dict[str, Any], runs: dict[str, Any]) -> dict[str, Any]:
@@ -70,63 +83,20 @@ def record(sections: Sequence[Section], machine: dict[str, Any], runs: dict[str,
     return {"machine": machine, "sections": [asdict(found) for found in sections], "runs": runs}
 
 
-def draw(sections: Sequence[Section], path: Path, title: str) -> None:
-    """Bars of the ratio to the baseline with their intervals, one panel a section.
-
-    Raises:
-        InvalidRequest: the file can't be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * len(sections), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(sections), squeeze=False, sharey=True)[0]
-    for axes, found in zip(panels, sections, strict=True):
-        rows = found.rows[::-1]
-        values = [row.against.value for row in rows]
-        errors = [
-            [row.against.value - row.against.low for row in rows],
-            [row.against.high - row.against.value for row in rows],
-        ]
-        colours = ["#2a9d4e" if row.name.startswith(("ssd", "auto")) else "#5c9fd4" for row in rows]
-        axes.bar([row.name for row in rows], values, yerr=errors, color=colours, capsize=3)
-        axes.axhline(1.0, color="#555555", linewidth=0.8)
-        axes.set_title(f"{found.kind}, T = {found.temp:g}", fontsize=10)
-        axes.tick_params(axis="x", rotation=60, labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel(f"times {sections[0].baseline}")
-    figure.suptitle(title, fontsize=10)
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error
-
-
-def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run]) -> Row:
+def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run], judged: Judged | None) -> Row:
     timings = [run.timings for run in runs if run.timings is not None]
     drafted, accepted = sum(t.draft_n for t in timings), sum(t.draft_n_accepted for t in timings)
     looked_up = sum(t.cache_hits + t.cache_misses for t in timings)
-    rounds = sum(t.rounds for t in timings)
+    rounds = sum(t.rounds - 1 for t in timings)
     return Row(
         name,
         median_rate([run.timed for run in runs]),
         ratio([run.timed for run in runs], [run.timed for run in baseline]),
         accepted / drafted if drafted else None,
-        sum(t.predicted_n for t in timings) / rounds if drafted else None,
+        sum(t.predicted_n - 1 for t in timings) / rounds if drafted and rounds else None,
         sum(t.cache_hits for t in timings) / looked_up if looked_up else None,
-        _by_position(timings),
+        judged,
     )
-
-
-def _by_position(timings: Sequence[Any]) -> tuple[float, ...]:
-    """How often each chain position was accepted, of the rounds that had it."""
-    longest = max((len(t.drafted_by_position) for t in timings), default=0)
-
-    def total(name: str, position: int) -> int:
-        return sum(getattr(t, name)[position] for t in timings if position < len(getattr(t, name)))
-
-    return tuple(total("accepted_by_position", i) / total("drafted_by_position", i) for i in range(longest))
 
 
 def _percent(share: float | None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -37,6 +38,19 @@ REQUEST = "bench"
 PATIENCE_MS = 120_000
 
 M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A verify and the work ahead beside it; `pieces` as they were pushed, at least one."""
+
+    outcome: Outcome
+    pieces: tuple[Branches, ...]
+
+    @property
+    def ahead(self) -> Span:
+        """From the first forward of the drafter to its last."""
+        return Span(self.pieces[0].work.started_ns, self.pieces[-1].work.ended_ns)
 
 
 class Workbench:
@@ -117,19 +131,19 @@ class Workbench:
 
     def both(
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
-    ) -> tuple[Span, Span]:
-        """VERIFY and COMMIT at once: the span of the verify, and from the first forward of the drafter to its last."""
+    ) -> Together:
+        """VERIFY and COMMIT at once, until both are through."""
         self._hub.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         self._commit(number, base_len, new, tuple(chain), depth, branches)
-        verify: Span | None = None
+        verified: Outcome | None = None
         pieces: list[Branches] = []
-        while verify is None or not pieces or not pieces[-1].final:
+        while verified is None or not pieces or not pieces[-1].final:
             message = self._wait((Outcome, Branches))
             if isinstance(message, Outcome):
-                verify = message.work
+                verified = message
             elif isinstance(message, Branches):
                 pieces.append(message)
-        return verify, Span(pieces[0].work.started_ns, pieces[-1].work.ended_ns)
+        return Together(verified, tuple(pieces))
 
     def chain(self, number: int, base_len: int, new: Sequence[int], depth: int) -> tuple[Drafted, float]:
         """A just-in-time chain, and the milliseconds from asking to having it."""

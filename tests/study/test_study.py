@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core.speedup import Costs, Odds, ar_rate, ceiling, sd_rate, ssd_rate
+from orchestrator.core.speedup import Costs, Kind, Odds, ar_rate, ceiling, mixed_rate, round_ms, sd_rate, ssd_rate
 from orchestrator.core.trace import Trace
-from orchestrator.study.forecast import best_of, forecasts, recommendation
-from orchestrator.study.probe import Curve, Probe, Trial
 from orchestrator.study.statistics import Timed, bootstrap, ratio, repeated_share
 from orchestrator.study.timeline import draw, read
 from protocol.errors import InvalidRequest
@@ -47,36 +45,20 @@ def test_turnaround_costs_speculation_and_not_plain_decoding() -> None:
     assert ssd_rate(slow, odds(3.0, 0.9), 3) < ssd_rate(FLAT, odds(3.0, 0.9), 3)
 
 
-def probe_of(verify: Curve, tokens: int) -> Probe:
-    trial = Trial(3, 8, (tokens,) * 10, (True,) * 9 + (False,))
-    return Probe(10.0, verify, Curve(((1, 2.0), (3, 6.0))), Curve(((4, 2.5), (8, 3.0))), 0.2, (trial,))
+def test_a_mix_of_rounds_is_their_tokens_over_their_time() -> None:
+    """Theorem 7 term by term: a hit of 10 ms, a chain asked for (4 ms more), a tree longer than the verify."""
+    slow = replace(FLAT, tree_ms=lambda depth: 4.0 * depth, turnaround_ms=1.0)
+    hit, asking, late = Kind(0.5, 4, 3.0, ahead=2), Kind(0.3, 4, 3.0, asked=3), Kind(0.2, 4, 2.0, ahead=3)
+    assert [round_ms(slow, kind) for kind in (hit, asking, late)] == [11.0, 15.0, 13.0]
+    assert mixed_rate(slow, [hit, asking, late]) == pytest.approx((0.8 * 3.0 + 0.2 * 2.0) / (5.5 + 4.5 + 2.6))
 
 
-def test_where_a_row_costs_as_much_as_a_token_the_advice_is_to_leave_it() -> None:
-    linear = Curve(((1, 10.0), (4, 40.0)))
-    assert recommendation(forecasts(probe_of(linear, 2), 0.3)).mode == "ar"
-
-
-def test_where_rows_are_cheap_and_drafts_hold_the_advice_is_ssd() -> None:
-    flat = Curve(((1, 10.0), (4, 12.5)))
-    found = forecasts(probe_of(flat, 2), 0.3)
-    assert recommendation(found).mode == "ssd"
-    sd, ssd = best_of(found, "sd"), best_of(found, "ssd")
-    assert sd is not None
-    assert ssd is not None
-    assert ssd.tokens_per_second > sd.tokens_per_second
-
-
-def test_a_curve_goes_through_its_points_and_straight_on() -> None:
-    curve = Curve(((1, 10.0), (4, 13.0), (8, 21.0)))
-    assert [curve(1), curve(4), curve(6), curve(12)] == [10.0, 13.0, 17.0, 29.0]
-
-
-def test_acceptance_is_of_the_rounds_that_came_so_far() -> None:
-    trial = Trial(3, 8, (0, 1, 3, 3), (True, False, True, True))
-    assert [trial.acceptance(i) for i in range(3)] == [0.75, pytest.approx(2 / 3), 1.0]
-    assert trial.hit_rate == 0.75
-    assert trial.tokens == 2.75
+@pytest.mark.parametrize(("hit", "turnaround_ms"), [(0.0, 0.0), (0.6, 0.4), (1.0, 2.0)])
+def test_ssd_is_a_mix_of_hits_and_the_better_miss(hit: float, turnaround_ms: float) -> None:
+    costs = replace(FLAT, turnaround_ms=turnaround_ms)
+    found = ssd_rate(costs, odds(3.0, hit), 3)
+    kinds = [Kind(hit, 4, 3.0, ahead=3), Kind(1 - hit, 4, 3.0, asked=3)]
+    assert found == pytest.approx(mixed_rate(costs, kinds))
 
 
 def test_a_ratio_is_of_all_tokens_over_all_time_and_its_interval_holds_it() -> None:

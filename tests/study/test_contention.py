@@ -1,0 +1,67 @@
+"""What keeps the target's device busy runs as long as the bench, and never longer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.machine import cores
+from orchestrator.machine.spawn import child_environment, python
+from orchestrator.settings import ServeSettings
+from orchestrator.study.contention import Contention
+from protocol.errors import WorkerError
+
+ROOT = Path(__file__).parents[2]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_it_is_busy_on_the_targets_core_and_ends_with_the_bench() -> None:
+    with Contention(ServeSettings()) as busy:
+        assert not is_gone(busy.pid)
+        core = cores.core_of("target", ServeSettings())
+        if core is not None:
+            assert os.sched_getaffinity(busy.pid) == {core}
+            assert f"core {core}, the target's" in busy.describe()
+    assert is_gone(busy.pid)
+
+
+def test_it_ends_when_the_bench_fails() -> None:
+    with pytest.raises(ValueError, match="bench"), Contention(ServeSettings()) as busy:
+        raise ValueError("bench")
+    assert is_gone(busy.pid)
+
+
+def test_it_ends_when_whoever_started_it_is_killed() -> None:
+    """Its stdin is a pipe that ends then."""
+    process = subprocess.Popen(
+        python("-m", "target_worker.busy", "cpu"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=child_environment(),
+    )
+    if process.stdin is None or process.stdout is None:
+        pytest.fail("no pipes")
+    assert process.stdout.readline() == b"busy\n"
+    process.stdin.close()
+    assert process.wait(20) == 0
+    process.stdout.close()
+
+
+def test_one_that_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "orchestrator.study.contention.python", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"]
+    )
+    with pytest.raises(WorkerError, match="ended at once"), Contention(ServeSettings()):
+        os.kill(os.getpid(), signal.SIGTERM)  # never reached
