@@ -45,10 +45,10 @@ def stream(seed: int, purpose: Purpose, part: int = 0) -> int:
 
 def gumbel_numpy(seed: int, positions: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     """G for each of `positions` (absolute, 0 or more) and tokens 0..vocab_size-1: float32 [P, V]."""
-    first, second = _keys(seed, positions)
-    noise: np.ndarray[Any, np.dtype[np.float32]] = _gumbel(
-        np, integers(np, np.arange(vocab_size, dtype=np.uint32), first, second)
-    )
+    tokens = np.arange(vocab_size, dtype=np.uint32)
+    noise = np.empty((len(positions), vocab_size), np.float32)
+    for row, first, second in zip(noise, *_keys(seed, positions), strict=True):
+        row[:] = _gumbel(np, integers(np, tokens, first, second))  # row by row: all at once would leave the cache
     return noise
 
 

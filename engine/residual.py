@@ -103,4 +103,6 @@ def _normalised(scores: Floats) -> Floats:
 
 def target_sampler(params: SamplingParams, vocab_size: int) -> Sampler:
     """The sampler by which a target chooses tokens for these parameters."""
-    return ResidualSampler(params, vocab_size) if params.is_residual else Sampler(params, vocab_size)
+    if params.is_residual:
+        return ResidualSampler(params, vocab_size)
+    return Sampler(params, vocab_size, normalised=params.temp == 0)  # greedy choices round as mlx-lm's do
