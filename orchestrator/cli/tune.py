@@ -81,12 +81,12 @@ def _probe(pair: ChosenPair, sampling: SamplingParams, screen: Screen) -> Probe:
 
 
 def _turnaround(options: argparse.Namespace, screen: Screen) -> float:
-    """The median turnaround of real hits."""
+    """The mean turnaround of real hits: most cost no message, the others a whole one."""
     with LocalCluster(progress=screen.show, **flags.settings_of(options)) as cluster:
         screen.show("tune: turnaround")
         sampling = SamplingParams(max_tokens=TURNAROUND_TOKENS, ignore_eos=True)
         timings = cluster.client().generate(PROMPTS[0], sampling, mode="ssd").timings
-    return statistics.median(timings.turnaround_ms) if timings.turnaround_ms else USUAL_TURNAROUND_MS
+    return statistics.fmean(timings.turnaround_ms) if timings.turnaround_ms else USUAL_TURNAROUND_MS
 
 
 def _costs(p: Probe, turnaround_ms: float) -> str:

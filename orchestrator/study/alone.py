@@ -35,9 +35,12 @@ class Alone:
     between_ms: float
 
     def costs(self, turnaround_ms: float | None = None) -> Costs:
-        """For the formula; without a turnaround of its own a run has that of SD, alone."""
+        """For the formula. `turnaround_ms` is a run's own, of its hits; a chain that is asked for has SD's, alone."""
         between_ms = self.between_ms if turnaround_ms is None else turnaround_ms
-        return Costs(self.step_ms, self.verify_ms, self.chain_ms, self.ahead_ms, between_ms)
+        more_ms = max(self.between_ms - between_ms, 0.0)
+        return Costs(
+            self.step_ms, self.verify_ms, lambda depth: self.chain_ms(depth) + more_ms, self.ahead_ms, between_ms
+        )
 
 
 class Stopwatch:

@@ -63,8 +63,8 @@ def costs_in_turn(probe: Probe) -> Costs:
 def costs_beside(probe: Probe, trial: Trial, turnaround_ms: float) -> Costs:
     """SSD's with this trial's K and B: verifies as they were beside the drafter.
 
-    Branches are served as deep as they have come, and the trial's tokens are of such; so no tree is waited for. After
-    a miss a chain waits until half a depth, on average, is through.
+    Branches are served as deep as they have come, and the trial's tokens are of such; so no tree is waited for. A chain
+    asked for after a miss has SD's wait, not a hit's, and begins when half a depth, on average, is through.
     """
     usual_ms, slower = statistics.fmean(tried.verify_ms for tried in trial.rounds), slowdown(probe, trial)
 
@@ -72,7 +72,8 @@ def costs_beside(probe: Probe, trial: Trial, turnaround_ms: float) -> Costs:
         return usual_ms if rows == trial.depth + 1 else slower * probe.verify_ms(rows)
 
     def chain_ms(depth: int) -> float:
-        return probe.chain_ms(depth) + probe.link_ms + probe.tree_ms(trial.branches) / 2
+        between_ms = max(probe.between_ms - turnaround_ms, 0.0)
+        return probe.chain_ms(depth) + probe.link_ms + probe.tree_ms(trial.branches) / 2 + between_ms
 
     return Costs(probe.step_ms, verify_ms, chain_ms, lambda depth: 0.0, turnaround_ms)
 

@@ -31,7 +31,8 @@ class Probe:
 
     `step_ms` is a run-ahead token of the target; `chain_ms` a chain drafted right after another; `tree_ms` a depth by
     its branches; `link_ms` a drafter's answer beyond its work. `turn_ms(K)` is a whole round of SD: a drafter that has
-    waited drafts slower than one that has not. The trials tell what a verify takes beside the drafter.
+    waited drafts slower than one that has not; `between_ms` is the target's wait in it beyond the chain's time. The
+    trials tell what a verify takes beside the drafter.
     """
 
     step_ms: float
@@ -40,6 +41,7 @@ class Probe:
     tree_ms: Curve
     link_ms: float
     turn_ms: Curve
+    between_ms: float
     trials: tuple[Trial, ...]
 
 
@@ -70,13 +72,13 @@ def probe(
     chain_ms, link_ms = _chain_curve(bench, texts[0], sampling, max(depths))
     tree_ms = _tree_curve(bench, texts[0], sampling, branches)
     tell("probe: verify and draft in turn")
-    turn_ms = _turn_curve(bench, texts[0], sampling, depths)
+    turn_ms, between_ms = _turn_curve(bench, texts[0], sampling, depths)
     trials = []
     for depth in depths:
         for count in branches:
             tell(f"probe: acceptance and hits, K = {depth}, B = {count}")
             trials.append(trial(bench, texts, sampling, depth, count))
-    return Probe(statistics.median(steps), verify_ms, chain_ms, tree_ms, link_ms, turn_ms, tuple(trials))
+    return Probe(statistics.median(steps), verify_ms, chain_ms, tree_ms, link_ms, turn_ms, between_ms, tuple(trials))
 
 
 def cadence(spans: Sequence[Span]) -> list[float]:
@@ -132,20 +134,23 @@ def _tree_curve(bench: Workbench, known: Text, sampling: SamplingParams, branche
     return medians(times)
 
 
-def _turn_curve(bench: Workbench, known: Text, sampling: SamplingParams, depths: Sequence[int]) -> Curve:
-    """Rounds of SD by K, the chain drafted, then one as long verified: from one verify's end to the next's."""
+def _turn_curve(bench: Workbench, known: Text, sampling: SamplingParams, depths: Sequence[int]) -> tuple[Curve, float]:
+    """Rounds of SD by K, the chain drafted, then one as long verified: from one verify's end to the next's; and the
+    wait between them that is not the chain's."""
     start, text = known
     times: defaultdict[int, list[float]] = defaultdict(list)
+    between = []
     for depth in depths:
         bench.open(text[:start], sampling, target=True, drafter=True)
         told, at, ended_ns = start, start + 1, 0
         for number in range(1, REPEATS + WARM_UP + 1):
             if at + depth >= len(text):
                 break
-            bench.chain(number, at, text[told:at], depth)
+            _, whole_ms = bench.chain(number, at, text[told:at], depth)
             outcome = bench.verify(number, at, text[at : at + depth])
             if number > WARM_UP:
+                between.append(max(outcome.idle_ns / 1e6 - whole_ms, 0.0))
                 times[depth].append((outcome.work.ended_ns - ended_ns) / 1e6)
             told, at, ended_ns = at, at + outcome.accepted + 1, outcome.work.ended_ns
         bench.close()
-    return medians(times)
+    return medians(times), statistics.median(between)

@@ -46,7 +46,7 @@ def test_shares_of_rounds_are_all_of_them() -> None:
 
 
 def test_a_run_that_takes_the_times_measured_alone_is_all_of_the_formula() -> None:
-    flat = replace(ALONE, chain_ms=Curve(((1, 5.0), (3, 5.0))))
+    flat = replace(ALONE, chain_ms=Curve(((1, 5.0), (3, 5.0))), between_ms=0.4)
     assert judge(account([SSD]), flat, works_ahead=True).share == pytest.approx(1.0)
 
 

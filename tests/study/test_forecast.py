@@ -25,6 +25,7 @@ def probe_of(verify: Curve, accepted: int, beside: float = 1.0) -> Probe:
         Curve(((4, 2.5), (8, 3.0))),
         0.2,
         turn,
+        0.0,
         (Trial(3, 8, rounds),),
     )
 
