@@ -20,16 +20,26 @@ def main() -> int:
     with WorkerLink(options.endpoint, options.name, options.parent_fd) as link:
         try:
             link.send(Loading("target", "importing MLX"))
+            from engine import memory
             from engine.loading import load
             from engine.pace import Pace
+            from target_worker.colocated import Colocated
             from target_worker.worker import TargetWorker
 
             profile = Profile.read(options.simulate) if options.simulate else None
-            model = load(options.model, progress=lambda stage: link.send(Loading("target", stage)))
+
+            def tell(stage: str) -> None:
+                link.send(Loading("target", stage))
+
+            model = load(options.model, progress=tell)
+            colocated = Colocated(load(options.draft_model, progress=tell)) if options.draft_model else None
+            if colocated is not None:  # each load has set the limits for its own weights alone
+                memory.set_limits(model.weight_bytes + colocated.model.weight_bytes)
         except OutriderError as error:
             link.send(Fault(options.name, None, str(error)))
             return error.exit_code
-        note = f"simulating {profile.name}" if profile else ""
+        drafts = f"drafting in this process with {options.draft_model}" if colocated else ""
+        note = f"simulating {profile.name}" if profile else drafts
         hello = Hello(
             "target",
             options.name,
@@ -44,7 +54,7 @@ def main() -> int:
             note,
         )
         link.send(hello)
-        TargetWorker(link, model, Pace(profile.target) if profile else None).run()
+        TargetWorker(link, model, Pace(profile.target) if profile else None, colocated).run()
     return 0
 
 
@@ -53,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--name", default="target-0")
     parser.add_argument("--model", required=True)
+    parser.add_argument("--draft-model", help="a model that drafts in this process, in turn with the target")
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--parent-fd", type=int, default=None)
     parser.add_argument("--log-level", default="warning")

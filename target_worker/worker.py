@@ -1,7 +1,8 @@
-"""The target worker's loop: OPEN and VERIFY in, OUTCOME out; run-ahead decoding and prepared branches in between.
+"""The target worker's loop: OPEN and VERIFY in, OUTCOME out; in between the rounds that it may make by itself.
 
-Owns one slot a request. Answers a repeated VERIFY from the outcomes it kept; drops what is stale; says RESYNC when the
-committed lengths disagree. Knows nothing of drafters or text.
+Those are plain decoding, a branch that was prepared, or chains of a drafter of its own (`colocated`). Owns one slot a
+request. Answers a repeated VERIFY from the outcomes it kept; drops what is stale; says RESYNC when the committed
+lengths disagree. Knows nothing of drafters in other processes, or of text.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.core as mx
 
 from engine.loading import LoadedModel
 from engine.pace import Pace
-from engine.slots import Slot, open_slots
-from engine.verify import RunAhead, Verdict, verify
+from engine.slots import open_slots
+from engine.verify import RunAhead, verify
 from protocol import clock
 from protocol.errors import InvalidRequest, OutriderError
 from protocol.messages import (
@@ -37,36 +38,10 @@ from protocol.messages import (
 )
 from protocol.sparse import SparseQ, one_hot
 from protocol.worker_link import WorkerLink
+from target_worker.colocated import Colocated, DraftedRounds, Drafting
+from target_worker.running import Running
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Running:
-    """A request on this target.
-
-    `answers` are its latest outcomes: the orchestrator may be one behind, when the target went on by itself. `prepared`
-    is what it may go on with. `ahead_left` counts the run-ahead rounds still allowed.
-    """
-
-    slot: Slot
-    epoch: int
-    answers: deque[Outcome]
-    prepared: Prepare | None = None
-    ahead: RunAhead | None = None
-    ahead_left: int = 0
-
-    @property
-    def last(self) -> Outcome:
-        return self.answers[-1]
-
-    def onward(self, round_number: int, verdict: Verdict) -> tuple[int, ...] | None:
-        """The branch that was prepared for this outcome of this round."""
-        prepared = self.prepared
-        if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, round_number):
-            return None
-        outcome = (verdict.accepted, verdict.bonus)
-        return next((entry.chain for entry in prepared.entries if (entry.accepted, entry.bonus) == outcome), None)
 
 
 class _PrefillCancelled(Exception):
@@ -74,12 +49,18 @@ class _PrefillCancelled(Exception):
 
 
 class TargetWorker:
-    """Serves requests from `link` with `model` until told to shut down; `pace` holds its forwards to a profile."""
+    """Serves requests from `link` with `model` until told to shut down.
 
-    def __init__(self, link: WorkerLink, model: LoadedModel, pace: Pace | None = None) -> None:
+    `pace` holds its forwards to a profile; `colocated` drafts in this process.
+    """
+
+    def __init__(
+        self, link: WorkerLink, model: LoadedModel, pace: Pace | None = None, colocated: Colocated | None = None
+    ) -> None:
         self._link = link
         self._model = model
         self._pace = pace
+        self._colocated = colocated
         self._running: dict[str, Running] = {}
         self._stale = 0
 
@@ -136,8 +117,7 @@ class TargetWorker:
 
         def progress(done: int, total: int) -> None:
             self._link.send(Prefilled(message.request, message.epoch, done, total))
-            if self._closed_meanwhile(message.request):
-                raise _PrefillCancelled
+            self._end_if_closed(message.request)
 
         try:
             slots = open_slots(self._model, [message.tokens.tolist()], [message.sampling], progress)
@@ -153,28 +133,28 @@ class TargetWorker:
             verdict.bonus,
             clock.since(started_ns),
         )
-        self._running[message.request] = Running(slots[0], message.epoch, deque(maxlen=2))
-        self._answer(self._running[message.request], outcome)
+        running = Running(slots[0], message.epoch, deque(maxlen=2), message.eos)
+        self._running[message.request] = running
+        self._answer(running, outcome)
 
     def _keep(self, message: Prepare) -> None:
         running = self._running.get(message.request)
         if running is not None:
             running.prepared = message
 
-    def _closed_meanwhile(self, request: str) -> bool:
+    def _end_if_closed(self, request: str) -> None:
         """Looks through what arrived during a prefill, keeping all of it for later."""
         while (message := self._link.peek()) is not None:
             self._link.put_back(message)
             if isinstance(message, Close) and message.request == request:
-                return True
-        return False
+                raise _PrefillCancelled
 
     def _verify(self, message: Verify, received_ns: int) -> None:
         running = self._running.get(message.request)
         if running is None or message.epoch > running.epoch:
             self._link.send(Resync(message.request, message.epoch))
             return
-        self._stop_ahead(running)
+        running.stop_ahead()
         repeated = [answer for answer in running.answers if answer.round >= message.round]
         if message.epoch == running.epoch and repeated and repeated[0].round == message.round:
             for answer in repeated:
@@ -187,7 +167,7 @@ class TargetWorker:
         if message.base_len != len(running.slot.tokens):
             self._link.send(Resync(message.request, message.epoch))
             return
-        if message.run_ahead:
+        if message.run_ahead or message.draft:
             self._start_ahead(running, message)
             return
         started_ns = clock.now()
@@ -240,31 +220,74 @@ class TargetWorker:
         self._link.send(outcome)
 
     def _start_ahead(self, running: Running, message: Verify) -> None:
-        """A verify of an empty chain that may be followed by `run_ahead` more of the same, unasked."""
+        """A round of an empty chain, or of one drafted here, that may be followed by `run_ahead` more, unasked."""
+        try:
+            drafting = self._drafting(running) if message.draft else None
+        except _PrefillCancelled:
+            return
         running.answers.append(replace(running.last, round=message.round - 1))
-        running.ahead = RunAhead(self._model, running.slot)
+        if drafting is not None:
+            room = max(message.room, 1)
+            running.ahead = DraftedRounds(self._model, running.slot, drafting, message.draft, room, running.eos)
+        else:
+            running.ahead = RunAhead(self._model, running.slot)
         running.ahead_left = message.run_ahead + 1
         self._step_ahead(running, time.perf_counter())
 
+    def _drafting(self, running: Running) -> Drafting:
+        """The own drafter's part of a request. It reads the text when it is first asked for: plain decoding pays
+        nothing.
+        """
+        if self._colocated is None:
+            raise InvalidRequest("this target has no drafter of its own; expected a draft of 0, or --draft-model")
+        if running.drafting is None:
+            request, slot = running.last.request, running.slot
+            running.drafting = self._colocated.open(
+                slot.tokens, slot.sampler.params, lambda done, total: self._end_if_closed(request)
+            )
+        return running.drafting
+
     def _step_ahead(self, running: Running, ready: float = 0.0) -> None:
-        """One token more. All but the first, which a message asked for at `ready`, begin where the last one ended."""
-        if running.ahead is None:
-            return
-        started_ns, base_len = clock.now(), len(running.slot.tokens)
-        with self._paced(1, ready):
-            token = running.ahead.next()
-        last = running.last
-        work = Span(started_ns, clock.now())
-        outcome = Outcome(last.request, last.epoch, last.round + 1, base_len, 0, token, work)
+        """One round more. All but the first, which a message asked for at `ready`, begin where the last one ended."""
+        match running.ahead:
+            case RunAhead() as ahead:
+                outcome = self._plain_round(running, ahead, ready)
+                over = False
+            case DraftedRounds() as rounds:
+                outcome = _drafted_round(running, rounds)
+                over = rounds.over
+            case _:
+                return
         self._answer(running, outcome)
         running.ahead_left -= 1
-        if running.ahead_left == 0:
-            self._stop_ahead(running)
+        if over or running.ahead_left == 0:
+            running.stop_ahead()
 
-    def _stop_ahead(self, running: Running) -> None:
-        if running.ahead is not None:
-            running.ahead.stop()
-            running.ahead = None
+    def _plain_round(self, running: Running, ahead: RunAhead, ready: float) -> Outcome:
+        started_ns, base_len = clock.now(), len(running.slot.tokens)
+        with self._paced(1, ready):
+            token = ahead.next()
+        last = running.last
+        work = Span(started_ns, clock.now())
+        return Outcome(last.request, last.epoch, last.round + 1, base_len, 0, token, work)
+
+
+def _drafted_round(running: Running, rounds: DraftedRounds) -> Outcome:
+    last, base_len = running.last, len(running.slot.tokens)
+    made = rounds.next()
+    return Outcome(
+        last.request,
+        last.epoch,
+        last.round + 1,
+        base_len,
+        made.verdict.accepted,
+        made.verdict.bonus,
+        made.work,
+        max(made.work.started_ns - last.work.ended_ns, 0),
+        peak_bytes=mx.get_peak_memory(),
+        drafted=made.chain,
+        drafting=made.drafting,
+    )
 
 
 def _drawn_from(message: Verify) -> SparseQ | None:

@@ -63,6 +63,11 @@ class Verify:
     `run_ahead` = n lets the target go on by itself for n further single-token rounds, one Outcome each, until any other
     message for the request arrives. `kind` says how the chain was proposed and so which rule verifies it: by equality,
     or by rejection sampling against a certain proposal (one-hot) or against `q`, which a sparse one was drawn from.
+
+    `draft` = K, for a target with a drafter in its own process: that one proposes up to K tokens in this round, whose
+    `chain` is empty, and in each of the `run_ahead` that follow; 0: plain decoding. `room` is then how many tokens the
+    request may still grow by: a chain leaves place for its bonus token, and the rounds end there or with a token of
+    Open's `eos`.
     """
 
     request: RequestId
@@ -73,6 +78,8 @@ class Verify:
     run_ahead: Count = 0
     kind: Annotated[str, Choice(("coupled", "one-hot", "sparse"))] = "coupled"
     q: SparseQ | None = None
+    draft: Count = 0
+    room: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,9 @@ class Outcome:
     """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`.
 
     `idle_ns`: from the end of the verify before to the start of this one. `onward`: the prepared chain that the target
-    goes on with as the next round; None: it waits for VERIFY. `peak_bytes`: the most memory MLX has held.
+    goes on with as the next round; None: it waits for VERIFY. `peak_bytes`: the most memory MLX has held. `drafted` is
+    the chain that the target's own drafter had proposed for this round, of which `accepted` tokens hold, and `drafting`
+    when it did; None: it was not asked to. `work` is the verify alone.
     """
 
     request: RequestId
@@ -117,6 +126,8 @@ class Outcome:
     idle_ns: Nanoseconds = 0
     onward: Chain | None = None
     peak_bytes: Serial = 0
+    drafted: Chain | None = None
+    drafting: Span | None = None
     logprobs: Floats | None = None
     features: Floats | None = None
 

@@ -1,0 +1,48 @@
+"""A request on the target: its slot, what it has answered, and what it may go on with by itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from engine.slots import Slot
+from engine.verify import RunAhead, Verdict
+from protocol.messages import Outcome, Prepare
+from target_worker.colocated import DraftedRounds, Drafting
+
+
+@dataclass(slots=True)
+class Running:
+    """A request on this target.
+
+    `answers` are its latest outcomes: the orchestrator may be one behind, when the target went on by itself. `prepared`
+    is what it may go on with. `ahead` are its rounds without a word between, of which `ahead_left` are still allowed.
+    `eos` are the tokens that end it; `drafting` is the own drafter's part, opened when first asked for.
+    """
+
+    slot: Slot
+    epoch: int
+    answers: deque[Outcome]
+    eos: tuple[int, ...] = ()
+    prepared: Prepare | None = None
+    ahead: RunAhead | DraftedRounds | None = None
+    ahead_left: int = 0
+    drafting: Drafting | None = None
+
+    @property
+    def last(self) -> Outcome:
+        return self.answers[-1]
+
+    def onward(self, round_number: int, verdict: Verdict) -> tuple[int, ...] | None:
+        """The branch that was prepared for this outcome of this round."""
+        prepared = self.prepared
+        if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, round_number):
+            return None
+        outcome = (verdict.accepted, verdict.bonus)
+        return next((entry.chain for entry in prepared.entries if (entry.accepted, entry.bonus) == outcome), None)
+
+    def stop_ahead(self) -> None:
+        """Leaves the slot as if its tokens had come one by one."""
+        if self.ahead is not None:
+            self.ahead.stop()
+            self.ahead = None
