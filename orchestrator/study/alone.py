@@ -63,6 +63,7 @@ class Stopwatch:
             WorkerError: there is no drafter, or a worker was lost.
         """
         self._bench.need_drafter()
+        self._bench.rouse()
         endless = replace(sampling, max_tokens=1 << 20)
         length = max((ROUNDS + 1) * (self._depths[-1] + 1) + 1, STEPS)
         text, spans = self._bench.text(prompt, length, endless)

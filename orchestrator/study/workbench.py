@@ -36,6 +36,8 @@ from protocol.sampling import SamplingParams
 
 REQUEST = "bench"
 PATIENCE_MS = 120_000
+ROUSE_MS = 5_000
+TARGET = "target-0"
 
 M = TypeVar("M")
 
@@ -79,6 +81,18 @@ class Workbench:
         """
         if not self._hub.drafters():
             raise WorkerError("this measurement needs a draft worker; choose a draft backend other than ngram and none")
+
+    def rouse(self) -> None:
+        """Hears from every worker again after a pause in which nobody listened: that silence was not theirs."""
+        silent = {TARGET, *self._hub.drafters()}
+        deadline_ns = clock.now() + ROUSE_MS * 1_000_000
+        while silent and clock.now() < deadline_ns:
+            self._hub.ping(clock.now())
+            self._poller.poll(250)
+            for message in self._arrivals():
+                if isinstance(message, Pong):
+                    silent.discard(message.name)
+                self._arrived.append(message)
 
     # --- a request ------------------------------------------------------------------------------------------------
 
