@@ -87,10 +87,10 @@ def judge_plain(found: Account, alone: Alone) -> Judged:
     return Judged(_rate(found), 1000 * ar_rate(alone.costs()), step_ms, alone.step_ms, 0.0, 0.0)
 
 
-def judge(found: Account, alone: Alone, works_ahead: bool) -> Judged:
-    """SD, or with `works_ahead` SSD, against theorem 7 on the run's own mix of rounds."""
+def judge(found: Account, alone: Alone, depth: int, works_ahead: bool) -> Judged:
+    """SD with this K, or with `works_ahead` SSD, against theorem 7 on the run's own mix of rounds."""
     costs = alone.costs(found.turnaround_ms)
-    kinds = kinds_of(found, works_ahead)
+    kinds = kinds_of(found, depth, works_ahead)
     verify_alone_ms = sum(kind.share * alone.verify_ms(kind.rows) for kind in kinds)
     predicted = mixed_rate(costs, kinds)
     return Judged(
@@ -103,16 +103,18 @@ def judge(found: Account, alone: Alone, works_ahead: bool) -> Judged:
     )
 
 
-def kinds_of(found: Account, works_ahead: bool) -> list[Kind]:
-    """The run's rounds by the rows they verified. A chain asked for counts as one of mean length; a chain from the
-    cache must have been drafted as deep during the verify before it."""
+def kinds_of(found: Account, depth: int, works_ahead: bool) -> list[Kind]:
+    """The run's rounds by the rows they verified. A chain asked for counts as one of mean length; one from the cache
+    must have been drafted as deep during the verify before it. Chains longer than K are the n-grams', which cost
+    nothing."""
     chains = sum(found.rows[2:])
-    mean = round(sum(count * (rows - 1) for rows, count in enumerate(found.rows) if rows > 1) / chains) if chains else 0
+    drafted = sum(count * min(rows - 1, depth) for rows, count in enumerate(found.rows) if rows > 1)
+    mean = round(drafted / chains) if chains else 0
     asked = min(found.asked / found.rounds, 1.0)
     kinds = []
     for rows, count in enumerate(found.rows):
         share = count / found.rounds
-        ahead = rows - 1 if works_ahead else 0
+        ahead = rows - 1 if works_ahead and rows <= depth + 1 else 0
         kinds.append(Kind(share * asked, rows, _tokens(found), asked=mean))
         kinds.append(Kind(share * (1.0 - asked), rows, _tokens(found), ahead=ahead))
     return [kind for kind in kinds if kind.share > 0]

@@ -20,7 +20,8 @@ from protocol.sampling import SamplingParams
 
 # Rounds of each kind in a sample; the one before them, cold caches included, is not counted.
 ROUNDS = 2
-STEPS = 32
+# Rows of a verify that are timed beyond K+1, for n-grams may fill a chain further.
+MORE_ROWS = (12, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Stopwatch:
         self._ahead: defaultdict[int, list[float]] = defaultdict(list)
 
     def sample(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Times everything once more, over the target's own text after `prompt`; a second or so.
+        """Times everything once more, over the text that the target itself says after `prompt`: plain steps all along
+        it, the rest from its middle, so that as much is attended to as in a run on average. A few seconds.
 
         Raises:
             WorkerError: there is no drafter, or a worker was lost.
@@ -65,14 +67,16 @@ class Stopwatch:
         self._bench.need_drafter()
         self._bench.rouse()
         endless = replace(sampling, max_tokens=1 << 20)
-        length = max((ROUNDS + 1) * (self._depths[-1] + 1) + 1, STEPS)
+        needed = max((ROUNDS + 1) * (self._depths[-1] + 1), MORE_ROWS[-1]) + 2
+        length = max(sampling.max_tokens, 2 * needed)
         text, spans = self._bench.text(prompt, length, endless)
         self._steps += cadence(spans)
+        middle = len(prompt) + length // 2
         for _ in range(ROUNDS):
-            self._time_verify(len(prompt), text, endless)
+            self._time_verify(middle, text, endless)
         for depth in self._depths:
-            self._time_chain(len(prompt), text, endless, depth)
-            self._time_ahead(len(prompt), text, endless, depth)
+            self._time_chain(middle, text, endless, depth)
+            self._time_ahead(middle, text, endless, depth)
 
     def read(self) -> Alone:
         """Medians of all samples so far; at least one."""
@@ -85,8 +89,9 @@ class Stopwatch:
         )
 
     def _time_verify(self, start: int, text: Sequence[int], sampling: SamplingParams) -> None:
-        """c(M) for M = 1..K+1, each row count from the same place."""
-        for rows in range(1, self._depths[-1] + 2):
+        """c(M), each row count from the same place."""
+        usual = range(1, self._depths[-1] + 2)
+        for rows in (*usual, *(rows for rows in MORE_ROWS if rows not in usual)):
             self._bench.open(text[:start], sampling, target=True, drafter=False)
             warm = self._bench.verify(1, start + 1, ())
             base_len = start + 2 + warm.accepted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 OURS = "#2a9d4e"
 OTHERS = "#5c9fd4"
 COLUMNS = 2
+TITLE_WIDTH = 80
 
 
 def draw(sections: Sequence[Section], path: Path, title: str) -> None:
@@ -29,7 +31,7 @@ def draw(sections: Sequence[Section], path: Path, title: str) -> None:
     columns = min(COLUMNS, len(sections))
     lines = -(-len(sections) // columns)
     longest = max(len(found.rows) for found in sections)
-    figure = Figure(figsize=(6.4 * columns, lines * (1.1 + 0.34 * longest) + 0.4), layout="constrained")
+    figure = Figure(figsize=(6.4 * columns, lines * (1.4 + 0.34 * longest) + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True).flat
     for axes, found in zip(panels, sections, strict=False):
@@ -56,7 +58,8 @@ def _panel(axes: Axes, found: Section) -> None:
     axes.set_yticks(range(len(values)), [row.name for row in found.rows], fontsize=8)
     axes.invert_yaxis()
     axes.axvline(1.0, color="#555555", linewidth=0.8)
-    axes.set_title(f"{found.kind}, T = {found.temp:g}; {found.conditions}", fontsize=9, loc="left")
+    conditions = textwrap.fill(found.conditions, TITLE_WIDTH)
+    axes.set_title(f"{found.kind}, T = {found.temp:g}\n{conditions}", fontsize=9, loc="left")
     axes.set_xlabel(f"times {found.baseline}", fontsize=8)
     axes.tick_params(labelbottom=True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -41,7 +41,7 @@ def judge_all(subjects: Sequence[Subject], alone: Alone) -> dict[str, Judged]:
 def _judge(subject: Subject, alone: Alone) -> Judged:
     if subject.mode == "ar":
         return judge_plain(subject.account, alone)
-    return judge(subject.account, alone, works_ahead=subject.mode == "ssd")
+    return judge(subject.account, alone, subject.depth or 0, works_ahead=subject.mode == "ssd")
 
 
 def lines(alone: Alone, subjects: Sequence[Subject], branches: int, weight_bytes: int) -> list[str]:

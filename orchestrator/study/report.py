@@ -65,14 +65,13 @@ def section(
 def table(found: Section) -> str:
     """A Markdown table under a line that says what it is of, and what explains it."""
     head = f"{found.kind}, T = {found.temp:g}: {found.prompts} prompts, {found.repeated:.0%} of 4-grams repeated"
-    lines = [
-        f"{head}; {found.conditions}",
-        "",
-        f"| | tok/s (median) | against {found.baseline} [95 %] | of the formula | accepted | tokens a round | hits |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    has_formula = any(row.judged for row in found.rows)
+    titles = ["", "tok/s (median)", f"against {found.baseline} [95 %]", *(["of the formula"] if has_formula else [])]
+    titles += ["accepted", "tokens a round", "hits"]
+    lines = [f"{head}; {found.conditions}", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in found.rows:
-        cells = [row.name, f"{row.median:.1f}", str(row.against), _number(row.judged.share if row.judged else None)]
+        cells = [row.name, f"{row.median:.1f}", str(row.against)]
+        cells += [_number(row.judged.share if row.judged else None)] if has_formula else []
         cells += [_percent(row.acceptance), _number(row.tokens_per_round), _percent(row.hit_rate)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, *(["", *found.notes] if found.notes else [])])

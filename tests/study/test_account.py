@@ -38,30 +38,31 @@ def test_rounds_are_counted_by_the_rows_they_verified() -> None:
 
 
 def test_shares_of_rounds_are_all_of_them() -> None:
-    kinds = kinds_of(account([SSD]), works_ahead=True)
+    kinds = kinds_of(account([SSD]), 3, works_ahead=True)
     assert sum(kind.share for kind in kinds) == pytest.approx(1.0)
     assert {(kind.rows, kind.ahead) for kind in kinds if not kind.asked} == {(1, 0), (3, 2), (4, 3)}
     assert sum(kind.share for kind in kinds if kind.asked) == pytest.approx(5 / 20)
-    assert all(kind.ahead == 0 for kind in kinds_of(account([SSD]), works_ahead=False))
+    assert {(kind.rows, kind.ahead) for kind in kinds_of(account([SSD]), 2, works_ahead=True)} >= {(4, 0), (3, 2)}
+    assert all(kind.ahead == 0 for kind in kinds_of(account([SSD]), 3, works_ahead=False))
 
 
 def test_a_run_that_takes_the_times_measured_alone_is_all_of_the_formula() -> None:
     flat = replace(ALONE, chain_ms=Curve(((1, 5.0), (3, 5.0))), between_ms=0.4)
-    assert judge(account([SSD]), flat, works_ahead=True).share == pytest.approx(1.0)
+    assert judge(account([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
 
 
 def test_slower_verifies_are_what_is_missing_and_are_told() -> None:
     slow = replace(SSD, verify_ms=SSD.verify_ms * 1.1, predicted_ms=SSD.predicted_ms + SSD.verify_ms * 0.1)
-    found = judge(account([slow]), ALONE, works_ahead=True)
+    found = judge(account([slow]), ALONE, 3, works_ahead=True)
     assert found.verify_ms / found.verify_alone_ms == pytest.approx(1.1)
-    assert found.share < judge(account([SSD]), ALONE, works_ahead=True).share
+    assert found.share < judge(account([SSD]), ALONE, 3, works_ahead=True).share
 
 
 def test_a_drafter_that_does_not_fit_behind_the_verify_is_in_the_formula() -> None:
     tall = replace(ALONE, ahead_ms=Curve(((1, 20.0), (3, 40.0))))
     found = account([SSD])
-    assert judge(found, tall, works_ahead=True).predicted < judge(found, ALONE, works_ahead=True).predicted
-    assert judge(found, tall, works_ahead=False) == judge(found, ALONE, works_ahead=False)
+    assert judge(found, tall, 3, works_ahead=True).predicted < judge(found, ALONE, 3, works_ahead=True).predicted
+    assert judge(found, tall, 3, works_ahead=False) == judge(found, ALONE, 3, works_ahead=False)
 
 
 def test_plain_decoding_is_its_step() -> None:

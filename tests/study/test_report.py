@@ -31,6 +31,12 @@ def test_a_table_says_what_was_measured_of_what_the_formula_promises() -> None:
     assert table.endswith("\n\n- a line")
 
 
+def test_a_table_of_which_the_formula_says_nothing_has_no_such_column() -> None:
+    second = report.section("code", 0.0, "both cores", of_second_table(RUNS), "ar, both cores", {})
+    assert "of the formula" not in report.table(second)
+    assert len({line.count("|") for line in report.table(second).splitlines() if "|" in line}) == 1
+
+
 def test_each_contestant_stands_in_the_table_of_its_cores() -> None:
     assert [row.name for row in made().rows] == ["mlx-lm", "auto", "ssd K=3", "sd model K=3", "ar"]
     assert set(of_second_table(RUNS)) == {"ssd K=3", "auto", *(name for name in NAMES if name.endswith(BOTH_CORES))}
