@@ -18,6 +18,10 @@ BRANCH_DEPTHS = ("auto", "full")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_DRAFT_TOKENS = 32
 MAX_BRANCHES_ASKED = 256
+NO_SSD_COLOCATED = (
+    "mode ssd needs a drafter that works while the target verifies, and colocate makes both take turns in one process;"
+    " expected mode sd, ar or auto, or no colocate"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,8 @@ class ServeSettings:
     connect; None: a socket of its own in the run directory. `threads`: BLAS threads of each worker. `max_active`:
     requests in flight at once. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the script
     of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
+    `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft worker that works
+    ahead.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -49,6 +55,7 @@ class ServeSettings:
     log_level: str = "warning"
     replay: Path | None = None
     simulate: Path | None = None
+    colocate: bool = False
 
     def __post_init__(self) -> None:
         check_word("mode", self.mode, MODES)
@@ -65,10 +72,17 @@ class ServeSettings:
     @property
     def has_draft_worker(self) -> bool:
         """Whether a process of its own proposes; n-grams live in the orchestrator."""
-        return self.draft_backend not in ("ngram", "none")
+        return self.draft_backend not in ("ngram", "none") and not self.colocate
+
+    @property
+    def needs_draft_model(self) -> bool:
+        """Whether somebody drafts with a model, in whatever process."""
+        return self.has_draft_worker or self.colocate
 
     def _check_together(self) -> None:
-        if self.draft_model is not None and not self.has_draft_worker:
+        if self.colocate:
+            self._check_colocated()
+        if self.draft_model is not None and not self.needs_draft_model:
             raise InvalidRequest(
                 f"draft_backend {self.draft_backend} runs no draft model; leave out draft_model {self.draft_model!r}"
                 " or choose the backend mlx"
@@ -84,15 +98,30 @@ class ServeSettings:
         if self.draft_backend == "replay" and self.replay is None:
             raise InvalidRequest("draft_backend replay has no script; expected replay to name the file it plays")
 
+    def _check_colocated(self) -> None:
+        if self.draft_backend != "mlx":
+            raise InvalidRequest(
+                f"colocate drafts with MLX in the target's process, so draft_backend {self.draft_backend} has no place"
+                " there; leave out one of the two"
+            )
+        if self.model is not None and self.draft_model is None:
+            raise InvalidRequest("colocate has no model to draft with; expected draft_model beside model, or neither")
+        if self.simulate is not None:
+            raise InvalidRequest("colocate keeps to no latency profile; expected simulate or colocate, not both")
+        if self.mode == "ssd":
+            raise InvalidRequest(NO_SSD_COLOCATED)
+
 
 def flags(settings: ServeSettings) -> list[str]:
     """The command line that says these settings; defaults are left out."""
     line = []
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), field.name.replace("_", "-")
+        if value == field.default:
+            continue
         if isinstance(value, bool):
-            line += [] if value else [f"--no-{name}"]
-        elif value != field.default:
+            line.append(f"--{name}" if value else f"--no-{name}")
+        else:
             line += [f"--{name}", str(value)]
     return line
 

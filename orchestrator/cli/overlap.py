@@ -42,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
     if not 1 <= options.rounds <= 1000:
         raise InvalidRequest(f"rounds is {options.rounds}; expected a whole number from 1 to 1000")
     settings = ServeSettings(**flags.settings_of(options))
+    if settings.colocate:
+        raise InvalidRequest("overlap times a drafter beside the target; with colocate they take turns, leave it out")
     out = _folder(options.out)
     screen = Screen()
     measured = _measure(settings, options.prompt, options.rounds, screen)

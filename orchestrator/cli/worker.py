@@ -25,6 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Becomes the worker: this process is replaced, so signals and the exit code are the worker's own."""
     settings = ServeSettings(**flags.settings_of(options))
+    if options.role == "draft" and settings.colocate:
+        raise InvalidRequest("colocate drafts in the target's process; expected no colocate for a draft worker")
     if options.role == "draft" and not settings.has_draft_worker:
         raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx, coreml or replay")
     endpoint = str(parse(options.connect))

@@ -62,8 +62,14 @@ class Dispatch:
                 proposal.run_ahead,
                 proposal.kind(request.admit.sampling),
                 proposal.q,
+                proposal.draft,
+                self.room(request) if proposal.draft else 0,
             )
         )
+
+    def room(self, request: Request) -> int:
+        """How many tokens the request may still grow by."""
+        return min(request.remaining, self.workers.target_context - len(request.tokens))
 
     def prepare(self, request: Request, entries: tuple[Branch, ...]) -> None:
         """What the target may go on with after the round under way."""

@@ -156,7 +156,7 @@ class Estimates:
 
     def link_ms(self) -> float:
         """There and back between here and a drafter."""
-        return self._link_ms.value or 0.5
+        return self._link_ms.value if self._link_ms.value is not None else 0.5
 
     def depth_ms(self) -> float:
         return self._depth_ms.value if self._depth_ms.value is not None else 3.0

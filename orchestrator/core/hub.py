@@ -146,9 +146,10 @@ class Hub:
             yield name.removesuffix(HEARTBEAT_SUFFIX), message
 
     def hello(self, name: str, hello: Hello, now_ns: int) -> None:
-        """A worker is ready: one that was spawned, or another drafter that joins by itself."""
+        """A worker is ready: one that was spawned, or, unless the target drafts for itself, a drafter that joins."""
         worker = self._workers.setdefault(name, Worker(name, hello.role, None))
-        if worker.role != hello.role or (hello.role == "target" and worker.spawned is None):
+        foreign = worker.spawned is None and (hello.role == "target" or self._settings.colocate)
+        if worker.role != hello.role or foreign:
             del self._workers[name]
             self._send(name, Shutdown())
             return

@@ -15,6 +15,7 @@ from protocol.messages import Branches, Drafted, Outcome, Span
 
 ORCHESTRATOR = "orchestrator"
 TARGET = "target"
+TARGETS_DRAFTER = "target's drafter"
 
 
 class Ledger:
@@ -36,7 +37,7 @@ class Ledger:
         depth = self._depth(admit)
         if admit.mode == "auto":
             return self._controller(has_drafter, depth).plan(), []
-        if admit.mode == "ar" or has_drafter or self._settings.ngrams:
+        if admit.mode == "ar" or has_drafter or self._settings.ngrams or self._settings.colocated:
             return Plan(admit.mode, depth), []
         return Plan("ar", depth), ["speculation is off: there is no drafter"]
 
@@ -71,7 +72,7 @@ class Ledger:
         found = proposal.source is Source.CACHE
         if found or proposal.missed:
             self.estimates.saw_lookup(found)  # late or not: whether it is worth its wait is for `fallback` to say
-        if self._trace.enabled:
+        if self._trace.enabled and not proposal.draft:
             name = _mark(proposal)
             chain = proposal.chain
             self._trace.mark(ORCHESTRATOR, name, now_ns, round=request.round, chain=len(chain), tokens=chain)
@@ -102,19 +103,30 @@ class Ledger:
             self._learn(request, ended, outcome, kept, (now_ns - request.handled_ns) / MILLISECOND_NS)
         request.handled_ns = now_ns
         if self._trace.enabled:
+            if outcome.drafting is not None:
+                self._trace_own(ended, chain, outcome.work.started_ns, outcome.drafting)
             self._trace.add(
                 TARGET, f"verify {len(chain) + 1}", outcome.work, round=ended.number, accepted=outcome.accepted
             )
+
+    def _trace_own(self, ended: Round, chain: tuple[int, ...], verified_ns: int, drafting: Span) -> None:
+        """A chain that the target drafted for itself; a row of its own, though it is the target's process."""
+        source = ended.proposal.source if chain else Source.NONE
+        self._trace.mark(ORCHESTRATOR, source.value, verified_ns, round=ended.number, chain=len(chain), tokens=chain)
+        self._trace.add(TARGETS_DRAFTER, "chain", drafting, tokens=len(chain), round=ended.number)
 
     def _learn(self, request: Request, ended: Round, outcome: Outcome, kept: int, round_ms: float) -> None:
         """What this round says about costs and odds."""
         proposal, estimates = ended.proposal, self.estimates
         estimates.saw_round(kept, round_ms)
-        if proposal.run_ahead:
+        if proposal.run_ahead and not proposal.draft:
             estimates.saw_ar(round_ms)
         elif ended.plan.mode != "ar":
             estimates.saw_verify(len(proposal.chain) + 1, _milliseconds(outcome.work))
             estimates.saw_chain(proposal.source.value, len(proposal.chain), outcome.accepted)
+        if proposal.chain and outcome.drafting is not None:
+            estimates.saw_draft(len(proposal.chain), _milliseconds(outcome.drafting))
+            estimates.saw_link(0.0)
         if proposal.source is Source.CACHE and not proposal.waited:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto":
@@ -125,7 +137,8 @@ class Ledger:
         """One controller for each set of means, so that what it learned with a drafter is not mixed with the rest."""
         means = (has_drafter, depth)
         if means not in self._controllers:
-            modes = ("ar", "sd", "ssd") if has_drafter else ("ar", "sd") if self._settings.ngrams else ("ar",)
+            drafts = self._settings.ngrams or self._settings.colocated
+            modes = ("ar", "sd", "ssd") if has_drafter else ("ar", "sd") if drafts else ("ar",)
             controller = Controller(self.estimates, modes, depth)
             if self._tuning is not None and has_drafter:
                 controller.start_from(self._tuning.choices)

@@ -51,6 +51,7 @@ class Core:
                 settings.branch_depth == "full",
                 settings.ngrams,
                 settings.simulate is not None,
+                settings.colocate,
             ),
             outbox.put,
             self._trace,

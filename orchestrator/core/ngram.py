@@ -19,6 +19,11 @@ class NgramIndex:
         self._followed_at: dict[tuple[int, ...], int] = {}
         self.extend(tokens)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it was never given a token: nothing is to be found."""
+        return not self._tokens
+
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             end = len(self._tokens)

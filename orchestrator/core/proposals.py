@@ -40,10 +40,14 @@ Step = Proposal | Ask | Linger
 
 @dataclass(frozen=True, slots=True)
 class Proposer:
-    """Decides by the mode of the request. `full_depth`: a round's branches are waited for until all are complete."""
+    """Decides by the mode of the request. `full_depth`: a round's branches are waited for until all are complete.
+
+    `colocated`: the target drafts for itself.
+    """
 
     estimates: Estimates
     full_depth: bool
+    colocated: bool = False
 
     def after(self, request: Request, accepted: int, bonus: int, longest: int, now_ns: int) -> Step:
         """The step after the outcome (accepted, bonus), with room for a chain of `longest`."""
@@ -51,12 +55,13 @@ class Proposer:
             return Proposal(run_ahead=_ahead(request))
         if longest < 1:
             return Proposal()
-        if not request.drafters:
+        if not request.drafters and not self.colocated:
             return from_ngrams(request, longest)
         if request.mode == "sd":
             ngram = request.ngrams.lookup(longest)
-            asks = self._is_fixed(request) or drafts_better(self.estimates, ngram, longest)
-            return Ask(longest) if asks else Proposal(ngram, Source.NGRAM)
+            if not self._is_fixed(request) and not drafts_better(self.estimates, ngram, longest):
+                return Proposal(ngram, Source.NGRAM)
+            return self._own(request) if self.colocated else Ask(longest)
         return self.serve(request, accepted, bonus, longest, now_ns)
 
     def serve(self, request: Request, accepted: int, bonus: int, longest: int, now_ns: int) -> Step:
@@ -71,6 +76,17 @@ class Proposer:
         if not cache.final and worth_waiting(self.estimates, len(found.chain), longest, since_ms):
             return Linger(accepted, bonus, self.estimates.depth_ms())
         return from_cache(found, longest)
+
+    def _own(self, request: Request) -> Proposal:
+        """The target's own chain, and as many more of them, unasked, as it has lately gone without n-grams.
+
+        Between them there is no looking for n-grams that would be better. Where none are looked for it goes on.
+        """
+        ahead = _ahead(request)
+        if request.ngrams.is_empty or self._is_fixed(request):
+            return Proposal(source=Source.DRAFTER, run_ahead=ahead, draft=request.depth)
+        ahead = min(request.round - request.copied_in, EPISODE_ROUNDS - 1, ahead)
+        return Proposal(source=Source.DRAFTER, run_ahead=ahead, draft=request.depth)
 
     def _is_fixed(self, request: Request) -> bool:
         """Full depth makes residual texts reproducible: then no estimate may decide what is verified."""

@@ -6,7 +6,7 @@ Knows tokens and times; knows no text, socket or model.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from orchestrator.core.controller import Plan
@@ -26,7 +26,8 @@ MAX_TURNAROUNDS = 10_000
 class RoundSettings:
     """`depth` is K, `branches` B. `full_depth`: wait until a round's branches are complete (reproducible rounds).
 
-    `simulated`: without its drafter a request stands for no machine, so it fails.
+    `simulated`: without its drafter a request stands for no machine, so it fails. `colocated`: the target drafts for
+    itself.
     """
 
     depth: int
@@ -34,6 +35,7 @@ class RoundSettings:
     full_depth: bool = False
     ngrams: bool = True
     simulated: bool = False
+    colocated: bool = False
 
 
 class Source(Enum):
@@ -50,7 +52,8 @@ class Proposal:
     """What the next round verifies after the last committed token.
 
     `missed`: the lookup found nothing when the outcome came. `waited`: a drafter was waited for. A chain from the cache
-    that was missed came late. `q`: what the chain was drawn from, None where nothing was drawn.
+    that was missed came late. `q`: what the chain was drawn from, None where nothing was drawn. `draft`: how many
+    tokens the target is to draft for itself; what it did is known with the outcome.
     """
 
     chain: tuple[int, ...] = ()
@@ -59,6 +62,15 @@ class Proposal:
     missed: bool = False
     waited: bool = False
     q: SparseQ | None = None
+    draft: int = 0
+
+    def settled(self, outcome: Outcome) -> Proposal:
+        """With the chain that was verified, which only the target knew if it drafted for itself."""
+        return replace(self, chain=outcome.drafted or ()) if self.draft else self
+
+    def again(self) -> Proposal:
+        """The round after, which the target makes by itself."""
+        return replace(self, chain=() if self.draft else self.chain, run_ahead=self.run_ahead - 1)
 
     def kind(self, sampling: SamplingParams) -> str:
         """By which rule the target is to verify it (see `Verify`)."""
@@ -191,7 +203,8 @@ class Request:
 
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
-    `untold` are committed tokens that the drafters, `drafters` by name, do not know yet.
+    `untold` are committed tokens that the drafters, `drafters` by name, do not know yet. `copied_in` is the round of
+    the latest n-gram chain.
     """
 
     admit: Admit
@@ -204,6 +217,7 @@ class Request:
     round: int = 0
     base_len: int = 0
     accepted: int = 0
+    copied_in: int = 0
     untold: list[int] = field(default_factory=list)
     proposal: Proposal = Proposal()
     cache: SpeculationCache = field(default_factory=SpeculationCache)

@@ -47,7 +47,7 @@ class Rounds:
         self._tell = tell
         self._ledger = Ledger(settings, trace, tuning)
         self._estimates = self._ledger.estimates
-        self._proposer = Proposer(self._estimates, settings.full_depth)
+        self._proposer = Proposer(self._estimates, settings.full_depth, settings.colocated)
         self._requests: dict[str, Request] = {}
 
     @property
@@ -133,10 +133,12 @@ class Rounds:
                 self._verify(request, from_cache(found, self._longest(request)) if found else alone, now_ns)
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> None:
-        chain = request.proposal.chain
+        proposal = request.proposal.settled(outcome)
+        chain = proposal.chain
         if outcome.round != request.round or request.waiting or outcome.accepted > len(chain):
             self.stale += 1
             return
+        request.proposal = proposal
         kept, reason = self._up_to_end(request, [*chain[: outcome.accepted], outcome.bonus])
         ended = request.this_round()
         request.tokens += kept
@@ -200,7 +202,7 @@ class Rounds:
     def _take(self, request: Request, step: Step, now_ns: int) -> None:
         match step:
             case Proposal() if request.proposal.run_ahead:
-                self._begin_round(request, replace(request.proposal, run_ahead=request.proposal.run_ahead - 1))
+                self._begin_round(request, request.proposal.again())
             case Proposal():
                 self._verify(request, step, now_ns)
             case Ask():
@@ -220,6 +222,8 @@ class Rounds:
         request.round += 1
         request.base_len = len(request.tokens)
         request.proposal = proposal
+        if proposal.source is Source.NGRAM:
+            request.copied_in = request.round
 
     def _under_way(self, request: Request, now_ns: int) -> None:
         """The target has its round; the drafters are to prepare its outcomes."""

@@ -13,7 +13,7 @@ from orchestrator.front.text import TextStream
 from orchestrator.pair.chat import as_chat
 from orchestrator.pair.pairing import PairText
 from orchestrator.pair.tokenizer import TextCodec
-from orchestrator.settings import check_branches, check_draft_tokens
+from orchestrator.settings import NO_SSD_COLOCATED, check_branches, check_draft_tokens
 from protocol.errors import InvalidRequest
 from protocol.messages import Generate
 from protocol.sampling import SamplingParams
@@ -77,6 +77,8 @@ class Admission:
             if mode in ("sd", "ssd"):
                 raise InvalidRequest(f"mode {mode} needs a drafter and this server has none; expected auto or ar")
             return "ar"
+        if self._settings.colocate and mode == "ssd":
+            raise InvalidRequest(NO_SSD_COLOCATED)
         return mode
 
     def _tokens(self, asked: Generate) -> tuple[int, ...]:

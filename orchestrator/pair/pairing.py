@@ -52,7 +52,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     elif settings.draft_model is None and settings.draft_backend == "mlx":
         settings = replace(settings, draft_backend="ngram")
         notes = ("no draft model is named (--draft-model), so drafts come from n-grams of the text alone",)
-    if not settings.has_draft_worker:
+    if not settings.needs_draft_model:
         names = (names[0], None)
     target_files = find_model(names[0] or "")
     draft_files = find_model(names[1]) if names[1] is not None and settings.draft_backend != "replay" else None

@@ -302,6 +302,14 @@ def test_modes_that_need_a_drafter_are_refused_without_one(make_stand, codec):
     assert stand.core.wait_for(Admit)[0].mode == "ar"
 
 
+def test_a_colocated_drafter_is_named_and_cannot_work_ahead(make_stand, codec):
+    stand = make_stand(colocate=True).start()
+    stand.core.play = says(codec, "x")
+    with pytest.raises(InvalidRequest, match="take turns in one process; expected mode sd, ar or auto"):
+        stand.client().generate("x", mode="ssd")
+    assert stand.client().generate("x", mode="sd").draft_model.endswith("models/draft")
+
+
 def test_out_of_range_sampling_from_another_client_is_answered(stand):
     header = msgpack.unpackb(bytes(encode(ask())[0]))
     header[2]["sampling"]["temp"] = -1.0

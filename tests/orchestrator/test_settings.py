@@ -33,6 +33,11 @@ from protocol.errors import InvalidRequest
         ({"draft_backend": "none", "mode": "ssd"}, "mode ssd needs a drafter"),
         ({"draft_backend": "replay"}, "no script"),
         ({"draft_backend": "ngram", "ngrams": False}, "drafts nothing"),
+        *(({"colocate": True, "draft_backend": b, "replay": Path("r")}, f"draft_backend {b} has no place")
+          for b in ("coreml", "replay", "ngram", "none")),
+        ({"colocate": True, "simulate": Path("m.json")}, "colocate keeps to no latency profile"),
+        ({"colocate": True, "mode": "ssd"}, "take turns in one process; expected mode sd, ar or auto"),
+        ({"colocate": True, "model": "m"}, "no model to draft with; expected draft_model"),
     ],
 )
 def test_what_is_out_of_range_is_refused_in_a_sentence(given, words):
@@ -47,7 +52,9 @@ def test_every_setting_is_a_flag_that_says_the_same():
         trace=Path("t.json"), log_level="debug", replay=Path("r.json"),
         simulate=Path("m.json"),
     )  # fmt: skip
+    colocated = ServeSettings(model="m", draft_model="d", colocate=True)
     parser = Parser(prog="x")
     serve.add_flags(parser)
-    assert ServeSettings(**flags.settings_of(parser.parse_args(as_flags(said)))) == said
+    for settings in (said, colocated):
+        assert ServeSettings(**flags.settings_of(parser.parse_args(as_flags(settings)))) == settings
     assert as_flags(ServeSettings()) == []

@@ -53,6 +53,9 @@ def test_commands_say_what_the_settings_say():
     ]  # fmt: skip
     replay = ServeSettings(model="/m", draft_backend="replay", replay=Path("/script"))
     assert "/script" in spawn.worker_command("draft", "draft-0", "ipc:///e", replay)
+    colocated = ServeSettings(model="/m", draft_model="/d", colocate=True)
+    command = spawn.worker_command("target", "target-0", "ipc:///e", colocated)
+    assert command[command.index("--draft-model") + 1] == "/d"
     simulated = ServeSettings(model="/m", draft_model="/d", simulate=Path("/machine"))
     for role in ("target", "draft"):
         command = spawn.worker_command(role, "w", "ipc:///e", simulated)

@@ -23,6 +23,7 @@ from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, Broke, Committed, Ended, ToFront
 from protocol.messages import Message, Outcome, Span, Timings, Verify
 from protocol.sampling import SamplingParams
+from target_worker.colocated import Colocated
 from target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, Idle, VirtualClock, through_the_codec
 
@@ -128,11 +129,14 @@ class Cluster:
         schedule: Schedule = AMPLE,
         seed: int = 0,
         after_draft: Callable[[TokenTree, Sequence[int]], None] | None = None,
+        colocated: LoadedModel | None = None,
     ) -> None:
+        """`colocated`: what the target drafts with by itself."""
         self._model, self._clock, self._schedule = target, clock, schedule
         self._rng = random.Random(seed)
         self._target_link, self._draft_link = FakeLink("target-0"), FakeLink("draft-0")
-        self._target = TargetWorker(self._target_link, target)  # type: ignore[arg-type]
+        own = Colocated(colocated) if colocated is not None else None
+        self.target = TargetWorker(self._target_link, target, colocated=own)  # type: ignore[arg-type]
         self._watched: WatchedDrafter | None = None
         if drafter is not None:
             self._watched = WatchedDrawing(drafter) if isinstance(drafter, DrawingDrafter) else WatchedDrafter(drafter)
@@ -144,7 +148,7 @@ class Cluster:
         self._verifies: list[Verify] = []
         self._tokens: list[int] = []
         self._recorder = Recorder()
-        settings = RoundSettings(depth, branches, full_depth, ngrams)
+        settings = RoundSettings(depth, branches, full_depth, ngrams, colocated=own is not None)
         self.rounds = Rounds(self, settings, self._tell, self._recorder)
         self._serial = 0
 
@@ -158,7 +162,7 @@ class Cluster:
         return {"draft-0"} if self._draft_worker is not None else set()
 
     def send_target(self, message: Message) -> None:
-        if isinstance(message, Verify):
+        if isinstance(message, Verify) and not message.draft:
             self._verifies.append(message)
         self._target_link.inbox.append(through_the_codec(message))
 
@@ -215,12 +219,16 @@ class Cluster:
     def _turn_target(self) -> bool:
         """One turn of the target's loop and the delivery of its answers; False when it had nothing to do."""
         try:
-            self._target.turn()
+            self.target.turn()
         except Idle:
             return False
         while self._target_link.sent:
             message = self._target_link.sent.popleft()
             self.rounds.handle("target-0", message, self._clock())
+            if isinstance(message, Outcome) and message.drafted is not None:
+                self._verifies.append(
+                    Verify(message.request, message.epoch, message.round, message.base_len, message.drafted)
+                )
             if isinstance(message, Outcome) and message.onward is not None:
                 base_len = message.base_len + message.accepted + 1
                 self._verifies.append(

@@ -52,7 +52,7 @@ def make_cluster(
 ) -> Callable[..., Cluster]:
     """`make_cluster("model", depth=3, ...)`: the draft by name, a drafter, or None.
 
-    `config` is the models'; `target`: another target than the small pair's.
+    `config` is the models'; `target`: another target than the small pair's; `colocated`: what that drafts with itself.
     """
     clock = VirtualClock()
     monkeypatch.setattr("protocol.clock.now", clock)
@@ -62,11 +62,13 @@ def make_cluster(
         *,
         config: dict[str, Any] | None = None,
         target: LoadedModel | None = None,
+        colocated: str | LoadedModel | None = None,
         **settings: Any,
     ) -> Cluster:
         known, drafting = small_pair(draft if isinstance(draft, str) else "self", **(config or {}))
         drafter = MlxDrafter(drafting) if isinstance(draft, str) else draft
-        return Cluster(target or known, drafter, clock, **settings)
+        own = small_pair(colocated, **(config or {}))[1] if isinstance(colocated, str) else colocated
+        return Cluster(target or known, drafter, clock, colocated=own, **settings)
 
     return make
 

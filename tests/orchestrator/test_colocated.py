@@ -1,0 +1,165 @@
+"""With a target that drafts for itself: what it is told, and what its rounds teach and count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zmq
+
+from orchestrator.core.hub import Hub
+from orchestrator.core.request import RoundSettings
+from orchestrator.core.rounds import Rounds
+from orchestrator.core.trace import Trace
+from orchestrator.events import Admit, Ended
+from orchestrator.settings import ServeSettings
+from protocol.directory import private_directory
+from protocol.messages import Close, Hello, Outcome, Shutdown, Span, Verify
+from protocol.sampling import SamplingParams
+
+MS = 1_000_000
+
+
+class Target:
+    """Accepts `accepted` tokens of every chain; drafting a token takes 2 ms, a verify 10 ms and 1 ms a chain token."""
+
+    target_context = 1000
+
+    def __init__(self, accepted: int, ngrams: bool = False) -> None:
+        self.told: list[Any] = []
+        self.events: list[Any] = []
+        self.accepted = accepted
+        settings = RoundSettings(4, 8, ngrams=ngrams, colocated=True)
+        self.trace = Recorded()
+        self.rounds = Rounds(self, settings, self.events.append, self.trace)
+        self._now, self._next = 0, 100
+
+    def drafters(self) -> set[str]:
+        return set()
+
+    def send_target(self, message: Any) -> None:
+        self.told.append(message)
+
+    def send_drafter(self, name: str, message: Any) -> None:
+        raise AssertionError("there is none")
+
+    def let_go(self) -> None:
+        """Nothing waits here."""
+
+    def run(self, max_tokens: int, mode: str = "sd", eos: frozenset[int] = frozenset()) -> Ended:
+        self.told.clear()
+        self.rounds.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=max_tokens), mode, eos), self._now)
+        self._answer(0, 3, 0, 0)
+        for _ in range(1000):
+            if not self.rounds.active:
+                return next(event for event in reversed(self.events) if isinstance(event, Ended))
+            self._rounds_of([message for message in self.told if isinstance(message, Verify)][-1])
+        raise TimeoutError("the request hangs")
+
+    def _rounds_of(self, verify: Verify) -> None:
+        base_len = verify.base_len
+        room = verify.room
+        for ahead in range(verify.run_ahead + 1):
+            if isinstance(self.told[-1], Close):
+                return
+            depth = min(verify.draft, room - 1) if verify.draft else len(verify.chain)
+            accepted = min(self.accepted, depth) if verify.draft else 0
+            self._answer(verify.round + ahead, base_len, depth, accepted, bool(verify.draft))
+            base_len, room = base_len + accepted + 1, room - accepted - 1
+
+    def _answer(self, number: int, base_len: int, depth: int, accepted: int, own: bool = False) -> None:
+        drafted = self._now + (2 * MS * depth if own else 0)
+        ended = drafted + (10 + depth) * MS
+        chain = tuple(self._next + i for i in range(depth)) if own else None
+        self._next += accepted + 1
+        outcome = Outcome(
+            "r", 0, number, base_len, accepted, self._next - 1, Span(drafted, ended), drafted - self._now,
+            drafted=chain, drafting=Span(self._now, drafted) if own else None,
+        )  # fmt: skip
+        self._now = ended
+        self.rounds.handle("target-0", outcome, self._now)
+
+
+class Recorded(Trace):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.names: list[tuple[str, str]] = []
+
+    @property
+    def enabled(self) -> bool:
+        return True
+
+    def add(self, track: str, name: str, span: Span, **args: Any) -> None:
+        self.names.append((track, name))
+
+
+def test_one_verify_asks_for_the_whole_request_and_says_how_much_room_there_is() -> None:
+    target = Target(accepted=2)
+    target.run(60)
+    (verify,) = [message for message in target.told if isinstance(message, Verify)]
+    assert (verify.chain, verify.draft, verify.run_ahead, verify.room) == ((), 4, 58, 59)
+
+
+@pytest.mark.parametrize(("max_tokens", "rounds"), [(61, 20), (62, 21), (63, 21)])
+def test_chains_are_counted_as_they_were_drafted(max_tokens: int, rounds: int) -> None:
+    """Three tokens a round after the first token; the last round is cut to what was asked for."""
+    times = Target(accepted=2).run(max_tokens).timings
+    assert times.predicted_n == max_tokens
+    assert times.rounds == rounds + 1
+    left = max_tokens - 1 - 3 * (rounds - 1)
+    last = [min(4, 3 * (rounds - i) - 3 + left - 1) for i in range(rounds)]
+    assert times.draft_n == sum(last)
+    assert times.draft_n_accepted == sum(min(2, n) for n in last)
+    assert times.accepted_by_position[2:] == (0, 0)
+    assert (times.cache_hits, times.cache_misses, times.draft_waits) == (0, 0, 0)
+
+
+def test_tokens_past_the_end_are_not_counted() -> None:
+    target = Target(accepted=4)
+    ended = target.run(60, eos=frozenset({103}))
+    # 100 | 101 102 103 ... : of the first chain 101 to 103 count, with no bonus behind them
+    assert (ended.reason, ended.timings.predicted_n) == ("eos", 4)
+    assert (ended.timings.draft_n, ended.timings.draft_n_accepted) == (3, 3)
+
+
+def test_drafting_and_verifying_are_learned_apart() -> None:
+    target = Target(accepted=2)
+    target.run(60)
+    estimates = target.rounds._ledger.estimates
+    assert estimates.draft_ms(4) == pytest.approx(8.0)
+    assert estimates.verify_ms(5) == pytest.approx(14.0)
+    assert estimates.drafted.rate(0) > 0.9 > 0.4 > estimates.drafted.rate(2)
+
+
+def test_time_of_verifying_is_the_verifys_alone() -> None:
+    times = Target(accepted=4).run(51).timings
+    assert (times.verify_ms, times.idle_ms) == (10 * 14.0, 10 * 8.0)
+
+
+def test_auto_chooses_between_plain_decoding_and_own_chains() -> None:
+    good, bad = Target(accepted=4), Target(accepted=0)
+    for target in (good, bad):
+        for _ in range(12):
+            target.run(100, "auto")
+    drafts = [message.draft for message in good.told if isinstance(message, Verify)]
+    assert sum(draft > 0 for draft in drafts) > 0.8 * len(drafts)
+    assert sum(message.draft > 0 for message in bad.told if isinstance(message, Verify)) <= 1
+
+
+def test_each_chain_is_in_the_trace_with_its_drafting() -> None:
+    target = Target(accepted=2)
+    target.run(59)
+    tracks = [track for track, name in target.trace.names if name == "chain"]
+    assert tracks == ["target's drafter"] * 20
+    assert target.trace.names.count(("orchestrator", "drafter")) == 19  # the last has room for its bonus alone
+
+
+def test_a_drafter_that_joins_a_cluster_whose_target_drafts_is_sent_away() -> None:
+    for colocate in (True, False):
+        sent: list[Any] = []
+        with private_directory() as directory:
+            hub = Hub(zmq.Context.instance(), ServeSettings(colocate=colocate), directory.path)
+            hub._send = lambda name, message, sent=sent: sent.append(message)  # type: ignore[misc]
+            hub.hello("draft-7", Hello("draft", "draft-7", 0, 1, "mlx", "m", 10, 10, 1, 1), 0)
+            assert (sent, hub.drafters()) == (([Shutdown()], set()) if colocate else ([], {"draft-7"}))
+            hub.close()

@@ -1,0 +1,249 @@
+"""A drafter in the target's process changes no token, proposes what a fresh drafter would, and is counted right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.loading import LoadedModel
+from orchestrator import LocalCluster
+from protocol.messages import Message, Verify
+from protocol.sampling import SamplingParams
+from tests.system.cluster import Cluster, Run
+from tests.system.markov import markov, p_values
+from tests.system.redraft import doubts, only_ties
+from tests.system.same import check_same
+from tests.system.small import LOOPING
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
+LENGTH = 40
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=LENGTH),
+    "0.8": SamplingParams(max_tokens=LENGTH, temp=0.8, seed=3),
+    "top-p": SamplingParams(max_tokens=LENGTH, temp=1.0, top_p=0.9, seed=11),
+    "penalties": SamplingParams(
+        max_tokens=LENGTH, temp=0.7, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, seed=2**40 + 7
+    ),
+}
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
+
+Make = Callable[..., Cluster]
+Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
+Small = Callable[..., tuple[LoadedModel, LoadedModel]]
+
+
+def asked(cluster: Cluster) -> list[Verify]:
+    """What the target will be asked to verify, rounds that it makes by itself left out."""
+    found: list[Verify] = []
+    send = cluster.send_target
+
+    def listen(message: Message) -> None:
+        found.extend([message] if isinstance(message, Verify) else [])
+        send(message)
+
+    cluster.send_target = listen  # type: ignore[method-assign]
+    return found
+
+
+def check_room(run: Run, length: int = LENGTH) -> None:
+    assert all(round_.base_len + len(round_.chain) < len(PROMPT) + length for round_ in run.rounds)
+
+
+@every_sampling
+@pytest.mark.parametrize("depth", [1, 3, 6])
+@pytest.mark.parametrize("draft", ["model", "random"])
+@pytest.mark.parametrize("ngrams", [True, False])
+@pytest.mark.parametrize("mode", ["sd", "auto", "ar"])
+def test_the_text_is_what_the_target_says_alone(
+    make_cluster: Make, small_pair: Small, plain: Plain, sampling: str, depth: int, draft: str, ngrams: bool, mode: str
+) -> None:
+    target, params = small_pair("self")[0], SAMPLINGS[sampling]
+    cluster = make_cluster(None, colocated=draft, depth=depth, ngrams=ngrams)
+    run = cluster.run(PROMPT, params, mode)
+    check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
+    assert (run.reason, run.timings.predicted_n) == ("length", LENGTH)
+    check_room(run)
+    if mode == "sd" and not ngrams:
+        assert run.sources["drafter"] == run.timings.draft_rounds > 0
+
+
+@every_sampling
+@pytest.mark.parametrize("draft", ["model", "random"])
+def test_every_chain_is_a_fresh_drafters(make_cluster: Make, small_pair: Small, sampling: str, draft: str) -> None:
+    params, model = SAMPLINGS[sampling], small_pair(draft)[1]
+    run = make_cluster(None, colocated=draft, depth=4, ngrams=False).run(PROMPT, params, "sd")
+    text, drafted = [*PROMPT, *run.tokens], [round_ for round_ in run.rounds if round_.chain]
+    assert len(drafted) > 6
+    assert all(only_ties(doubts(model, text[: r.base_len], r.chain, params)) for r in drafted)
+
+
+@every_sampling
+def test_the_drafters_columns_are_the_committed_tokens(make_cluster: Make, sampling: str) -> None:
+    cluster = make_cluster(None, colocated="model", ngrams=False)
+    seen = []
+    handle = cluster.rounds.handle
+
+    def look(sender: str, message: Message, now_ns: int) -> None:
+        for running in cluster.target._running.values():
+            columns = running.drafting.column_tokens() if running.drafting is not None else []
+            assert columns == running.slot.tokens[: len(columns)]
+            seen.append(len(columns))
+        handle(sender, message, now_ns)
+
+    cluster.rounds.handle = look  # type: ignore[method-assign]
+    cluster.run(PROMPT, SAMPLINGS[sampling], "sd")
+    assert max(seen) > len(PROMPT) + LENGTH // 2
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["coupled", "residual"])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_draft_that_is_the_target_is_always_right(make_cluster: Make, temp: float, rule: str, depth: int) -> None:
+    sampling = SamplingParams(max_tokens=101, temp=temp, seed=9, rule=rule, q_width=1024)
+    cluster = make_cluster(None, colocated="self", depth=depth, ngrams=False)
+    verifies = asked(cluster)
+    times = cluster.run(PROMPT, sampling, "sd").timings
+    assert times.draft_n_accepted == times.draft_n == 100 * depth // (depth + 1)
+    assert times.accepted_by_position == times.drafted_by_position == (100 // (depth + 1),) * depth
+    assert times.draft_rounds == 100 // (depth + 1)
+    assert len(verifies) == 1  # and no word between its rounds
+
+
+def test_a_draft_that_is_always_wrong_brings_a_token_a_round(make_cluster: Make) -> None:
+    table = np.full((5, 5), -9.0, np.float32)
+    right, wrong = table.copy(), table.copy()
+    for token in range(5):
+        right[token, (token + 1) % 5], wrong[token, (token + 2) % 5] = 9.0, 9.0
+    cluster = make_cluster(None, target=markov(right), colocated=markov(wrong), depth=3, ngrams=False)
+    run = cluster.run([0, 1, 2], SamplingParams(max_tokens=30), "sd")
+    assert run.tokens == [(3 + i) % 5 for i in range(30)]
+    assert (run.timings.draft_n_accepted, run.timings.rounds) == (0, 30)
+    assert run.timings.drafted_by_position == (28, 27, 26)
+
+
+@every_sampling
+@pytest.mark.parametrize("ngrams", [True, False])
+def test_a_text_that_ends_ends_at_the_same_token_and_what_follows_does_not_count(
+    make_cluster: Make, small_pair: Small, plain: Plain, sampling: str, ngrams: bool
+) -> None:
+    target, params = small_pair("self")[0], SAMPLINGS[sampling]
+    truth = plain(target, PROMPT, params)
+    end = truth[LENGTH * 3 // 4]
+    cluster = make_cluster(None, colocated="self", depth=6, ngrams=ngrams)
+    run = cluster.run(PROMPT, params, "sd", frozenset({end}))
+    check_same(target, PROMPT, params, run.tokens, truth[: truth.index(end) + 1])
+    assert run.reason == "eos"
+    # A self-draft is right about all that counts: the chain's tokens past the end are in neither number.
+    assert ngrams or run.timings.draft_n == run.timings.draft_n_accepted < run.timings.predicted_n
+
+
+@pytest.mark.parametrize("context", [20, 24, 33])
+def test_past_the_drafts_context_the_target_goes_on_alone(
+    make_cluster: Make, small_pair: Small, plain: Plain, context: int
+) -> None:
+    target, draft = small_pair("model")
+    short = replace(draft, context_length=context)
+    params = SAMPLINGS["0.8"]
+    run = make_cluster(None, colocated=short, ngrams=False).run(PROMPT, params, "sd")
+    check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
+    assert all(round_.base_len + len(round_.chain) <= context for round_ in run.rounds if round_.chain)
+    assert any(round_.chain for round_ in run.rounds) and not run.rounds[-1].chain
+
+
+def test_it_ends_where_the_targets_context_ends(make_cluster: Make, small_pair: Small, plain: Plain) -> None:
+    target = small_pair("model")[0]
+    cluster = make_cluster(None, target=replace(target, context_length=31), colocated="model", depth=6, ngrams=False)
+    run = cluster.run(PROMPT, SAMPLINGS["greedy"], "sd")
+    assert run.tokens == plain(target, PROMPT, SAMPLINGS["greedy"])[: 31 - len(PROMPT)]
+    check_room(run, 31 - len(PROMPT))
+
+
+@every_sampling
+@pytest.mark.parametrize("vocab_size", [36, 4096])
+def test_a_draft_with_fewer_or_more_tokens_changes_no_token(
+    make_cluster: Make, small_pair: Small, plain: Plain, sampling: str, vocab_size: int
+) -> None:
+    target, params = small_pair("self")[0], SAMPLINGS[sampling]
+    odd = small_pair("random", vocab_size=vocab_size)[1]
+    run = make_cluster(None, colocated=odd, ngrams=False).run(PROMPT, params, "sd")
+    check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
+
+
+def test_where_text_repeats_n_grams_take_their_turn(make_cluster: Make) -> None:
+    run = make_cluster(None, colocated="random", config=LOOPING, depth=4).run(
+        PROMPT, SamplingParams(max_tokens=200), "sd"
+    )
+    assert min(run.sources["ngram"], run.sources["drafter"]) > 3
+    assert run.timings.ngram_chains == run.sources["ngram"]
+
+
+def test_without_n_grams_in_sight_the_target_is_asked_ever_less(make_cluster: Make) -> None:
+    cluster = make_cluster(None, colocated="model", depth=1)
+    cluster._verifies, verifies = [], asked(cluster)
+    run = cluster.run([1], SamplingParams(max_tokens=60, temp=1.5, seed=4), "sd")
+    assert len(verifies) < run.timings.rounds / 2
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
+def test_the_shortest_requests_end_at_their_length(make_cluster: Make, max_tokens: int) -> None:
+    run = make_cluster(None, colocated="self", ngrams=False).run(PROMPT, SamplingParams(max_tokens=max_tokens), "sd")
+    assert (len(run.tokens), run.reason) == (max_tokens, "length")
+    check_room(run, max_tokens)
+
+
+# --- residual sampling ----------------------------------------------------------------------------------------------
+
+_rng = np.random.default_rng(2)
+TABLE = _rng.normal(size=(4, 4)).astype(np.float32)
+OTHER = (TABLE * 0.3 + _rng.normal(size=(4, 4))).astype(np.float32)
+
+
+@pytest.mark.parametrize("saguaro", [1.0, 0.3])
+@pytest.mark.parametrize("mode", ["sd", "auto"])
+def test_residual_texts_have_the_targets_distribution(make_cluster: Make, saguaro: float, mode: str) -> None:
+    cluster = make_cluster(None, target=markov(TABLE), colocated=markov(OTHER), depth=3, ngrams=mode == "auto")
+    sampling = SamplingParams(max_tokens=260, temp=1.0, rule="residual", q_width=3, saguaro=saguaro)
+    runs = [cluster.run([0, 1, 2], replace(sampling, seed=7919 * i + 3), mode) for i in range(5)]
+    assert min(p_values([[2, *run.tokens] for run in runs], TABLE)) > 1e-3
+    assert sum(run.sources["drafter"] for run in runs) > 50
+
+
+def test_a_q_that_the_chain_was_not_drawn_from_is_caught(make_cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above proves nothing."""
+    from target_worker import colocated
+
+    propose = colocated.Drafting.propose
+
+    def flat(self: Any, tokens: Sequence[int], depth: int) -> colocated.Proposed:
+        proposed = propose(self, tokens, depth)
+        if proposed.q is None:
+            return proposed
+        return replace(proposed, q=replace(proposed.q, probs=np.full_like(proposed.q.probs, 1 / 3)))
+
+    monkeypatch.setattr(colocated.Drafting, "propose", flat)
+    cluster = make_cluster(None, target=markov(TABLE), colocated=markov(OTHER), depth=3, ngrams=False)
+    sampling = SamplingParams(max_tokens=260, temp=1.0, rule="residual", q_width=3)
+    runs = [cluster.run([0, 1, 2], replace(sampling, seed=7919 * i + 3), "sd") for i in range(5)]
+    assert min(p_values([[2, *run.tokens] for run in runs], TABLE)) < 1e-7
+
+
+# --- real processes -------------------------------------------------------------------------------------------------
+
+
+def test_the_embedded_pair_in_one_process_says_the_same() -> None:
+    with LocalCluster(colocate=True, ngrams=False) as cluster:
+        client = cluster.client()
+        roles = {worker.role: worker for worker in client.stats().workers}
+        assert set(roles) == {"target"} and "drafting in this process" in roles["target"].note
+        for sampling in (SamplingParams(max_tokens=48), SamplingParams(max_tokens=48, temp=0.8, seed=5)):
+            alone = client.generate("def fibonacci(n):", sampling, mode="ar")
+            for depth in (1, 4):
+                drafted = client.generate("def fibonacci(n):", sampling, mode="sd", num_draft_tokens=depth)
+                assert drafted.token_ids == alone.token_ids
+                assert drafted.timings.draft_n > drafted.timings.draft_n_accepted > 0
+                assert drafted.draft_model.endswith("draft")
+        assert client.generate("def fibonacci(n):", SamplingParams(max_tokens=48)).token_ids
