@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OURS = "#2a9d4e"
 OTHERS = "#5c9fd4"
 COLUMNS = 2
-TITLE_WIDTH = 80
+TITLE_WIDTH = 64
 
 
 def draw(sections: Sequence[Section], path: Path, title: str) -> None:

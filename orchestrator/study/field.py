@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from orchestrator.client.client import Client
 from orchestrator.client.cluster import LocalCluster
+from orchestrator.machine import cores
 from orchestrator.settings import ServeSettings
 from orchestrator.study.contest import Contestant, Ours, Peer, PeerProcess, Run, compete
 from orchestrator.study.statistics import total_rate
 from protocol.errors import InvalidRequest
+from protocol.messages import WorkerStats
 from protocol.sampling import SamplingParams
 
 BASELINE = "ar"
@@ -86,9 +90,13 @@ class _Starter:
         """AR and SD from every source, and unless `plain` also SSD and auto; and the size of the target's weights."""
         copying = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
         cluster = self._cluster(given)
+        ngram = self._cluster({**copying, "draft_backend": "ngram", "ngrams": True}).client()
+        if not plain:
+            # A target without a drafter is left free; here it shares the core of all other targets.
+            keep_on(_target(ngram).pid, cores.core_of("target", self.settings))
         clients = {
             "model": self._cluster({**given, "ngrams": False}).client(),
-            "n-gram": self._cluster({**copying, "draft_backend": "ngram", "ngrams": True}).client(),
+            "n-gram": ngram,
             "both": cluster.client(),
         }
         families: Families = [
@@ -102,8 +110,7 @@ class _Starter:
         if not plain:
             families.append([Ours(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
             families.append([Ours("auto", cluster.client(), "auto")])
-        target = next(worker for worker in cluster.client().stats().workers if worker.role == "target")
-        return families, target.weight_bytes
+        return families, _target(cluster.client()).weight_bytes
 
     def peers(self, suffix: str, settings: ServeSettings) -> Families:
         process = self.stack.enter_context(PeerProcess(settings))
@@ -114,6 +121,17 @@ class _Starter:
 
     def _cluster(self, given: dict[str, Any]) -> LocalCluster:
         return self.stack.enter_context(LocalCluster(progress=self.tell, **given))
+
+
+def _target(client: Client) -> WorkerStats:
+    return next(worker for worker in client.stats().workers if worker.role == "target")
+
+
+def keep_on(pid: int, core: int | None) -> None:
+    """Pins all threads of a process that runs already."""
+    threads = Path(f"/proc/{pid}/task")
+    for thread in threads.iterdir() if core is not None and threads.is_dir() else ():
+        cores.pin(int(thread.name), core)
 
 
 def require_peer() -> None:

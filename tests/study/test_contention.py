@@ -14,6 +14,7 @@ from orchestrator.machine import cores
 from orchestrator.machine.spawn import child_environment, python
 from orchestrator.settings import ServeSettings
 from orchestrator.study.contention import Contention
+from orchestrator.study.field import keep_on
 from protocol.errors import WorkerError
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,23 @@ def test_it_ends_when_whoever_started_it_is_killed() -> None:
     process.stdin.close()
     assert process.wait(20) == 0
     process.stdout.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="cores are told apart on Linux alone")
+def test_a_target_that_was_left_free_comes_to_the_core_of_the_others_with_all_its_threads() -> None:
+    """Else it would slip away from what contends, and win."""
+    work = "import threading, sys; e = threading.Event(); threading.Thread(target=e.wait, daemon=True).start();"
+    work += "print('up', flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        if process.stdout is None:
+            pytest.fail("no pipe")
+        process.stdout.readline()
+        core = max(os.sched_getaffinity(0))
+        keep_on(process.pid, core)
+        threads = [int(thread.name) for thread in Path(f"/proc/{process.pid}/task").iterdir()]
+        assert len(threads) == 2
+        assert all(os.sched_getaffinity(thread) == {core} for thread in threads)
 
 
 def test_one_that_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
