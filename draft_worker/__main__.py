@@ -27,7 +27,9 @@ def main() -> int:
     with WorkerLink(options.endpoint, options.name, options.parent_fd) as link:
         try:
             link.send(Loading("draft", f"starting the {options.backend} drafter"))
-            drafter = make(options.backend, options.model, lambda stage: link.send(Loading("draft", stage)))
+            drafter = make(
+                options.backend, options.model, lambda stage: link.send(Loading("draft", stage)), options.prefill
+            )
             far: Link = link
             if options.simulate:
                 profile = Profile.read(options.simulate)
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default="draft-0")
     parser.add_argument("--backend", choices=sorted(BACKENDS), default="mlx")
     parser.add_argument("--model", required=True, help="a model directory; for replay, its script")
+    parser.add_argument("--prefill", default="auto", help="who reads prompts for mlx: auto, mlx, coreml or a package")
     parser.add_argument("--fan-out", choices=sorted(POLICIES), default="best-first")
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--parent-fd", type=int, default=None)

@@ -11,29 +11,34 @@ from protocol.errors import InvalidRequest
 Progress = Callable[[str], None]
 
 
-def _mlx(model: str, progress: Progress) -> Drafter:
+def _mlx(model: str, prefill: str, progress: Progress) -> Drafter:
+    from draft_worker.coreml.readers import reader_for
     from draft_worker.mlx import MlxDrafter
 
-    return MlxDrafter.load(model, progress)
+    return MlxDrafter.load(model, progress, reader_for(model, prefill, progress))
 
 
-def _replay(model: str, progress: Progress) -> Drafter:
+def _replay(model: str, prefill: str, progress: Progress) -> Drafter:
     from draft_worker.replay import ReplayDrafter, Script
 
     return ReplayDrafter(Script.read(Path(model)))
 
 
-def _coreml(model: str, progress: Progress) -> Drafter:
+def _coreml(model: str, prefill: str, progress: Progress) -> Drafter:
     from draft_worker.coreml.load import load
 
     return load(model, progress)
 
 
-BACKENDS: dict[str, Callable[[str, Progress], Drafter]] = {"coreml": _coreml, "mlx": _mlx, "replay": _replay}
+BACKENDS: dict[str, Callable[[str, str, Progress], Drafter]] = {"coreml": _coreml, "mlx": _mlx, "replay": _replay}
 
 
-def make(backend: str, model: str, progress: Progress) -> Drafter:
-    """The drafter `backend` for `model` (a model directory; for `replay` its script; `coreml` takes a package too)."""
+def make(backend: str, model: str, progress: Progress, prefill: str = "auto") -> Drafter:
+    """The drafter `backend` for `model` (a model directory; for `replay` its script; `coreml` takes a package too).
+
+    Args:
+        prefill: who reads prompts for `mlx`, see `draft_worker.coreml.readers`.
+    """
     if backend not in BACKENDS:
         raise InvalidRequest(f"no drafter is called {backend!r}; there are {', '.join(sorted(BACKENDS))}")
-    return BACKENDS[backend](model, progress)
+    return BACKENDS[backend](model, prefill, progress)

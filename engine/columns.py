@@ -7,6 +7,7 @@ only, and a position for each token (`engine.positions`). Knows columns and posi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -17,9 +18,22 @@ from engine.loading import LoadedModel
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 _STEP = 256
 _PREFILL = 512
+
+
+@dataclass(frozen=True, slots=True)
+class KeysValues:
+    """What each layer remembers of n tokens in a row: float32 [layers, kv_heads, n, head_dim], keys after rotation."""
+
+    keys: Floats
+    values: Floats
+
+    @property
+    def count(self) -> int:
+        return int(self.keys.shape[2])
 
 
 class Columns(Protocol):
@@ -28,8 +42,13 @@ class Columns(Protocol):
     @property
     def lazy(self) -> bool: ...
 
-    def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int) -> None:
-        """Feeds tokens as columns 0.., evaluated, in chunks; `progress(done, total)` after each of several."""
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        """Feeds tokens as columns 0.., evaluated, in chunks; `progress(done, total)` after each of several.
+
+        Columns before `start` are filled already.
+        """
         ...
 
     def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
@@ -125,9 +144,21 @@ class OneRow:
         self._model = model.model
         self._frame = Frame()
         self._caches = [ColumnCache(self._frame) for _ in make_prompt_cache(model.model)]
+        self._dtype: mx.Dtype | None = None  # of the model's own keys
 
-    def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int) -> None:
-        prefill(self._model, self._frame, self._caches, tokens, progress, total)
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        prefill(self._model, self._frame, self._caches, tokens, progress, total, start)
+
+    def adopt(self, start: int, read: KeysValues) -> None:
+        """See `engine.reading.OpenColumns`."""
+        if self._dtype is None:
+            self._dtype = _dtype_of_keys(self._model)
+        self._frame.plain(start, read.count)
+        for cache, keys, values in zip(self._caches, read.keys, read.values, strict=True):
+            cache.update_and_fetch(mx.array(keys[None], self._dtype), mx.array(values[None], self._dtype))
+        mx.eval([cache.state for cache in self._caches])
 
     def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
         self._frame.tree(start, positions, seen)
@@ -145,9 +176,10 @@ def prefill(
     tokens: Sequence[int],
     progress: Callable[[int, int], None] | None,
     total: int,
+    first: int = 0,
 ) -> None:
     """See `Columns.prefill`."""
-    for start in range(0, len(tokens), _PREFILL):
+    for start in range(first, len(tokens), _PREFILL):
         chunk = mx.array(list(tokens[start : start + _PREFILL]), dtype=mx.int32)
         frame.plain(start, chunk.shape[0])
         model(chunk[None], cache=caches)
@@ -155,6 +187,14 @@ def prefill(
         mx.clear_cache()
         if progress is not None and len(tokens) > _PREFILL:
             progress(start + chunk.shape[0], total)
+
+
+def _dtype_of_keys(model: Any) -> mx.Dtype:
+    """The number format in which the model keeps its keys; nothing is computed."""
+    caches: list[Any] = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    dtype: mx.Dtype = caches[0].keys.dtype
+    return dtype
 
 
 def gather(caches: Sequence[Any], prefix: int, columns: Ints) -> None:

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from engine.blocks import Dense, Floats, Norm, host
-from engine.columns import Bools, Ints
+from engine.columns import Bools, Ints, KeysValues
 from engine.loading import LoadedModel
 from engine.positions import RopeTable
 from protocol.errors import ModelError
@@ -42,14 +42,24 @@ class HostRow:
         self._keys = [np.zeros((layer.kv_heads, 0, layer.width), np.float32) for layer in self._net.layers]
         self._values = [np.zeros((layer.kv_heads, 0, layer.width), np.float32) for layer in self._net.layers]
 
-    def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int) -> None:
-        for start in range(0, len(tokens), _PREFILL):
-            chunk = np.array(tokens[start : start + _PREFILL])
-            positions = np.arange(start, start + len(chunk))
-            seen = np.arange(start + len(chunk)) <= positions[:, None]
-            self._forward(chunk, start, positions, seen)
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        for first in range(start, len(tokens), _PREFILL):
+            chunk = np.array(tokens[first : first + _PREFILL])
+            positions = np.arange(first, first + len(chunk))
+            seen = np.arange(first + len(chunk)) <= positions[:, None]
+            self._forward(chunk, first, positions, seen)
             if progress is not None and len(tokens) > _PREFILL:
-                progress(min(start + _PREFILL, len(tokens)), total)
+                progress(min(first + _PREFILL, len(tokens)), total)
+
+    def adopt(self, start: int, read: KeysValues) -> None:
+        """See `engine.reading.OpenColumns`."""
+        end = start + read.count
+        for index, (keys, values) in enumerate(zip(read.keys, read.values, strict=True)):
+            self._keys[index] = _with_room(self._keys[index], end)
+            self._values[index] = _with_room(self._values[index], end)
+            self._keys[index][:, start:end], self._values[index][:, start:end] = keys, values
 
     def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
         last = self._forward(np.array(tokens), start, positions[start:], seen)

@@ -63,8 +63,10 @@ class Rows:
         self._recurrent: list[ArraysCache] = [cache for cache in self._caches if isinstance(cache, ArraysCache)]
         self._after: dict[int, _After] = {}
 
-    def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int) -> None:
-        prefill(self._model, self._frame, self._caches, tokens, progress, total)
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        prefill(self._model, self._frame, self._caches, tokens, progress, total, start)
         self._after = {len(tokens) - 1: _After(self._states(), 0)}
 
     def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from engine.columns import OneRow
+from engine.columns import Columns, OneRow
 from engine.draws import Draws
 from engine.host import HostRow
 from engine.loading import LoadedModel
 from engine.nodes import Tree
+from engine.reading import PromptReader, ReadColumns
 from engine.rows import Rows
 from engine.sampling import Sampler
 from engine.selfcheck import agrees
@@ -31,12 +32,14 @@ def open_tree(
     params: SamplingParams,
     progress: Callable[[int, int], None] | None = None,
     draws: Draws | None = None,
+    reader: PromptReader | None = None,
 ) -> Tree:
     """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
 
     Args:
         progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
         draws: how nodes' own continuations are drawn, for residual sampling; None: they are the best.
+        reader: reads prompts in the model's place where it says so.
 
     Raises:
         InvalidRequest: no tokens, or one the model does not have.
@@ -46,7 +49,7 @@ def open_tree(
         raise InvalidRequest("the prompt has no tokens; expected at least one")
     if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
         raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the draft's vocabulary")
-    return _open(model, tree_form(model), params, progress, tokens, draws)
+    return _open(model, tree_form(model), params, progress, tokens, draws, reader)
 
 
 def tree_form(model: LoadedModel) -> Form:
@@ -59,6 +62,11 @@ def tree_form(model: LoadedModel) -> Form:
         forms: list[Form] = [HostRow, OneRow, Rows] if model.attention_only else [Rows]
         _columns_of[model] = _first_that_agrees(model, forms)
     return _columns_of[model]
+
+
+def open_columns(model: LoadedModel, reader: PromptReader | None = None) -> Columns:
+    """Empty columns for one text; `reader` reads its prompt where it says so. Raises ModelError as `tree_form` does."""
+    return _columns(model, tree_form(model), reader)
 
 
 def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
@@ -80,6 +88,14 @@ def _open(
     progress: Callable[[int, int], None] | None,
     tokens: Sequence[int],
     draws: Draws | None = None,
+    reader: PromptReader | None = None,
 ) -> Tree:
     sampler = Sampler(params, model.vocab_size, normalised=False)
-    return Tree(form(model), sampler, model.context_length, tokens, progress, draws)
+    return Tree(_columns(model, form, reader), sampler, model.context_length, tokens, progress, draws)
+
+
+def _columns(model: LoadedModel, form: Form, reader: PromptReader | None) -> Columns:
+    columns = form(model)
+    if reader is None or isinstance(columns, Rows):  # a recurrent state comes from the model alone
+        return columns
+    return ReadColumns(columns, reader)

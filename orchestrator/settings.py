@@ -32,8 +32,8 @@ class ServeSettings:
     connect; None: a socket of its own in the run directory. `threads`: BLAS threads of each worker. `max_active`:
     requests in flight at once. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the script
     of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
-    `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft worker that works
-    ahead.
+    `draft_prefill`: who reads prompts for a drafter on MLX (docs/coreml.md). `colocate`: the target drafts in its own
+    process, in turn with verifying, instead of a draft worker that works ahead.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -42,6 +42,7 @@ class ServeSettings:
     model: str | None = None
     draft_model: str | None = None
     draft_backend: str = "mlx"
+    draft_prefill: str = "auto"
     num_draft_tokens: int = 4
     branches: int = 10
     fan_out: str = "best-first"
@@ -91,6 +92,10 @@ class ServeSettings:
             raise InvalidRequest(
                 f"draft_model {self.draft_model!r} has no model beside it; name both, or neither for the embedded pair"
             )
+        if self.draft_prefill != "auto" and self.draft_backend != "mlx":
+            raise InvalidRequest(
+                f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
+            )
         if self.draft_backend == "ngram" and not self.ngrams:
             raise InvalidRequest("draft_backend ngram without ngrams drafts nothing; expected one or the other")
         if self.draft_backend == "none" and self.mode in ("sd", "ssd"):
@@ -103,6 +108,10 @@ class ServeSettings:
             raise InvalidRequest(
                 f"colocate drafts with MLX in the target's process, so draft_backend {self.draft_backend} has no place"
                 " there; leave out one of the two"
+            )
+        if self.draft_prefill not in ("auto", "mlx"):
+            raise InvalidRequest(
+                f"draft_prefill {self.draft_prefill} is for a draft worker and colocate has none; leave out one of both"
             )
         if self.model is not None and self.draft_model is None:
             raise InvalidRequest("colocate has no model to draft with; expected draft_model beside model, or neither")

@@ -22,9 +22,11 @@ def main() -> int:
     started = time.monotonic()
     try:
         from draft_worker.coreml.converter import Options, convert
+        from draft_worker.coreml.load import checkpoint_of
 
         wanted = Options(Mode(options.mode), options.weights, options.context)
-        manifest = convert(options.model, options.out, wanted, None if options.quiet else _bar, options.mlx_out)
+        model = checkpoint_of(options.model, lambda stage: _say(f"{stage}\n"))
+        manifest = convert(model, options.out, wanted, None if options.quiet else _bar, options.mlx_out)
     except OutriderError as error:
         _say(f"{error}\n")
         return error.exit_code
@@ -41,7 +43,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="outrider convert", description="Make a CoreML package of an mlx-lm model.")
-    parser.add_argument("--model", type=Path, required=True, help="a model directory (Llama, Qwen2/2.5, Qwen3)")
+    parser.add_argument("--model", required=True, help="a directory or a Hugging Face id (Llama, Qwen2/2.5, Qwen3)")
     parser.add_argument("--out", type=Path, required=True, help="the package's directory; must not exist")
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value)
     parser.add_argument("--weights", choices=["fp16", "int8", "int4", "fp32"], default="fp16")

@@ -19,7 +19,7 @@ import numpy as np
 
 from draft_worker.coreml import quiet
 from draft_worker.coreml.package import Package
-from draft_worker.coreml.runtime import Inputs, Outputs, RuntimeFault, State
+from draft_worker.coreml.runtime import DeviceAbsent, Inputs, Outputs, RuntimeFault, State
 from protocol.errors import ModelError
 
 UNITS = ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY", "ALL")
@@ -52,7 +52,7 @@ class CoreMLRuntime:
                 for name in functions or [function.name for function in package.layout.functions]
             }
         except Exception as error:  # coremltools raises it bare
-            raise ModelError(f"Core ML can't load {package.path} on {units}: {_first_line(error)}") from error
+            raise ModelError(f"Core ML can't load {package.path} on {units}: {first_line(error)}") from error
 
     def new_state(self) -> State | None:
         if not self._stateful:
@@ -74,22 +74,23 @@ class CoreMLRuntime:
         try:
             return task()
         except Exception as error:  # coremltools raises it bare
-            raise RuntimeFault(f"{self.name} failed: {_first_line(error)}; no drafting for this request") from error
+            raise RuntimeFault(f"{self.name} failed: {first_line(error)}; no drafting for this request") from error
 
 
 def compiled_path(package: Package) -> Path:
     """The compiled model beside the package, made when it is not there; one for each build of macOS.
 
     Raises:
-        ModelError: this is no Mac, or Core ML refuses the package.
+        DeviceAbsent: this is no Mac.
+        ModelError: Core ML refuses the package, or its directory can't be written to.
     """
     if sys.platform != "darwin":
-        raise ModelError("Core ML runs on macOS only; elsewhere the reference interpreter stands in for it")
-    path = package.path / f"compiled-{os_build()}.mlmodelc"
+        raise DeviceAbsent("Core ML runs on macOS only; elsewhere the reference interpreter stands in for it")
+    path = package.path.resolve() / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():
         return path
     try:
-        with tempfile.TemporaryDirectory(dir=package.path) as directory:
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             partial = Path(directory) / "model.mlmodelc"
             _compile(package, partial)
             with suppress(OSError):  # another process was quicker, and its work is as good
@@ -103,7 +104,7 @@ def _compile(package: Package, destination: Path) -> None:
     try:
         quiet.coremltools().models.utils.compile_model(str(package.mlpackage), str(destination))
     except Exception as error:  # coremltools raises it bare
-        raise ModelError(f"Core ML can't compile {package.path}: {_first_line(error)}") from error
+        raise ModelError(f"Core ML can't compile {package.path}: {first_line(error)}") from error
 
 
 def os_build() -> str:
@@ -115,5 +116,5 @@ def os_build() -> str:
     return done.stdout.strip() or platform.mac_ver()[0]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

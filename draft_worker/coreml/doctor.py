@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from draft_worker.coreml import load, machine, placements
 from draft_worker.coreml.machine import Machine
+from draft_worker.coreml.packages import OfCheckpoint
 from draft_worker.coreml.placements import Placement
 from protocol.errors import ModelError, OutriderError
 
@@ -45,14 +46,22 @@ def examine(model: str | None, try_now: bool) -> Report:
     if found.mlx_device == "gpu":
         places.insert(0, placements.on_mlx(checkpoint, mx.gpu))
     try:
-        package = load.package_for(checkpoint, convert=try_now)
-        if package is None:
-            places.append(Placement("Core ML", False, note="the draft is not converted yet: outrider doctor --probe"))
-        else:
-            places += [*placements.on_core_ml(package, try_now), placements.on_interpreter(package)]
+        places += _converted(load.packages_of(checkpoint), try_now)
     except ModelError as error:
         places.append(Placement("Core ML", False, note=str(error)))
     return Report(found, str(checkpoint), tuple(places))
+
+
+def _converted(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
+    """Where the draft could run once it is a package."""
+    made = [variant for variant in packages.variants if packages.made(variant)]
+    if not made and not try_now:
+        return [Placement("Core ML", False, note="the draft is not converted yet: outrider doctor --probe")]
+    places = placements.on_core_ml(packages, try_now)
+    kept = [variant for variant in packages.variants if packages.made(variant)] or list(packages.variants)
+    places.append(placements.on_interpreter(packages.get(kept[0])))
+    reading = placements.on_prompts(packages, try_now)
+    return places if reading is None else [*places, reading]
 
 
 def main() -> int:

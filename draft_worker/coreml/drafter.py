@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from draft_worker.coreml.host import Host
-from draft_worker.coreml.package import Package, open_package
+from draft_worker.coreml.package import Package
 from draft_worker.coreml.runtime import Runtime
 from draft_worker.coreml.tree import CoreMLTree
 from engine.draws import Draws
@@ -15,12 +14,11 @@ from protocol.sampling import SamplingParams
 
 
 class CoreMLDrafter:
-    """A `Drafter` over the package in `directory`, run by `runtime`, which only ever sees one thread."""
+    """A `Drafter` over `package`, run by `runtime`, which only ever sees one thread."""
 
     backend = "coreml"
 
-    def __init__(self, directory: Path | Package, runtime: Runtime, note: str = "") -> None:
-        package = directory if isinstance(directory, Package) else open_package(directory)
+    def __init__(self, package: Package, runtime: Runtime, note: str = "") -> None:
         self.note = note or f"drafting with {runtime.name}"
         self.vocab_size = package.layout.architecture.vocab_size
         self.context_length = package.layout.context

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from draft_worker.coreml import converter, manifest, probe, store
+from draft_worker.coreml import converter, manifest, selection, store
 from draft_worker.coreml.architecture import read as read_architecture
-from draft_worker.coreml.coreml_runtime import CoreMLRuntime
+from draft_worker.coreml.devices import REFERENCE, runtime_of
 from draft_worker.coreml.drafter import CoreMLDrafter
 from draft_worker.coreml.interpreter import NumpyRuntime
-from draft_worker.coreml.package import Package, open_package
+from draft_worker.coreml.package import open_package
+from draft_worker.coreml.packages import OfCheckpoint, OnePackage, Packages
+from draft_worker.coreml.selection import Selection
 from draft_worker.drafter import Drafter
 from protocol.errors import ModelError
 
@@ -29,30 +31,47 @@ def load(model: str, tell: Tell) -> Drafter:
     Raises:
         ModelError: no such model, or one the converter refuses.
     """
-    package, checkpoint = _package(model, tell)
-    if sys.platform != "darwin":
-        runtime = NumpyRuntime(package.mlpackage)
-        tell(f"drafting with {runtime.name}")
-        return CoreMLDrafter(package, runtime)
-    tell("trying Core ML out on this draft (once)")
-    choice = probe.choose(package, store.root() / "probes")
-    tell(choice.sentence)
-    if choice.units is not None:
-        return CoreMLDrafter(package, CoreMLRuntime(package, choice.units), note=choice.sentence)
+    packages, checkpoint = _packages(model, tell)
+    placed = place(packages, tell)
+    sentence = placed.sentence
+    tell(sentence)
+    if placed.package is not None and placed.units is not None:
+        try:
+            return CoreMLDrafter(placed.package, runtime_of(placed.package, placed.units), note=sentence)
+        except ModelError as error:  # its trial went well, on another day
+            sentence = f"{error}, drafting with MLX instead"
+            tell(sentence)
     if checkpoint is None:
-        raise ModelError(f"{choice.sentence}; name the model this package was made from instead of the package")
+        raise ModelError(f"{sentence}; name the model this package was made from instead of the package")
     from draft_worker.mlx import MlxDrafter
 
     return MlxDrafter.load(str(checkpoint), tell)
 
 
-def _package(model: str, tell: Tell) -> tuple[Package, Path | None]:
-    """The package to run, and the checkpoint it is of where that is known."""
+def place(packages: Packages, tell: Tell) -> Selection:
+    """Which package runs where on this machine: what the trials chose or, without Core ML, the interpreter.
+
+    Raises:
+        ModelError: not one package can be made.
+    """
+    if sys.platform == "darwin":
+        return selection.choose(packages, store.probes(), tell)
+    package = packages.get(packages.variants[0])
+    return Selection(package, REFERENCE, f"drafting with {NumpyRuntime.name}", ())
+
+
+def _packages(model: str, tell: Tell) -> tuple[Packages, Path | None]:
+    """What the drafter may run, and the checkpoint it is of where that is known."""
     given = Path(model).expanduser()
     if (given / manifest.FILE).is_file():
-        return open_package(given), None
+        return OnePackage(open_package(given)), None
     checkpoint = checkpoint_of(model, tell)
-    return store.package_of(checkpoint, _options(checkpoint), _stages(tell)), checkpoint
+    return packages_of(checkpoint, tell), checkpoint
+
+
+def packages_of(checkpoint: Path, tell: Tell = log.info) -> OfCheckpoint:
+    """The packages of a model directory in this machine's cache; `tell` hears of conversions."""
+    return OfCheckpoint.of(checkpoint, context_of(checkpoint), _stages(tell))
 
 
 def checkpoint_of(model: str, tell: Tell = log.info) -> Path:
@@ -60,18 +79,6 @@ def checkpoint_of(model: str, tell: Tell = log.info) -> Path:
     from engine.loading import find
 
     return find(model, tell)
-
-
-def package_for(checkpoint: Path, convert: bool) -> Package | None:
-    """The package the drafter would use for `checkpoint`; None when it is not made yet and `convert` is False."""
-    options = _options(checkpoint)
-    if not convert and not store.directory_of(checkpoint, options).exists():
-        return None
-    return store.package_of(checkpoint, options)
-
-
-def _options(checkpoint: Path) -> converter.Options:
-    return converter.Options(context=context_of(checkpoint))
 
 
 def context_of(checkpoint: Path) -> int:

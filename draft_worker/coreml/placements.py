@@ -5,6 +5,7 @@ Measured where that takes seconds; for Core ML what the probe remembers, or a ne
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -15,15 +16,19 @@ from statistics import median
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from draft_worker.coreml import probe, store
+from draft_worker.coreml import prompts, selection, store
 from draft_worker.coreml.host import Host
 from draft_worker.coreml.interpreter import NumpyRuntime
 from draft_worker.coreml.layout import Function
 from draft_worker.coreml.line import Line
 from draft_worker.coreml.package import Package
-from draft_worker.coreml.probe import Verdict
+from draft_worker.coreml.packages import OfCheckpoint
+from draft_worker.coreml.probe import PREFERRED
+from draft_worker.coreml.verdicts import Tried, Verdicts
 from engine.loading import load
 from protocol.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 _ROUNDS = 12
 _WARM_UP = 2
@@ -63,15 +68,31 @@ def on_mlx(model: Path, device: mx.DeviceType) -> Placement:
     return Placement(f"MLX on the {'GPU' if gpu else 'CPU'}", True, one, eight, note=_SHARED if gpu else _APART)
 
 
-def on_core_ml(package: Package, try_now: bool) -> list[Placement]:
-    """Each compute unit's verdict: remembered, or tried out now."""
+def on_core_ml(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
+    """The verdict on each package and compute unit, remembered or tried out now; what drafts comes first."""
     if sys.platform != "darwin":
         return [Placement("Core ML on the Neural Engine", False, note="macOS only")]
-    memory = store.root() / "probes"
     if try_now:
-        probe.choose(package, memory)
-    known = probe.recall(package, memory)
-    return [_verdict(known[units]) if units in known else _untried(units) for units in probe.PREFERRED]
+        selection.choose(packages, store.probes(), log.info, thorough=True)
+    places = []
+    for units in PREFERRED:
+        rows = [row for row in Verdicts(store.probes(), packages.source_hash).rows if row.verdict.units == units]
+        best = selection.quickest(rows)
+        ordered = sorted(rows, key=lambda row, best=best: row is not best)
+        places += [_verdict(row) for row in ordered] or [_untried(units)]
+    return places
+
+
+def on_prompts(packages: OfCheckpoint, try_now: bool) -> Placement | None:
+    """Who reads prompts for a drafter on MLX, as measured; None where nothing was."""
+    made = [packages.get(variant) for variant in packages.variants if packages.made(variant)]
+    known = [kept for package in made if (kept := prompts.recall(package, store.probes())) is not None]
+    if not known and try_now:
+        known = [prompts.here(packages, log.info)]
+    if not known:
+        return None
+    kept = known[0]
+    return Placement("prompts of a draft on MLX", kept.least is not None, note=kept.sentence)
 
 
 def on_interpreter(package: Package) -> Placement:
@@ -90,8 +111,8 @@ def _feed_time(host: Host, function: Function) -> float:
     return taken
 
 
-def _verdict(verdict: Verdict) -> Placement:
-    name = f"Core ML on {verdict.units}"
+def _verdict(row: Tried) -> Placement:
+    verdict, name = row.verdict, f"Core ML on {row.verdict.units}, {row.variant}"
     if verdict.trial is None:
         return Placement(name, False, note=verdict.reason)
     trial = verdict.trial

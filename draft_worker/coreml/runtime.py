@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import WorkerError
+from protocol.errors import ModelError, WorkerError
 
 Inputs = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[np.float32]]
@@ -39,6 +39,10 @@ class Runtime(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class DeviceAbsent(ModelError):
+    """What is to run a package is not in this machine at all, whatever the package."""
 
 
 class RuntimeFault(WorkerError):

@@ -19,9 +19,14 @@ def root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "coreml"
 
 
-def directory_of(model: Path, options: Options, folder: Path | None = None) -> Path:
-    """Where the package of the checkpoint `model` lies, once it is made."""
-    key = f"{source.fingerprint(model)[:16]}-{options.mode.value}-{options.weights}-{options.context}"
+def probes() -> Path:
+    """Where it keeps what it tried out."""
+    return root() / "probes"
+
+
+def directory_of(source_hash: str, options: Options, folder: Path | None = None) -> Path:
+    """Where the package of the checkpoint with this `source.fingerprint` lies, once it is made."""
+    key = f"{source_hash[:16]}-{options.mode.value}-{options.weights}-{options.context}"
     return (folder or root()) / f"{key}-f{manifest.FORMAT}"
 
 
@@ -31,7 +36,7 @@ def package_of(model: Path, options: Options, progress: Progress | None = None, 
     Raises:
         ModelError: the model is refused, or can't be converted here.
     """
-    directory = directory_of(model, options, folder)
+    directory = directory_of(source.fingerprint(model), options, folder)
     if not directory.exists():
         try:
             converter.convert(model, directory, options, progress)

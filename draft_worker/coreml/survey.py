@@ -13,46 +13,38 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from draft_worker.coreml import load, probe, store
+from draft_worker.coreml import load, probe, sacrifice, store
 from draft_worker.coreml.converter import Options
+from draft_worker.coreml.devices import REFERENCE
 from draft_worker.coreml.layout import Mode
 from draft_worker.coreml.package import Package
-from draft_worker.coreml.probe import Verdict
-from draft_worker.coreml.trial import REFERENCE
+from draft_worker.coreml.verdicts import Tried
 from engine.loading import load as load_model
 from protocol.errors import OutriderError
 
-COLUMNS = ("mode", "weights", "units", "good", "agreement", "distance", "load s", "q1 ms", "q8 ms", "q16 ms", "q32 ms",
-           "prefill64 ms", "engine share q1", "why not")  # fmt: skip
+COLUMNS = ("mode", "weights", "units", "good", "agreement", "distance", "compile s", "load s", "q1 ms", "q8 ms",
+           "q16 ms", "q32 ms", "prefill64 ms", "engine share q1", "why not")  # fmt: skip
 _ON_A_MAC = (("CPU_AND_NE", ("fp16", "int8")), ("CPU_ONLY", ("fp16", "int8")), ("CPU_AND_GPU", ("fp16", "int4")))
 _ELSEWHERE = ((REFERENCE, ("fp16", "int8", "int4")),)
 _DECODE_STEPS = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
+def cells(row: Tried) -> tuple[str, ...]:
     """One row of the table."""
-
-    mode: Mode
-    weights: str
-    verdict: Verdict
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        trial, verdict = self.verdict.trial, self.verdict
-        head = (self.mode.value, self.weights, verdict.units, "yes" if verdict.good else "NO")
-        if trial is None:
-            return (*head, *[""] * (len(COLUMNS) - len(head) - 1), verdict.reason)
-        times = [f"{trial.ms[name]:.3f}" for name in ("q1", "q8", "q16", "q32", "prefill64")]
-        share = f"{trial.engine_share['q1']:.3f}" if "q1" in trial.engine_share else ""
-        numbers = (f"{trial.agreement:.3f}", f"{trial.distance:.4f}", f"{trial.load_seconds:.1f}")
-        return (*head, *numbers, *times, share, verdict.reason)
+    trial, verdict = row.verdict.trial, row.verdict
+    head = (row.variant.mode.value, row.variant.weights, verdict.units, "yes" if verdict.good else "NO")
+    if trial is None:
+        return (*head, *[""] * (len(COLUMNS) - len(head) - 1), verdict.reason)
+    times = [f"{trial.ms[name]:.3f}" for name in ("q1", "q8", "q16", "q32", "prefill64")]
+    share = f"{trial.engine_share['q1']:.3f}" if "q1" in trial.engine_share else ""
+    seconds = (f"{trial.compile_seconds:.1f}", f"{trial.load_seconds:.1f}")
+    numbers = (f"{trial.agreement:.3f}", f"{trial.distance:.4f}", *seconds)
+    return (*head, *numbers, *times, share, verdict.reason)
 
 
 def survey(checkpoint: Path, predictions: int, folder: Path) -> Iterator[Tried]:
@@ -62,7 +54,7 @@ def survey(checkpoint: Path, predictions: int, folder: Path) -> Iterator[Tried]:
             for weights in kinds:
                 options = Options(mode, weights, load.context_of(checkpoint))
                 package = store.package_of(checkpoint, options, folder=folder)
-                yield Tried(mode, weights, probe.try_out(package, units, predictions))
+                yield Tried.of(package, probe.try_out(package, units, predictions))
 
 
 def slowdown(target: str, package: Package, units: str) -> str:
@@ -82,8 +74,10 @@ def slowdown(target: str, package: Package, units: str) -> str:
     decode()
     alone = decode()
     with tempfile.TemporaryDirectory() as directory:
-        command = probe.trial_command(package, units, 10**6, Path(directory) / "trial.json")
-        drafting = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        line = [*probe.arguments(package, units, 10**6), "--result", str(Path(directory) / "trial.json")]
+        command = sacrifice.command(probe.MODULE, *line)
+        silent = subprocess.DEVNULL
+        drafting = subprocess.Popen(command, stdout=silent, stderr=silent, env=sacrifice.environment())
         try:
             time.sleep(20 if sys.platform == "darwin" else 4)  # loading and the comparison come first
             ended = drafting.poll()
@@ -110,7 +104,7 @@ def main() -> int:
         _row(COLUMNS)
         _row(["---"] * len(COLUMNS))
         for tried in survey(checkpoint, options.predictions, options.folder or store.root()):
-            _row(tried.cells)
+            _row(cells(tried))
         if options.target:
             package = store.package_of(checkpoint, Options(context=load.context_of(checkpoint)), folder=options.folder)
             units = "CPU_AND_NE" if sys.platform == "darwin" else REFERENCE

@@ -18,17 +18,17 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from draft_worker.coreml.compute_plan import engine_share
-from draft_worker.coreml.coreml_runtime import UNITS, CoreMLRuntime
+from draft_worker.coreml import compute_plan, sacrifice
+from draft_worker.coreml.coreml_runtime import compiled_path
+from draft_worker.coreml.devices import NAMES, REFERENCE, runtime_of
 from draft_worker.coreml.host import Host
 from draft_worker.coreml.interpreter import NumpyRuntime
 from draft_worker.coreml.layout import Function
 from draft_worker.coreml.line import Line
 from draft_worker.coreml.package import Package, open_package
-from draft_worker.coreml.runtime import Runtime
-from protocol.errors import OutriderError
+from draft_worker.coreml.runtime import DeviceAbsent
+from protocol.errors import ModelError, OutriderError
 
-REFERENCE = "REFERENCE"  # a unit of no device: the interpreter tried against itself
 _STEPS = 12
 _WARM_UP = 3
 _TIE = 0.05  # of the logits' standard deviation
@@ -40,10 +40,12 @@ class Trial:
 
     `agreement`: share of compared rows whose best token is the interpreter's (see `agreement`); `distance`: mean total
     variation between the two distributions. `ms`: median milliseconds a call by function; `engine_share`: the share of
-    its operations that Core ML plans for the Neural Engine.
+    its operations that Core ML plans for the Neural Engine, {} where it tells no plan. `compile_seconds` is 0 for what
+    was compiled before.
     """
 
     units: str
+    compile_seconds: float
     load_seconds: float
     predictions: int
     agreement: float
@@ -53,25 +55,51 @@ class Trial:
 
 
 def run(package: Package, units: str, predictions: int) -> Trial:
-    """Loads, compares with the interpreter, predicts `predictions` times, measures.
+    """Compiles, loads, compares with the interpreter, predicts `predictions` times, measures.
 
     Raises:
+        DeviceAbsent: this machine has no such unit.
         OutriderError: the device refused or gave no numbers.
     """
     started = time.monotonic()
-    runtime: Runtime = NumpyRuntime(package.mlpackage) if units == REFERENCE else CoreMLRuntime(package, units)
-    loaded = time.monotonic() - started
-    host = Host(package, runtime)
+    if units != REFERENCE:
+        compiled_path(package)
+    _check_engine(units)
+    compiled = time.monotonic()
+    host = Host(package, runtime_of(package, units))
+    loaded = time.monotonic()
     found, expected = _logits(host), _logits(Host(package, NumpyRuntime(package.mlpackage)))
     return Trial(
         units=units,
-        load_seconds=round(loaded, 3),
+        compile_seconds=round(compiled - started, 3),
+        load_seconds=round(loaded - compiled, 3),
         predictions=predictions,
         agreement=agreement(found, expected),
         distance=float(np.abs(_softmax(found) - _softmax(expected)).sum(axis=-1).mean() / 2),
         ms=_times(host, predictions),
-        engine_share={} if units == REFERENCE else engine_share(package, units),
+        engine_share=_engine_share(package, units),
     )
+
+
+def _check_engine(units: str) -> None:
+    """Without a Neural Engine that unit would be the CPU by another name. Silence is no proof that there is none."""
+    if units != "CPU_AND_NE":
+        return
+    try:
+        there = compute_plan.has_engine()
+    except ModelError:
+        return
+    if not there:
+        raise DeviceAbsent("this machine has no Neural Engine that Core ML can use")
+
+
+def _engine_share(package: Package, units: str) -> dict[str, float]:
+    if units == REFERENCE:
+        return {}
+    try:
+        return compute_plan.engine_share(package, units)
+    except ModelError:  # it predicts well, wherever it does so
+        return {}
 
 
 def agreement(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
@@ -127,7 +155,7 @@ def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="draft_worker.coreml.trial", description=__doc__)
     parser.add_argument("--package", type=Path, required=True)
-    parser.add_argument("--units", choices=(*UNITS, REFERENCE), required=True)
+    parser.add_argument("--units", choices=NAMES, required=True)
     parser.add_argument("--predictions", type=int, default=300)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
@@ -135,7 +163,7 @@ def main() -> int:
         trial = run(open_package(options.package), options.units, options.predictions)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
-        return error.exit_code
+        return sacrifice.ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
     options.result.write_text(json.dumps(dataclasses.asdict(trial)), encoding="utf-8")
     return 0
 

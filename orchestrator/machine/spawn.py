@@ -115,6 +115,7 @@ def worker_command(
     options = ["--endpoint", endpoint, "--name", name, "--model", str(model), "--log-level", settings.log_level]
     if role == "draft":
         options += ["--backend", settings.draft_backend, "--fan-out", settings.fan_out]
+        options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "auto" else []
     if role == "target" and settings.colocate:
         options += ["--draft-model", str(settings.draft_model)]
     if settings.simulate is not None:

@@ -22,7 +22,10 @@ from draft_worker.coreml.interpreter import NumpyRuntime
 from draft_worker.coreml.layout import Mode
 from draft_worker.coreml.line import Line
 from draft_worker.coreml.package import Package, open_package
+from draft_worker.coreml.trial import Trial
 
+MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
+GOOD = Trial("CPU_AND_NE", 1.5, 0.5, 300, 1.0, 0.001, MS, {"q1": 0.97})
 VOCAB = 512
 CONTEXT = 256
 

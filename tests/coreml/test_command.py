@@ -37,7 +37,7 @@ def test_one_model_one_package(tiny_model: Callable[..., Path], tmp_path: Path) 
 def test_bad_input_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
     done = run("--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
     assert done.returncode == 3 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "is no model directory" in done.stderr
+    assert done.stderr.count("\n") == 1 and "give an existing directory or a Hugging Face id" in done.stderr
     done = run("--model", str(tmp_path), "--out", str(tmp_path), "--context", "3")
     assert done.returncode == 2 and "context is 3" in done.stderr
 

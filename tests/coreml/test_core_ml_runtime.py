@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_worker.coreml import coreml_runtime, load, probe, quiet
+from draft_worker.coreml import coreml_runtime, load, quiet, selection, trial
 from draft_worker.coreml.coreml_runtime import CoreMLRuntime
 from draft_worker.coreml.drafter import CoreMLDrafter
 from draft_worker.coreml.interpreter import NumpyRuntime
 from draft_worker.coreml.package import MLPACKAGE
+from draft_worker.coreml.packages import OnePackage
 from draft_worker.coreml.runtime import RuntimeFault
+from draft_worker.coreml.selection import Selection
 from draft_worker.mlx import MlxDrafter
 from protocol.errors import ModelError
 from protocol.sampling import SamplingParams
@@ -158,15 +160,22 @@ def test_on_a_mac_the_probe_decides(
     fake: FakeCoreML, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
     made, told = bench("llama"), list[str]()
-    choice = probe.Choice("CPU_ONLY" if works else None, "a sentence", ())
-    monkeypatch.setattr(load.probe, "choose", lambda package, memory: choice)
-    monkeypatch.setattr(load, "_package", lambda model, tell: (made.package, made.model_path))
-    drafter = load.load("whatever", told.append)
-    assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter)
-    assert told[:2] == ["trying Core ML out on this draft (once)", "a sentence"]
+    placed = Selection(made.package if works else None, "CPU_ONLY" if works else None, "a sentence", ())
+    monkeypatch.setattr(selection, "choose", lambda packages, memory, tell: placed)
+    monkeypatch.setattr(load, "packages_of", lambda checkpoint, tell: OnePackage(made.package))
+    drafter = load.load(str(made.model_path), told.append)
+    assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and told[0] == "a sentence"
     if works:
         assert drafter.note == "a sentence" and fake.loaded[0] == ("q1", "CPU_ONLY")
-    else:
-        monkeypatch.setattr(load, "_package", lambda model, tell: (made.package, None))
-        with pytest.raises(ModelError, match="name the model this package was made from"):
-            load.load("whatever", told.append)
+        fake.error = Exception("out of memory")  # on another day than the trial's
+        assert isinstance(load.load(str(made.model_path), told.append), MlxDrafter)
+        assert any("out of memory, drafting with MLX instead" in sentence for sentence in told)
+    with pytest.raises(ModelError, match="name the model this package was made from"):
+        load.load(str(made.package.path), told.append)
+
+
+def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
+    found = trial.run(bench("llama", mode="hybrid").package, "CPU_ONLY", 20)
+    assert found.agreement == 1.0 and found.distance == 0.0 and found.predictions == 20
+    assert len(fake.compiled) == 1 and [name for name, _ in fake.loaded] == ["q1", "q8", "q16", "q32", "prefill64"]
+    assert found.engine_share == {}  # the stand-in makes no plans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,12 +13,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from draft_worker.coreml import doctor, machine, placements, probe, survey
+from draft_worker.coreml import doctor, machine, placements, probe, prompts, survey, verdicts
 from draft_worker.coreml.converter import Options
+from draft_worker.coreml.manifest import Manifest
 from draft_worker.coreml.package import Package
+from draft_worker.coreml.packages import OfCheckpoint
 from draft_worker.coreml.probe import Verdict
-from tests.coreml.conftest import SIZES, Bench
-from tests.coreml.test_probe import GOOD
+from draft_worker.coreml.sacrifice import Ending
+from draft_worker.coreml.verdicts import Tried, Verdicts
+from tests.coreml.conftest import GOOD, SIZES, Bench
 
 
 def test_the_machine_in_json(tmp_path: Path) -> None:
@@ -52,11 +56,16 @@ def test_placements_of_a_draft(
     if sys.platform == "darwin":
         pytest.skip("the list is another on a Mac")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    times = '{"units": "REFERENCE", "lengths": [64], "mlx_ms": [1], "package_ms": [2]}'
+    monkeypatch.setattr(prompts, "measured", lambda *asked: Ending(times))
     model = tiny_model("llama", **SIZES)
     before = {place.name: place for place in doctor.examine(str(model), try_now=False).placements}
     assert set(before) == {"MLX on the CPU", "Core ML"} and "not converted yet" in before["Core ML"].note
     after = {place.name: place for place in doctor.examine(str(model), try_now=True).placements}
-    assert set(after) == {"MLX on the CPU", "Core ML on the Neural Engine", "reference interpreter"}
+    assert set(after) == {
+        "MLX on the CPU", "Core ML on the Neural Engine", "reference interpreter", "prompts of a draft on MLX"
+    }  # fmt: skip
+    assert "MLX, which is quicker" in after["prompts of a draft on MLX"].note
     for name in ("MLX on the CPU", "reference interpreter"):
         assert after[name].usable and (after[name].one_ms or 0) > 0 and (after[name].eight_ms or 0) > 0
     assert not after["Core ML on the Neural Engine"].usable
@@ -76,12 +85,20 @@ def test_verdicts_become_placements(
 ) -> None:
     package = bench("llama").package
     monkeypatch.setattr(placements.sys, "platform", "darwin")
+    monkeypatch.setattr(verdicts, "os_build", lambda: "24F74")
     monkeypatch.setattr(placements.store, "root", lambda: tmp_path)
-    assert [place.usable for place in placements.on_core_ml(package, try_now=False)] == [False, False]
-    known = {"CPU_AND_NE": Verdict("CPU_AND_NE", GOOD), "CPU_ONLY": Verdict("CPU_ONLY", None, "it crashed")}
-    monkeypatch.setattr(placements.probe, "recall", lambda package, memory: known)
-    engine, cpu = placements.on_core_ml(package, try_now=False)
+    packages = OfCheckpoint.of(bench("llama").model_path, 256)
+    assert [place.usable for place in placements.on_core_ml(packages, try_now=False)] == [False, False]
+    kept = Verdicts(placements.store.probes(), packages.source_hash)
+    slower = dataclasses.replace(GOOD, ms={name: 2 * ms for name, ms in GOOD.ms.items()})
+    kept.add(Tried.of(bench("llama", mode="hybrid").package, Verdict("CPU_AND_NE", slower)))
+    kept.add(Tried.of(package, Verdict("CPU_AND_NE", GOOD)))
+    kept.add(Tried.of(package, Verdict("CPU_ONLY", None, "it crashed")))
+    engine, other, cpu = placements.on_core_ml(packages, try_now=False)
     assert (engine.usable, engine.one_ms, engine.eight_ms, engine.engine_share) == (True, 2.25, 2.5, 0.97)
+    assert [place.name for place in (engine, other)] == [
+        "Core ML on CPU_AND_NE, stateless fp16", "Core ML on CPU_AND_NE, hybrid fp16"
+    ]  # fmt: skip
     assert not cpu.usable and cpu.note == "it crashed"
 
 
@@ -103,7 +120,7 @@ def test_the_survey_has_a_row_for_every_mode_and_kind(
     def package_of(model: Path, options: Options, folder: Path) -> Package:
         assert (model, folder) == (made.model_path, tmp_path)
         wanted.append(options)
-        return made.package
+        return dataclasses.replace(made.package, manifest=_as(made.package.manifest, options))
 
     monkeypatch.setattr(survey.store, "package_of", package_of)
     tried: list[tuple[str, int]] = []
@@ -113,13 +130,18 @@ def test_the_survey_has_a_row_for_every_mode_and_kind(
         return probe.judge(GOOD) if len(tried) % 2 else Verdict(units, None, "its trial was ended by SIGKILL")
 
     monkeypatch.setattr(survey.probe, "try_out", try_out)
-    rows = [row.cells for row in survey.survey(made.model_path, 50, tmp_path)]
+    rows = [survey.cells(row) for row in survey.survey(made.model_path, 50, tmp_path)]
     assert len(rows) == 9 and tried == [("REFERENCE", 50)] * 9
     assert all(len(row) == len(survey.COLUMNS) for row in rows)
     modes, kinds = ("stateless", "hybrid", "onehot"), ("fp16", "int8", "int4")
     assert {row[:2] for row in rows} == {(mode, kind) for mode in modes for kind in kinds}
     assert [(options.mode, options.weights) for options in wanted] == [row[:2] for row in rows]
     assert rows[1][-1] == "its trial was ended by SIGKILL" and rows[1][3] == "NO"
+
+
+def _as(manifest: Manifest, options: Options) -> Manifest:
+    layout = dataclasses.replace(manifest.layout, mode=options.mode, weights=options.weights)
+    return dataclasses.replace(manifest, layout=layout)
 
 
 def test_default_devices_are_left_as_they_were(tiny_model: Callable[..., Path]) -> None:

@@ -1,55 +1,265 @@
-"""A prompt read by the package and handed to MLX's caches goes on as if MLX had read it."""
+"""A prompt read by the package and handed to MLX goes on as if MLX had read it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from draft_worker.coreml.prefill import prefill_into
-from draft_worker.drafter import DrafterFault
-from tests.coreml.conftest import Bench
+from draft_worker.backends import make
+from draft_worker.coreml import prompts, readers, store
+from draft_worker.coreml.interpreter import NumpyRuntime
+from draft_worker.coreml.prefill import PackageReader
+from draft_worker.coreml.runtime import Inputs, Outputs, RuntimeFault, State
+from draft_worker.coreml.sacrifice import Ending
+from draft_worker.mlx import MlxDrafter
+from engine.columns import KeysValues, OneRow
+from engine.host import HostRow
+from engine.loading import load
+from engine.nodes import Tree
+from engine.reading import ReadColumns, ReadingFault
+from engine.sampling import Sampler
+from protocol.errors import InvalidRequest, ModelError
+from protocol.sampling import SamplingParams
+from tests.coreml.conftest import SIZES, VOCAB, Bench
 
 STEPS = 40
+NOISE = {"fp32": 1e-4, "fp16": 0.1}
+KINDS = [
+    ("llama", "stateless", "fp32", 2),
+    ("llama", "stateless", "fp32", 1),
+    ("llama", "stateless", "fp16", 2),
+    ("qwen2", "hybrid", "fp16", 2),
+    ("qwen3", "onehot", "fp16", 2),
+    ("llama3", "stateless", "fp16", 2),
+]
+kinds = pytest.mark.parametrize(("family", "mode", "weights", "layers"), KINDS)
 
 
-@pytest.mark.parametrize(
-    ("family", "mode", "weights", "layers"),
-    [
-        ("llama", "stateless", "fp32", 2),
-        ("llama", "stateless", "fp32", 1),
-        ("llama", "stateless", "fp16", 2),
-        ("qwen2", "hybrid", "fp16", 2),
-        ("qwen3", "onehot", "fp16", 2),
-        ("llama3", "stateless", "fp16", 2),
-    ],
-)
+def reader_of(made: Bench, least: int = 1) -> PackageReader:
+    return PackageReader(made.package, NumpyRuntime(made.package.mlpackage), least)
+
+
+@kinds
 def test_mlx_goes_on_from_it(
     bench: Callable[..., Bench], text: list[int], family: str, mode: str, weights: str, layers: int
 ) -> None:
+    """The keys and values themselves, in mlx-lm's own caches."""
     made = bench(family, mode=mode, weights=weights, num_hidden_layers=layers)
     model, prompt, rest = made.mlx(), text[:150], text[150 : 150 + STEPS]
     exact = made.mlx_logits(text)[150 : 150 + STEPS]
-    caches, seen = make_prompt_cache(model), list[int]()
-    prefill_into(made.host(), caches, prompt, mx.float32, lambda done, total: seen.append(done))
-    assert seen == [64, 128, 150]
-    assert all(cache.offset == 150 and cache.keys.dtype == mx.float32 for cache in caches)
+    caches, counts = make_prompt_cache(model), list[int]()
+    for read in reader_of(made).read(prompt):
+        counts.append(read.count)
+        for cache, keys, values in zip(caches, read.keys, read.values, strict=True):
+            cache.update_and_fetch(mx.array(keys[None]), mx.array(values[None]))
+    assert counts == [64, 64, 22] and all(cache.offset == 150 for cache in caches)
     found = np.array([np.array(model(mx.array([[token]]), cache=caches)[0, -1]) for token in rest])
-    noise = 1e-4 if weights == "fp32" else 0.1
+    noise = NOISE[weights]
     assert np.abs(found - exact).max() <= noise < exact.std() / 10
     second, best = np.partition(exact, -2, axis=-1)[:, -2:].T
     missed = found.argmax(-1) != exact.argmax(-1)
     assert ((best - second)[missed] <= noise).all()
 
 
-def test_what_does_not_fit_is_refused(bench: Callable[..., Bench]) -> None:
+@pytest.mark.parametrize("form", [HostRow, OneRow])
+@pytest.mark.parametrize(("weights", "prompt_length"), [("fp32", 150), ("fp16", 150), ("fp16", 340)])
+def test_a_tree_grows_on_it(
+    bench: Callable[..., Bench], text: list[int], form: type[HostRow | OneRow], weights: str, prompt_length: int
+) -> None:
+    """Both forms of columns; of a prompt beyond the package's context of 256 tokens the model reads the rest."""
+    made = bench("llama", weights=weights, max_position_embeddings=1024)
+    model, prompt = load(made.model_path), [*text, *text][:prompt_length]
+    done = list[tuple[int, int]]()
+    columns = ReadColumns(form(model), reader_of(made))
+    tree = Tree(columns, Sampler(SamplingParams(), VOCAB, normalised=False), 1024, prompt, lambda *at: done.append(at))
+    assert columns.read == min(prompt_length - 1, 256)
+    assert done[:2] == [(64, prompt_length), (128, prompt_length)]
+    exact, path, tip = made.mlx(), list(prompt), tree.root
+    for token in text[:8]:
+        expected = np.array(exact(mx.array([path]))[0, -1])
+        gaps = {candidate.token: candidate.gap for candidate in tree.candidates([tip], VOCAB)[0]}
+        found = np.array([gaps[i] for i in range(VOCAB)])
+        assert np.abs(found - (expected.max() - expected)).max() <= 2 * NOISE[weights]
+        (tip,) = tree.feed([tip], [token])
+        path.append(token)
+
+
+def test_keys_come_in_the_models_own_number_format(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama")
-    caches = make_prompt_cache(made.mlx())
-    for tokens in ([], [1] * 257):
-        with pytest.raises(DrafterFault, match="context takes 1 to 256"):
-            prefill_into(made.host(), caches, tokens)
-    with pytest.raises(DrafterFault, match="1 caches; the package's model has 2 layers"):
-        prefill_into(made.host(), caches[:1], [1, 2])
+    model = load(made.model_path)
+    model.model.set_dtype(mx.bfloat16)
+    columns = OneRow(model)
+    (read,) = reader_of(made).read(text[:10])
+    columns.adopt(0, read)
+    assert {cache.keys.dtype for cache in columns._caches if cache.keys is not None} == {mx.bfloat16}
+
+
+def test_short_prompts_are_left_to_the_model(bench: Callable[..., Bench], text: list[int]) -> None:
+    reader = reader_of(bench("llama"), least=100)
+    assert [reader.takes(count) for count in (0, 1, 99, 100, 200, 300)] == [0, 0, 0, 100, 200, 256]
+
+
+class Failing:
+    """The interpreter until its second call; then it says NaN, or nothing at all."""
+
+    name = "the failing device"
+
+    def __init__(self, made: Bench, how: str) -> None:
+        self._inner, self._how, self.calls = NumpyRuntime(made.package.mlpackage), how, 0
+
+    def new_state(self) -> State | None:
+        return None
+
+    def call(self, function: str, inputs: Inputs, state: State | None) -> Outputs:
+        self.calls += 1
+        outputs = self._inner.call(function, inputs, state)
+        if self.calls > 1:
+            if self._how == "dies":
+                raise RuntimeFault("the failing device is gone")
+            outputs["v_new"][0, 0, 3, 0] = np.inf if self._how == "says infinity" else np.nan
+        return outputs
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("how", ["dies", "says NaN", "says infinity"])
+def test_where_the_device_fails_the_model_reads_on(
+    bench: Callable[..., Bench], text: list[int], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = bench("llama", weights="fp32")
+    reader = PackageReader(made.package, Failing(made, how), 1)
+    drafter = MlxDrafter(load(made.model_path), reader)
+    tree, alone = (d.open(text[:150], SamplingParams()) for d in (drafter, MlxDrafter(drafter.model)))
+    found, expected = (t.candidates([t.root], VOCAB)[0] for t in (tree, alone))
+    assert [c.token for c in found[:5]] == [c.token for c in expected[:5]]
+    assert max(abs(a.gap - b.gap) for a, b in zip(found, expected, strict=True)) < 1e-3
+    (record,) = [r.getMessage() for r in caplog.records if "reads on" in r.getMessage()]
+    expected_reason = "is gone" if how == "dies" else "gave keys that are no finite numbers"
+    assert expected_reason in record and record.endswith("the model reads on from token 64") and "\n" not in record
+    with pytest.raises(ReadingFault):
+        list(reader.read(text[:10]))
+
+
+def test_a_reading_that_is_broken_off_gives_its_cache_back(bench: Callable[..., Bench], text: list[int]) -> None:
+    reader = reader_of(bench("llama"))
+    pieces = reader.read(text)
+    next(pieces)
+    pieces.close()
+    assert len(reader._host._spare) == 1
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(store, "root", lambda: tmp_path)
+    yield tmp_path
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *ms: tuple[float, float]) -> list[str]:
+    """Measurements that find so many milliseconds for MLX and the package at 64, 128, ... tokens."""
+    asked: list[str] = []
+    lengths = ", ".join(str(64 << i) for i in range(len(ms)))
+    mlx, package = (", ".join(str(pair[i]) for pair in ms) for i in (0, 1))
+
+    def measured(checkpoint: Path, package_: object, units: str) -> Ending:
+        asked.append(units)
+        return Ending(f'{{"units": "{units}", "lengths": [{lengths}], "mlx_ms": [{mlx}], "package_ms": [{package}]}}')
+
+    monkeypatch.setattr(prompts, "measured", measured)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("ms", "least"),
+    [
+        ([(1, 9), (2, 9), (9, 3)], 256),
+        ([(9, 1), (9, 2), (9, 3)], 64),
+        ([(9, 1), (1, 9), (9, 3)], 256),
+        ([(9, 1), (9, 1), (9, 8.9)], None),
+        ([(1, 2)], None),
+    ],
+)
+def test_the_package_reads_from_where_it_is_quicker(
+    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    ms: Sequence[tuple[float, float]], least: int | None,
+) -> None:  # fmt: skip
+    made, asked = bench("llama"), told(monkeypatch, *ms)
+    for _ in range(2):
+        found = prompts.found(made.model_path, made.package, "CPU_AND_NE", tmp_path)
+        assert found.least == least and prompts.recall(made.package, tmp_path) == found
+        assert ("by MLX" in found.sentence) == (least is None) and "\n" not in found.sentence
+    assert asked == ["CPU_AND_NE"]
+    assert prompts.recall(bench("qwen2").package, tmp_path) is None
+    prompts.found(made.model_path, made.package, "CPU_ONLY", tmp_path)
+    monkeypatch.setattr(prompts, "os_build", lambda: "99Z1")
+    assert prompts.recall(made.package, tmp_path) is None
+    assert asked == ["CPU_AND_NE", "CPU_ONLY"]
+
+
+def test_a_measurement_that_dies_leaves_prompts_to_mlx(
+    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench("llama")
+    found = prompts.found(
+        made.model_path, made.package, "CPU_AND_NE", tmp_path, lambda *_: Ending(None, "its trial was ended by SIGKILL")
+    )
+    assert found.least is None and found.sentence == "prompts are read by MLX: its trial was ended by SIGKILL"
+    assert prompts.recall(made.package, tmp_path) == found
+
+
+def test_a_measurement_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    made = bench("llama")
+    found = prompts.found(made.model_path, made.package, "REFERENCE", tmp_path)
+    assert found.times is not None and found.times.lengths == (64, 128, 256)
+    assert min(*found.times.mlx_ms, *found.times.package_ms) > 0
+
+
+def test_a_drafter_uses_it_only_where_it_was_measured_quicker(
+    bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.MonkeyPatch, text: list[int]
+) -> None:
+    made, heard = bench("llama"), list[str]()
+    assert readers.reader_for(str(made.model_path), "auto", heard.append) is None and heard == []
+    told(monkeypatch, (9, 20), (20, 9))
+    monkeypatch.setattr(readers.load, "context_of", lambda checkpoint: 256)
+    packages = readers.load.packages_of(made.model_path)
+    assert prompts.here(packages, heard.append).least == 128
+    reader = readers.reader_for(str(made.model_path), "auto", heard.append)
+    assert reader is not None and reader.takes(127) == 0 and reader.takes(128) == 128
+    assert heard[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
+    drafter = make("mlx", str(made.model_path), heard.append)
+    assert isinstance(drafter, MlxDrafter) and drafter.note == reader.note
+    tree = drafter.open(text[:150], SamplingParams())
+    alone = make("mlx", str(made.model_path), heard.append, "mlx").open(text[:150], SamplingParams())
+    assert tree.best([tree.root]) == alone.best([alone.root])
+
+
+@pytest.mark.parametrize("prefill", ["coreml", "package"])
+def test_it_can_be_asked_for(bench: Callable[..., Bench], cache: Path, prefill: str) -> None:
+    made, heard = bench("llama"), list[str]()
+    word = str(made.package.path) if prefill == "package" else prefill
+    reader = readers.reader_for(str(made.model_path), word, heard.append)
+    assert reader is not None and reader.least == 1 and "reference interpreter" in reader.note
+    assert ("converting" in heard[0]) == (prefill == "coreml")
+
+
+def test_bad_settings_are_one_sentence(
+    bench: Callable[..., Bench], tiny_model: Callable[..., Path], cache: Path
+) -> None:
+    made = bench("llama")
+    other = tiny_model("llama", seed=5, **SIZES)
+    with pytest.raises(ModelError, match=r"was made from llama-.* other weights than .* has") as refused:
+        readers.reader_for(str(other), str(made.package.path), print)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(InvalidRequest, match="draft prefill is 'often'; expected auto, mlx, coreml or the directory"):
+        readers.reader_for(str(made.model_path), "often", print)
+    with pytest.raises(ModelError, match="off the Neural Engine's grid"):
+        readers.reader_for(str(tiny_model("llama")), "coreml", print)
+
+
+def test_columns_are_counted() -> None:
+    assert KeysValues(np.zeros((2, 3, 5, 8), np.float32), np.zeros((2, 3, 5, 8), np.float32)).count == 5

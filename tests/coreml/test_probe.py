@@ -1,4 +1,4 @@
-"""The first-use probe: what it gates, what it survives, what it remembers. Others play Core ML's units here."""
+"""A trial: what it gates, what it survives. Others play Core ML's units here."""
 
 from __future__ import annotations
 
@@ -8,87 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from draft_worker.coreml import probe, trial
-from draft_worker.coreml.package import Package
-from draft_worker.coreml.probe import Verdict
+from draft_worker.coreml import compute_plan, probe, quiet, sacrifice, trial
+from draft_worker.coreml.runtime import DeviceAbsent
 from draft_worker.coreml.trial import Trial
-from tests.coreml.conftest import Bench
-
-MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
-GOOD = Trial("CPU_AND_NE", 1.5, 300, 1.0, 0.001, MS, {"q1": 0.97})
-
-
-def outcomes(**by_units: Verdict) -> tuple[Callable[[Package, str], Verdict], list[str]]:
-    """A way to try units that answers as told, and the list of what was tried."""
-    tried: list[str] = []
-
-    def attempt(package: Package, units: str) -> Verdict:
-        tried.append(units)
-        return by_units[units]
-
-    return attempt, tried
-
-
-def bad(units: str) -> Verdict:
-    return Verdict(units, None, "its trial was ended by SIGKILL")
-
-
-def good(units: str) -> Verdict:
-    return Verdict(units, dataclasses.replace(GOOD, units=units))
-
-
-def test_the_neural_engine_is_tried_first_and_often_alone(bench: Callable[..., Bench], tmp_path: Path) -> None:
-    attempt, tried = outcomes(CPU_AND_NE=good("CPU_AND_NE"))
-    choice = probe.choose(bench("llama").package, tmp_path, attempt)
-    assert choice.units == "CPU_AND_NE" and tried == ["CPU_AND_NE"]
-    assert choice.sentence == "drafting with Core ML on CPU_AND_NE, 2.25 ms a token"
-
-
-def test_it_falls_back_with_a_sentence(bench: Callable[..., Bench], tmp_path: Path) -> None:
-    attempt, tried = outcomes(CPU_AND_NE=bad("CPU_AND_NE"), CPU_ONLY=good("CPU_ONLY"))
-    choice = probe.choose(bench("llama").package, tmp_path, attempt)
-    assert choice.units == "CPU_ONLY" and tried == ["CPU_AND_NE", "CPU_ONLY"]
-    assert choice.sentence.endswith("on CPU_ONLY, 2.25 ms a token (CPU_AND_NE: its trial was ended by SIGKILL)")
-
-
-def test_without_a_good_unit_mlx_drafts(bench: Callable[..., Bench], tmp_path: Path) -> None:
-    attempt, _ = outcomes(CPU_AND_NE=bad("CPU_AND_NE"), CPU_ONLY=bad("CPU_ONLY"))
-    choice = probe.choose(bench("llama").package, tmp_path, attempt)
-    assert choice.units is None and "drafting with MLX instead" in choice.sentence
-    assert "CPU_AND_NE: its trial was ended by SIGKILL; CPU_ONLY:" in choice.sentence
-
-
-def test_verdicts_are_remembered_by_package_and_system(
-    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = bench("llama").package
-    attempt, tried = outcomes(CPU_AND_NE=bad("CPU_AND_NE"), CPU_ONLY=good("CPU_ONLY"))
-    first = probe.choose(package, tmp_path, attempt)
-    tried.clear()
-    assert probe.choose(package, tmp_path, attempt) == first and tried == []
-    assert probe.recall(package, tmp_path) == {"CPU_AND_NE": bad("CPU_AND_NE"), "CPU_ONLY": good("CPU_ONLY")}
-    probe.choose(bench("qwen2").package, tmp_path, attempt)
-    assert tried == ["CPU_AND_NE", "CPU_ONLY"]
-    tried.clear()
-    monkeypatch.setattr(probe, "os_build", lambda: "99Z1")
-    probe.choose(package, tmp_path, attempt)
-    assert tried == ["CPU_AND_NE", "CPU_ONLY"]
-
-
-def test_a_memory_that_can_not_be_read_is_made_anew(bench: Callable[..., Bench], tmp_path: Path) -> None:
-    package = bench("llama").package
-    attempt, tried = outcomes(CPU_AND_NE=good("CPU_AND_NE"))
-    probe.choose(package, tmp_path, attempt)
-    (file,) = tmp_path.iterdir()
-    for text in ("{", "[]", '{"CPU_AND_NE": {"units": "CPU_AND_NE"}}', '{"CPU_AND_NE": {"trial": {"x": 1}}}'):
-        file.write_text(text)
-        tried.clear()
-        assert probe.choose(package, tmp_path, attempt).units == "CPU_AND_NE" and tried == ["CPU_AND_NE"]
+from protocol.errors import ModelError
+from tests.coreml.conftest import GOOD, Bench
 
 
 @pytest.mark.parametrize(
@@ -107,12 +37,13 @@ def test_the_gate(change: dict[str, Any], reason: str) -> None:
 
 
 def test_a_trial_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
-    """The interpreter tried against itself stands for a device."""
+    """The interpreter tried against itself stands for a device; a folder of the user's may be named like a room."""
     package = bench("llama").package
     result = tmp_path / "trial.json"
+    (tmp_path / "draft_worker.py").write_text("raise SystemExit('the wrong one')")
+    arguments = [*probe.arguments(package, "REFERENCE", 4), "--result", str(result)]
     done = subprocess.run(
-        [sys.executable, "-m", "draft_worker.coreml.trial", "--package", str(package.path), "--units", "REFERENCE",
-         "--predictions", "4", "--result", str(result)],
+        sacrifice.command(probe.MODULE, *arguments), cwd=tmp_path, env=sacrifice.environment(),
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == done.stderr == ""
@@ -121,33 +52,101 @@ def test_a_trial_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path)
     assert set(found.ms) == {"q1", "q8", "q16", "q32", "prefill64"} and all(ms > 0 for ms in found.ms.values())
 
 
-def test_a_device_that_refuses_is_told_in_its_own_words(bench: Callable[..., Bench]) -> None:
+def test_a_machine_without_the_device_says_so_once_and_for_all(bench: Callable[..., Bench]) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     verdict = probe.try_out(bench("llama").package, "CPU_AND_NE")
     assert verdict.reason.startswith("its trial failed: Core ML runs on macOS only") and verdict.trial is None
+    assert verdict.final
 
 
 @pytest.mark.parametrize(
-    ("program", "reason"),
+    ("program", "reason", "final"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its trial was ended by SIGKILL"),
-        ("import os; os.abort()", "its trial was ended by SIGABRT"),
-        ("import sys; sys.exit(7)", "its trial failed with exit code 7"),
-        ("import time; time.sleep(60)", "its trial was still running after 2 seconds"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its trial was ended by SIGKILL", False),
+        ("import os; os.abort()", "its trial was ended by SIGABRT", False),
+        ("import os; os.kill(os.getpid(), 40)", "its trial was ended by signal 40", False),
+        ("import sys; sys.exit(7)", "its trial failed with exit code 7", False),
+        ("import sys; sys.exit('first\\nlast words')", "its trial failed: last words", False),
+        ("import time; time.sleep(60)", "its trial was still running after 1 seconds", True),
     ],
 )
 def test_a_trial_may_die_or_hang(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, program: str, reason: str
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, program: str, reason: str, final: bool
 ) -> None:
-    kept = subprocess.run
+    monkeypatch.setattr(sacrifice, "command", lambda module, *arguments: [sys.executable, "-c", program])
+    monkeypatch.setattr(probe, "_SECONDS", 1.0)
+    verdict = probe.try_out(bench("llama").package, "CPU_AND_NE")
+    assert (verdict.reason, verdict.final, verdict.good) == (reason, final, False)
 
-    def run(command: list[str], **options: Any) -> Any:
-        return kept([sys.executable, "-c", program], **options)
 
-    monkeypatch.setattr(probe.subprocess, "run", run)
-    monkeypatch.setattr(probe, "_TIMEOUT_SECONDS", 2.0)
-    assert probe.try_out(bench("llama").package, "CPU_AND_NE").reason == reason
+class Plan:
+    """Core ML's answers about devices and plans, or its refusal to give any."""
+
+    def __init__(self, placed: dict[str, list[tuple[str, str | None]]] | None, devices: list[str]) -> None:
+        self._kinds = {name: type(name, (), {}) for name in ("MLCPUComputeDevice", "MLNeuralEngineComputeDevice")}
+        self._placed, self._devices = placed, devices
+
+    def module(self, name: str) -> Any:
+        if name.endswith("compute_device"):
+            found = [self._kinds[device]() for device in self._devices]
+            return SimpleNamespace(
+                **self._kinds, MLComputeDevice=SimpleNamespace(get_all_compute_devices=lambda: self._told(found))
+            )
+        return SimpleNamespace(MLComputePlan=SimpleNamespace(load_from_path=self._load))
+
+    def _told(self, answer: Any) -> Any:
+        if not self._devices:
+            raise Exception("no word")  # coremltools raises it bare
+        return answer
+
+    def _load(self, path: str, units: Any) -> Any:
+        if self._placed is None:
+            raise Exception("no plan\nmore of it")
+        functions = {
+            name: SimpleNamespace(block=SimpleNamespace(operations=[SimpleNamespace(operator_name=kind, on=device)
+                                                                    for kind, device in placed]))
+            for name, placed in self._placed.items()
+        }  # fmt: skip
+
+        def usage(operation: Any) -> Any:
+            device = self._kinds.get(operation.on or "")
+            return None if device is None else SimpleNamespace(preferred_compute_device=device())
+
+        return SimpleNamespace(
+            model_structure=SimpleNamespace(program=SimpleNamespace(functions=functions)),
+            get_compute_device_usage_for_mlprogram_operation=usage,
+        )
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    monkeypatch.setattr(compute_plan.importlib, "import_module", plan.module)
+    monkeypatch.setattr(compute_plan, "compiled_path", lambda package: Path("model.mlmodelc"))
+    monkeypatch.setattr(quiet, "coremltools", lambda: SimpleNamespace(ComputeUnit={"CPU_AND_NE": 1}))
+
+
+def test_the_share_counts_operations_that_work(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, cpu = "MLNeuralEngineComputeDevice", "MLCPUComputeDevice"
+    operations = [("ios18.conv", engine), ("ios16.constexpr_blockwise_shift_scale", cpu), ("const", cpu),
+                  ("ios18.softmax", cpu), ("ios18.matmul", engine), ("add", None)]  # fmt: skip
+    planned(monkeypatch, Plan({"q1": operations, "q8": [("add", None)]}, [cpu]))
+    assert compute_plan.engine_share(bench("llama").package, "CPU_AND_NE") == {"q1": 0.6667}  # of q8 nothing is told
+    assert not compute_plan.has_engine()
+
+
+def test_without_a_plan_or_a_word_a_trial_goes_on(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(monkeypatch, Plan(None, []))
+    package = bench("llama").package
+    with pytest.raises(ModelError, match=r"Core ML does not tell: no plan$"):
+        compute_plan.engine_share(package, "CPU_AND_NE")
+    assert trial._engine_share(package, "CPU_AND_NE") == {}
+    trial._check_engine("CPU_AND_NE")
+    planned(monkeypatch, Plan(None, ["MLCPUComputeDevice"]))
+    trial._check_engine("CPU_ONLY")
+    with pytest.raises(DeviceAbsent, match="no Neural Engine"):
+        trial._check_engine("CPU_AND_NE")
+    planned(monkeypatch, Plan(None, ["MLCPUComputeDevice", "MLNeuralEngineComputeDevice"]))
+    trial._check_engine("CPU_AND_NE")
 
 
 def test_agreement_counts_misses_but_not_near_ties() -> None:

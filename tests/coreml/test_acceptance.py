@@ -1,0 +1,98 @@
+"""The embedded pair drafting by Core ML's package, or by MLX after the package read the prompt: nothing is lost.
+
+In one process on a virtual clock, so that no drafter is ever late and the same is drafted each time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from draft_worker.coreml.converter import Options, convert
+from draft_worker.coreml.drafter import CoreMLDrafter
+from draft_worker.coreml.interpreter import NumpyRuntime
+from draft_worker.coreml.package import Package, open_package
+from draft_worker.coreml.prefill import PackageReader
+from draft_worker.drafter import Drafter
+from draft_worker.mlx import MlxDrafter
+from engine.loading import LoadedModel, load
+from orchestrator.pair.model_files import embedded_pair
+from protocol.sampling import SamplingParams
+from tests.system.cluster import Cluster, Run
+from tests.system.links import VirtualClock
+
+NAMES = ("name", "size", "path", "mode")
+TEXTS = (
+    "def fibonacci(n):\n",
+    "class Entry:\n" + "\n".join(f"    def get_{name}(self):\n        return self._{name}\n" for name in NAMES),
+    "import os\nimport sys\n\n\ndef main(arguments):\n    for path in arguments:\n",
+)
+DRAFTERS = ("coreml", "read by the package")
+TEMPS = (0.0, 0.8)
+every_temp = pytest.mark.parametrize("temp", TEMPS)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[LoadedModel, LoadedModel]:
+    target, draft = embedded_pair()
+    return load(target), load(draft)
+
+
+@pytest.fixture(scope="module")
+def drafters(pair: tuple[LoadedModel, LoadedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Drafter]:
+    directory = tmp_path_factory.mktemp("draft") / "package"
+    convert(Path(embedded_pair()[1]), directory, Options(context=256))
+    package: Package = open_package(directory)
+    reader = PackageReader(package, NumpyRuntime(package.mlpackage), 1)
+    return {
+        "coreml": CoreMLDrafter(package, NumpyRuntime(package.mlpackage)),
+        "mlx": MlxDrafter(pair[1]),
+        "read by the package": MlxDrafter(pair[1], reader),
+    }
+
+
+@pytest.fixture(scope="module")
+def ran(pair: tuple[LoadedModel, LoadedModel], drafters: dict[str, Drafter]) -> Callable[[str, str, float], list[Run]]:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_pair()[0])
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    made: dict[tuple[str, str, float], list[Run]] = {}
+
+    def run(drafter: str, mode: str, temp: float) -> list[Run]:
+        if (drafter, mode, temp) not in made:
+            sampling = SamplingParams(max_tokens=48, temp=temp, seed=5, ignore_eos=True)
+            with pytest.MonkeyPatch.context() as patch:
+                clock = VirtualClock()
+                patch.setattr("protocol.clock.now", clock)
+                cluster = Cluster(pair[0], drafters.get(drafter), clock, depth=4, ngrams=False)
+                made[drafter, mode, temp] = [cluster.run(prompt, sampling, mode) for prompt in prompts]
+        return made[drafter, mode, temp]
+
+    return run
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@every_temp
+def test_the_text_is_the_targets_own(ran: Callable[[str, str, float], list[Run]], drafter: str, temp: float) -> None:
+    alone = [run.tokens for run in ran("none", "ar", temp)]
+    assert all(len(tokens) == 48 for tokens in alone)
+    assert [run.tokens for run in ran(drafter, "sd", temp)] == alone  # ssd: test_end_to_end.py
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@every_temp
+def test_as_much_is_accepted_as_from_mlx(
+    ran: Callable[[str, str, float], list[Run]], drafter: str, temp: float, record_property: Callable[..., None]
+) -> None:
+    found, expected = (acceptance(ran(name, "sd", temp)) for name in (drafter, "mlx"))
+    record_property("acceptance", json.dumps({"drafter": drafter, "temp": temp, "found": found, "mlx": expected}))
+    assert abs(found - expected) <= 0.02
+
+
+def acceptance(runs: list[Run]) -> float:
+    drafted = sum(run.timings.draft_n for run in runs)
+    assert drafted > 100
+    return sum(run.timings.draft_n_accepted for run in runs) / drafted
