@@ -10,6 +10,9 @@
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+# The steps run in the project's directory, so what was named here must be found from there; an id stays as it is.
+whole() { if [ -d "$1" ]; then (cd "$1" && pwd); else printf '%s\n' "$1"; fi; }
+
 target="$root/models/target"
 draft="$root/models/draft"
 report="mac-report.md"
@@ -18,8 +21,9 @@ tokens=128
 real_pair=""
 while [ "$#" -gt 0 ]; do
     case "$1" in
-        --model) [ "$#" -gt 1 ] || fail "--model needs a model"; target="$2"; real_pair=yes; shift 2 ;;
-        --draft-model) [ "$#" -gt 1 ] || fail "--draft-model needs a model"; draft="$2"; real_pair=yes; shift 2 ;;
+        --model) [ "$#" -gt 1 ] || fail "--model needs a model"; target="$(whole "$2")"; real_pair=yes; shift 2 ;;
+        --draft-model)
+            [ "$#" -gt 1 ] || fail "--draft-model needs a model"; draft="$(whole "$2")"; real_pair=yes; shift 2 ;;
         --report) [ "$#" -gt 1 ] || fail "--report needs a file"; report="$2"; shift 2 ;;
         --predictions) [ "$#" -gt 1 ] || fail "--predictions needs a number"; predictions="$2"; shift 2 ;;
         --quick) predictions=20; tokens=32; shift ;;
@@ -28,6 +32,7 @@ while [ "$#" -gt 0 ]; do
 done
 case "$predictions" in '' | *[!0-9]*) fail "--predictions is '$predictions'; expected a whole number" ;; esac
 : >"$report" || fail "$report can't be written; name another file with --report"
+case "$report" in /*) ;; *) report="$PWD/$report" ;; esac
 if [ "$(uname -s)" != Darwin ]; then
     say "outrider: this is no Mac: the reference interpreter stands in for Core ML, which only shows that the check works"
 fi
@@ -54,9 +59,10 @@ step() {
 
 generate() {
     local mode="$1" backend="$2"
+    shift 2
     for prompt in "def fibonacci(n):" "class Stack:" "import os"; do
         "$python" -P -m outrider generate --model "$target" --draft-model "$draft" --draft-backend "$backend" \
-            --mode "$mode" --prompt "$prompt" --max-tokens "$tokens" --ignore-chat-template --json || return
+            --mode "$mode" --prompt "$prompt" --max-tokens "$tokens" --ignore-chat-template --json "$@" || return
     done
 }
 
@@ -66,6 +72,8 @@ printf '# Outrider on a Mac\n\n%s, %s, draft `%s`, target `%s`\n' "$(date -u +%Y
     "$(git rev-parse --short HEAD 2>/dev/null || printf 'no commit')" "$draft" "$target" >>"$report"
 
 step "This machine, and what each placement costs" "$python" -P -m draft_worker.coreml.doctor --model "$draft" --probe
+step "From which length on prompts are read by Core ML for a draft on MLX" \
+    "$python" -P -m draft_worker.coreml.prompts --model "$draft"
 step "Tests that need macOS" "$python" -m pytest -m macos -rs -v --timeout 1800 tests/coreml
 step "Every mode, weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU beside it" \
     "$python" -P -m draft_worker.coreml.survey --model "$draft" --target "$target" --predictions "$predictions"
@@ -78,6 +86,7 @@ step "SD, MLX drafter" generate sd mlx
 step "SD, CoreML drafter" generate sd coreml
 step "SSD, MLX drafter" generate ssd mlx
 step "SSD, CoreML drafter" generate ssd coreml
+step "SSD, MLX drafter, prompts read by Core ML" generate ssd mlx --draft-prefill coreml
 [ -n "$real_pair" ] || printf '\nOnly the embedded pair was run; name a real one with --model and --draft-model.\n' >>"$report"
 rm -f "$report.stderr"
 say "the report is in $report"

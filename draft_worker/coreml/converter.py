@@ -85,6 +85,8 @@ def convert(
             shutil.move(partial_mlx, mlx_out)
         partial.rename(destination)
     except OSError as error:
+        if mlx_out is not None:  # it may lie on another disk, and have come half-way
+            shutil.rmtree(mlx_out, ignore_errors=True)
         raise _disk_error(destination, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

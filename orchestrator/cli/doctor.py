@@ -68,7 +68,7 @@ def _placement(place: dict[str, Any]) -> str:
     engine = "" if share is None else f", {share:.0%} on the Neural Engine"
     note = f"   {place['note']}" if place["note"] else ""
     state = f"{_ms(place['one_ms']):>8} {_ms(place['eight_ms']):>8}" if place["usable"] else f"{'no':>8} {'':8}"
-    return f"  {place['name']:28} {state}{engine}{note}"
+    return f"  {place['name']:38} {state}{engine}{note}"
 
 
 def _ms(milliseconds: float | None) -> str:

@@ -102,6 +102,12 @@ def bench(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     return make
 
 
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str, float], None]:
+    """`figure(name, value)`: a number a test found, for bench/coreml_figures.py to print."""
+    return lambda name, value: record_property(f"figure:{name}", float(value))
+
+
 @pytest.fixture(scope="session")
 def text() -> list[int]:
     """200 random tokens."""

@@ -5,7 +5,6 @@ In one process on a virtual clock, so that no drafter is ever late and the same 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,10 +84,11 @@ def test_the_text_is_the_targets_own(ran: Callable[[str, str, float], list[Run]]
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @every_temp
 def test_as_much_is_accepted_as_from_mlx(
-    ran: Callable[[str, str, float], list[Run]], drafter: str, temp: float, record_property: Callable[..., None]
+    ran: Callable[[str, str, float], list[Run]], drafter: str, temp: float, figure: Callable[[str, float], None]
 ) -> None:
     found, expected = (acceptance(ran(name, "sd", temp)) for name in (drafter, "mlx"))
-    record_property("acceptance", json.dumps({"drafter": drafter, "temp": temp, "found": found, "mlx": expected}))
+    figure(f"acceptance at temperature {temp}, {drafter}", found)
+    figure(f"acceptance at temperature {temp}, mlx", expected)
     assert abs(found - expected) <= 0.02
 
 

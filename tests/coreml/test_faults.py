@@ -20,7 +20,7 @@ SAMPLING = SamplingParams(max_tokens=40, temp=0.8, seed=9)
 
 
 class Failing:
-    """The interpreter until its `after`th call; then it says NaN, or nothing at all."""
+    """The interpreter until its `after`th call; then it says NaN, infinity, or nothing at all."""
 
     name = "the failing device"
 
@@ -37,14 +37,14 @@ class Failing:
         if self.calls > self._after:
             if self._how == "dies":
                 raise RuntimeFault("the failing device is gone; no drafting for this request")
-            outputs["logits_0"][:] = np.nan
+            outputs["logits_0"][:] = np.inf if self._how == "says infinity" else np.nan
         return outputs
 
     def close(self) -> None:
         self._inner.close()
 
 
-@pytest.mark.parametrize("how", ["dies", "says NaN"])
+@pytest.mark.parametrize("how", ["dies", "says NaN", "says infinity"])
 @pytest.mark.parametrize("after", [0, 1, 9])
 def test_the_request_goes_on_without_it(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, text: list[int], how: str, after: int

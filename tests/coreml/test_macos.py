@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from draft_worker.coreml import compute_plan, probe
+from draft_worker.coreml import compute_plan, probe, prompts
 from draft_worker.coreml.coreml_runtime import CoreMLRuntime
 from draft_worker.coreml.drafter import CoreMLDrafter
 from draft_worker.coreml.host import Host
 from draft_worker.coreml.interpreter import NumpyRuntime
 from draft_worker.coreml.line import Line
+from draft_worker.coreml.prefill import PackageReader
 from draft_worker.coreml.runtime import Runtime
 from draft_worker.coreml.trial import agreement
 from protocol.sampling import SamplingParams
@@ -72,7 +74,7 @@ def test_the_neural_engine_survives_its_trial_or_is_refused(bench: Callable[...,
 
 def test_a_plan_tells_the_share_of_the_neural_engine(bench: Callable[..., Bench]) -> None:
     shares = compute_plan.engine_share(bench("qwen2").package, "CPU_AND_NE")
-    assert set(shares) == {"q1", "q8", "q16", "q32", "prefill64"}
+    assert "q1" in shares  # a plan may be of the default function only
     assert all(0 <= share <= 1 for share in shares.values())
 
 
@@ -100,3 +102,23 @@ def test_a_drafter_on_the_cpu_drafts_as_the_interpreter(bench: Callable[..., Ben
         drafter.close()
     same = np.mean([a == b for a, b in zip(drafted[0][0], drafted[1][0], strict=True)])
     assert same >= 0.75  # near-ties may fall either way
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_prompts_read_on_the_cpu_are_the_interpreters(bench: Callable[..., Bench], text: list[int], mode: str) -> None:
+    package = bench("qwen2", mode=mode).package
+    runtimes = (CoreMLRuntime(package, "CPU_ONLY", ["prefill64"]), NumpyRuntime(package.mlpackage))
+    found, expected = (list(PackageReader(package, runtime, 1).read(text[:150])) for runtime in runtimes)
+    for one, other in zip(found, expected, strict=True):
+        for a, b in ((one.keys, other.keys), (one.values, other.values)):
+            assert np.abs(a - b).max() <= 0.1 * b.std()
+
+
+def test_this_mac_tells_whether_it_has_a_neural_engine() -> None:
+    assert isinstance(compute_plan.has_engine(), bool)
+
+
+def test_the_length_from_which_the_package_reads_quicker_is_found(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    made = bench("qwen2")
+    found = prompts.found(made.model_path, made.package, "CPU_ONLY", tmp_path)
+    assert found.times is not None, found.sentence

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tests.coreml.conftest import Bench
 
+Figure = Callable[[str, float], None]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
@@ -25,10 +26,12 @@ NAMES = ["llama", "llama-untied", "llama-biased", "llama3-rope", "qwen2", "qwen3
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES, ids=NAMES)
 def test_a_float32_package_is_the_model(
-    bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any]
+    bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any], figure: Figure
 ) -> None:
     made = bench(family, weights="fp32", **config)
     found, expected = made.logits(text), made.mlx_logits(text)
+    figure("fp32: tokens that differ, of 200", (found.argmax(-1) != expected.argmax(-1)).sum())
+    figure("fp32: largest logit error", np.abs(found - expected).max())
     assert expected.std() > 1  # flat logits would prove nothing
     assert np.abs(found - expected).max() <= 1e-4
     assert (found.argmax(-1) == expected.argmax(-1)).all()
@@ -36,10 +39,13 @@ def test_a_float32_package_is_the_model(
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES, ids=NAMES)
 def test_a_float16_package_errs_as_float16_does(
-    bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any]
+    bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any], figure: Figure
 ) -> None:
     made, text = bench(family, **config), text[:120]
-    _check_float16(made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16))
+    found, exact, mlx_float16 = made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16)
+    figure("fp16: error over MLX float16's", np.abs(found - exact).max() / np.abs(mlx_float16 - exact).max())
+    figure("fp16: tokens that differ, of 120, near-ties all", (found.argmax(-1) != exact.argmax(-1)).sum())
+    _check_float16(found, exact, mlx_float16)
 
 
 @pytest.mark.parametrize("mode", ["hybrid", "onehot"])
@@ -55,10 +61,12 @@ def test_every_mode_says_the_same(bench: Callable[..., Bench], text: list[int], 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_quantised_package_is_its_mlx_twin(
-    bench: Callable[..., Bench], text: list[int], weights: str, tied: bool
+    bench: Callable[..., Bench], text: list[int], weights: str, tied: bool, figure: Figure
 ) -> None:
     made, text = bench("qwen2", weights=weights, tie_word_embeddings=tied), text[:80]
-    _check_float16(made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16))
+    found, exact, mlx_float16 = made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16)
+    figure(f"{weights}: error over MLX float16's", np.abs(found - exact).max() / np.abs(mlx_float16 - exact).max())
+    _check_float16(found, exact, mlx_float16)
 
 
 def _check_float16(found: NDArray[np.float32], exact: NDArray[np.float32], mlx_float16: NDArray[np.float32]) -> None:

@@ -27,6 +27,7 @@ from protocol.errors import InvalidRequest, ModelError
 from protocol.sampling import SamplingParams
 from tests.coreml.conftest import SIZES, VOCAB, Bench
 
+Figure = Callable[[str, float], None]
 STEPS = 40
 NOISE = {"fp32": 1e-4, "fp16": 0.1}
 KINDS = [
@@ -46,7 +47,7 @@ def reader_of(made: Bench, least: int = 1) -> PackageReader:
 
 @kinds
 def test_mlx_goes_on_from_it(
-    bench: Callable[..., Bench], text: list[int], family: str, mode: str, weights: str, layers: int
+    bench: Callable[..., Bench], text: list[int], family: str, mode: str, weights: str, layers: int, figure: Figure
 ) -> None:
     """The keys and values themselves, in mlx-lm's own caches."""
     made = bench(family, mode=mode, weights=weights, num_hidden_layers=layers)
@@ -60,6 +61,7 @@ def test_mlx_goes_on_from_it(
     assert counts == [64, 64, 22] and all(cache.offset == 150 for cache in caches)
     found = np.array([np.array(model(mx.array([[token]]), cache=caches)[0, -1]) for token in rest])
     noise = NOISE[weights]
+    figure(f"prefill handed to MLX, {weights}: largest logit error over {STEPS} steps", np.abs(found - exact).max())
     assert np.abs(found - exact).max() <= noise < exact.std() / 10
     second, best = np.partition(exact, -2, axis=-1)[:, -2:].T
     missed = found.argmax(-1) != exact.argmax(-1)

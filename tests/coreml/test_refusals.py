@@ -204,6 +204,20 @@ def test_a_disk_that_fills_up_half_way(
     assert expected in refused(tiny_model("llama", **SIZES), tmp_path)
 
 
+def test_a_disk_that_fills_up_under_the_mlx_copy(
+    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def move(source: Path, destination: Path) -> None:
+        destination.mkdir()
+        (destination / "config.json").write_text("{}")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "move", move)
+    with pytest.raises(ModelError, match="No space left on device"):
+        convert(tiny_model("llama", **SIZES), tmp_path / "out" / "package", SHORT, mlx_out=tmp_path / "out" / "twin")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def _raise(error: Exception) -> Callable[..., None]:
     def fail(*args: object, **kwargs: object) -> None:
         raise error
