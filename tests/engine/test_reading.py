@@ -1,0 +1,78 @@
+"""Prompts read by something else than the model: what it reads, the model does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from engine.columns import KeysValues
+from engine.reading import ReadColumns, ReadingFault
+
+
+class Watched:
+    """Columns that note what they are told."""
+
+    lazy = False
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, int]] = []
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        self.told.append(("read", start, len(tokens)))
+
+    def adopt(self, start: int, read: KeysValues) -> None:
+        self.told.append(("adopt", start, start + read.count))
+
+    def forward(self, *arguments: object) -> None: ...
+
+    def keep(self, prefix: int, columns: object) -> None: ...
+
+
+class Reader:
+    """Takes `takes` tokens, four at a time, and fails after `good` of these pieces."""
+
+    def __init__(self, takes: int, good: int = 99) -> None:
+        self._takes, self._good = takes, good
+
+    def takes(self, count: int) -> int:
+        return min(self._takes, count)
+
+    def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
+        for number, first in enumerate(range(0, len(tokens), 4)):
+            if number == self._good:
+                raise ReadingFault("gone")
+            piece = np.zeros((1, 1, len(tokens[first : first + 4]), 8), np.float32)
+            yield KeysValues(piece, piece)
+
+
+@pytest.mark.parametrize(
+    ("reader", "told"),
+    [
+        (Reader(0), [("read", 0, 10)]),
+        (Reader(10), [("adopt", 0, 4), ("adopt", 4, 8), ("adopt", 8, 10), ("read", 10, 10)]),
+        (Reader(6), [("adopt", 0, 4), ("adopt", 4, 6), ("read", 6, 10)]),
+        (Reader(10, good=1), [("adopt", 0, 4), ("read", 4, 10)]),
+        (Reader(10, good=0), [("read", 0, 10)]),
+    ],
+)
+def test_the_model_reads_what_the_reader_left(reader: Reader, told: list[tuple[str, int, int]]) -> None:
+    columns, seen = Watched(), list[tuple[int, int]]()
+    reading = ReadColumns(columns, reader)  # type: ignore[arg-type]
+    reading.prefill(list(range(10)), lambda *at: seen.append(at), 11)
+    assert columns.told == told and reading.read == told[-1][1]
+    assert seen == [(end, 11) for what, _, end in told if what == "adopt" and end < 10]
+
+
+def test_progress_that_raises_ends_the_reading() -> None:
+    columns = Watched()
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ReadColumns(columns, Reader(10)).prefill(list(range(10)), stop, 11)  # type: ignore[arg-type]
+    assert columns.told == [("adopt", 0, 4)]
