@@ -21,7 +21,12 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     """How one request is run; they hold for a server that is running already, too."""
     group = parser.add_argument_group("speculation")
     group.add_argument("--mode", metavar="|".join(MODES), help=f"default {_DEFAULTS.mode}")
-    group.add_argument("--num-draft-tokens", type=int, metavar="K", help=f"default {_DEFAULTS.num_draft_tokens}")
+    group.add_argument(
+        "--num-draft-tokens",
+        type=int,
+        metavar="K",
+        help=f"default {_DEFAULTS.num_draft_tokens}; what is copied from the text may be longer",
+    )
     group.add_argument("--branches", type=int, metavar="B", help=f"outcomes a round, default {_DEFAULTS.branches}")
 
 

@@ -13,7 +13,12 @@ from orchestrator.core.tuning import Tuning
 SMOOTHING = 0.1
 PRIOR_WEIGHT = 8.0
 PRIOR_ACCEPTANCE = 0.7
+# Of tokens copied from the text, by how many before them matched.
+PRIOR_COPIED = (0.3, 0.3, 0.45, 0.55, 0.65, 0.75)
 PRIOR_HIT_RATE = 0.8
+FADE = 0.99
+# The least variance of rows that tells what a row costs.
+MIN_SPREAD = 0.5
 # Until measured: a row more costs a tenth of the first.
 COST_PER_ROW = 0.1
 MAX_POSITIONS = 64
@@ -29,10 +34,30 @@ class Average:
         self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
 
 
+class Slope:
+    """How much y grows with x, by least squares; old points fade. Noise that moves all points alike averages out."""
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self._n, self._x, self._y = FADE * self._n + 1, FADE * self._x + x, FADE * self._y + y
+        self._xx, self._xy = FADE * self._xx + x * x, FADE * self._xy + x * y
+
+    @property
+    def value(self) -> float | None:
+        """None until the points differ enough in x."""
+        spread = self._n * self._xx - self._x**2
+        if spread <= MIN_SPREAD * self._n**2:
+            return None
+        return (self._n * self._xy - self._x * self._y) / spread
+
+
 class Acceptance:
     """How often chain token i held, given that those before it did."""
 
-    def __init__(self) -> None:
+    def __init__(self, prior: float = PRIOR_ACCEPTANCE) -> None:
+        self._prior = prior
         self._tried = [0.0] * MAX_POSITIONS
         self._held = [0.0] * MAX_POSITIONS
 
@@ -48,7 +73,7 @@ class Acceptance:
 
     def rate(self, position: int) -> float:
         position = min(position, MAX_POSITIONS - 1)
-        return (self._held[position] + PRIOR_WEIGHT * PRIOR_ACCEPTANCE) / (self._tried[position] + PRIOR_WEIGHT)
+        return (self._held[position] + PRIOR_WEIGHT * self._prior) / (self._tried[position] + PRIOR_WEIGHT)
 
     def reach(self, position: int) -> float:
         """Probability that chain token `position` and all before it hold."""
@@ -64,6 +89,7 @@ class Estimates:
 
     def __init__(self) -> None:
         self._verify_ms: dict[int, Average] = {}
+        self._row_ms = Slope()
         self._step_ms = Average()
         self._depth_ms = Average()
         self._link_ms = Average()
@@ -72,7 +98,7 @@ class Estimates:
         self._hits = Average()
         self._turnaround_ms = Average()
         self.drafted = Acceptance()
-        self.ngram = Acceptance()
+        self._copied = [Acceptance(prior) for prior in PRIOR_COPIED]
 
     def start_from(self, tuning: Tuning) -> None:
         """Takes a tuning's measurements for first values."""
@@ -88,6 +114,7 @@ class Estimates:
 
     def saw_verify(self, rows: int, milliseconds: float) -> None:
         self._verify_ms.setdefault(rows, Average()).add(milliseconds)
+        self._row_ms.add(rows, milliseconds)
 
     def saw_draft(self, tokens: int, milliseconds: float) -> None:
         """A chain of `tokens` drafted in one go."""
@@ -97,9 +124,15 @@ class Estimates:
         """All branches one token deeper."""
         self._depth_ms.add(milliseconds)
 
-    def saw_chain(self, source: str, length: int, accepted: int) -> None:
-        """A verified chain, by where it came from (`ngram`, or anything a drafter made)."""
-        (self.ngram if source == "ngram" else self.drafted).add(length, accepted)
+    def saw_chain(self, drafted: int, accepted: int, copied: int = 0, matched: int = 0) -> None:
+        """A verified chain of `drafted` tokens from a drafter and then `copied` ones, for which so many had matched."""
+        self.drafted.add(drafted, min(accepted, drafted))
+        if copied and accepted >= drafted:
+            self.copied(matched).add(copied, accepted - drafted)
+
+    def copied(self, matched: int) -> Acceptance:
+        """How well tokens hold that followed so many matching ones before."""
+        return self._copied[min(matched, len(self._copied) - 1)]
 
     def saw_link(self, milliseconds: float) -> None:
         """What asking the drafter cost beyond its own work."""
@@ -129,6 +162,11 @@ class Estimates:
 
     def turnaround_ms(self) -> float:
         return self._turnaround_ms.value if self._turnaround_ms.value is not None else 0.3
+
+    def row_ms(self) -> float:
+        """What one row more adds to a verify."""
+        usual, measured = COST_PER_ROW * self.verify_ms(1), self._row_ms.value
+        return usual if measured is None else min(max(measured, 0.0), self.verify_ms(1))
 
     def verify_ms(self, rows: int) -> float:
         """c(M): measured for this many rows, else from the nearest measured by `COST_PER_ROW`."""

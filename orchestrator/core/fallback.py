@@ -7,27 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.core.copies import Tail
 from orchestrator.core.estimates import Estimates
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Verify `chain` now (empty: an AR step), or ask the drafter for `wait_for` tokens first. `value`: the tokens that
-    brings less the worth of its time."""
+    """Verify what can be copied now (nothing: an AR step), or ask the drafter for `wait_for` tokens first. `value`: the
+    tokens that brings less the worth of its time."""
 
-    chain: tuple[int, ...] = ()
     wait_for: int = 0
     value: float = 0.0
 
 
-def after_miss(estimates: Estimates, ngram: tuple[int, ...], longest: int, has_drafter: bool) -> Choice:
-    """The best of: an AR step, the n-gram chain cut anywhere, the drafter's just-in-time chain of any length."""
+def after_miss(estimates: Estimates, tail: Tail, longest: int, has_drafter: bool) -> Choice:
+    """The best of: an AR step, what is worth copying, the drafter's just-in-time chain of any length."""
     rate = estimates.tokens_per_ms()
-    best = Choice(value=1.0 - rate * estimates.verify_ms(1))
-    for length in range(1, min(len(ngram), longest) + 1):
-        value = estimates.ngram.expected_tokens(length) - rate * estimates.verify_ms(length + 1)
-        if value > best.value:
-            best = Choice(chain=ngram[:length], value=value)
+    best = Choice(value=1.0 - rate * estimates.verify_ms(1) + tail.gain)
     for length in range(1, longest + 1 if has_drafter else 1):
         cost = estimates.verify_ms(length + 1) + estimates.draft_ms(length)
         value = estimates.drafted.expected_tokens(length) - rate * cost
@@ -51,12 +47,12 @@ def worth_hoping(estimates: Estimates, alternative: Choice, longest: int, wait_m
     return estimates.hit_rate() * (hit - alternative.value) > rate * wait_ms
 
 
-def drafts_better(estimates: Estimates, ngram: tuple[int, ...], longest: int) -> bool:
-    """Whether a drafter's chain of `longest` is worth asking for when there is this n-gram chain for nothing (SD)."""
-    if not ngram:
+def drafts_better(estimates: Estimates, tail: Tail, longest: int) -> bool:
+    """Whether a drafter's chain of `longest` is worth asking for when this can be copied for nothing (SD)."""
+    if not tail.tokens:
         return True
     rate = estimates.tokens_per_ms()
-    copied = estimates.ngram.expected_tokens(len(ngram)) - rate * estimates.verify_ms(len(ngram) + 1)
+    copied = 1.0 - rate * estimates.verify_ms(1) + tail.gain
     cost = estimates.verify_ms(longest + 1) + estimates.draft_ms(longest)
     return estimates.drafted.expected_tokens(longest) - rate * cost > copied
 

@@ -69,9 +69,8 @@ class Ledger:
     def proposed(self, request: Request, now_ns: int) -> None:
         proposal = request.proposal
         request.account.proposed(proposal, request.accepted)
-        found = proposal.source is Source.CACHE
-        if found or proposal.missed:
-            self.estimates.saw_lookup(found)  # late or not: whether it is worth its wait is for `fallback` to say
+        if proposal.found or proposal.missed:
+            self.estimates.saw_lookup(proposal.found)  # late or not: `fallback` says whether that is worth a wait
         if self._trace.enabled and not proposal.draft:
             name = _mark(proposal)
             chain = proposal.chain
@@ -123,11 +122,12 @@ class Ledger:
             estimates.saw_ar(round_ms)
         elif ended.plan.mode != "ar":
             estimates.saw_verify(len(proposal.chain) + 1, _milliseconds(outcome.work))
-            estimates.saw_chain(proposal.source.value, len(proposal.chain), outcome.accepted)
+            drafted = len(proposal.chain) - proposal.copied
+            estimates.saw_chain(drafted, outcome.accepted, proposal.copied, proposal.matched)
         if proposal.chain and outcome.drafting is not None:
             estimates.saw_draft(len(proposal.chain), _milliseconds(outcome.drafting))
             estimates.saw_link(0.0)
-        if proposal.source is Source.CACHE and not proposal.waited:
+        if proposal.found and not proposal.waited:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto":
             controller = self._controller(bool(request.drafters), self._depth(request.admit))
@@ -151,7 +151,7 @@ class Ledger:
 
 def _mark(proposal: Proposal) -> str:
     """What the trace calls a proposal."""
-    if proposal.source is Source.CACHE:
+    if proposal.found:
         return "late" if proposal.missed else "hit"
     return "miss" if proposal.missed else proposal.source.value
 

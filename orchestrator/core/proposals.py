@@ -5,9 +5,10 @@ Pure decisions over a request, the estimates and the time; nothing is sent from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.core.controller import EPISODE_ROUNDS
+from orchestrator.core.copies import best_tail, copied, filled, longest_copy
 from orchestrator.core.estimates import Estimates
 from orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
 from orchestrator.core.request import MILLISECOND_NS, Proposal, Request, Source
@@ -49,22 +50,42 @@ class Proposer:
     full_depth: bool
     colocated: bool = False
 
-    def after(self, request: Request, accepted: int, bonus: int, longest: int, now_ns: int) -> Step:
-        """The step after the outcome (accepted, bonus), with room for a chain of `longest`."""
+    def after(self, request: Request, accepted: int, bonus: int, room: int, now_ns: int) -> Step:
+        """The step after the outcome (accepted, bonus); a chain has room for so many tokens."""
         if request.mode == "ar":
             return Proposal(run_ahead=_ahead(request))
-        if longest < 1:
+        if room < 1:
             return Proposal()
+        copy = longest_copy(request.ngrams, room)
+        tail = best_tail(self.estimates, copy)
         if not request.drafters and not self.colocated:
-            return from_ngrams(request, longest)
+            return copied(copy, tail)
         if request.mode == "sd":
-            ngram = request.ngrams.lookup(longest)
-            if not self._is_fixed(request) and not drafts_better(self.estimates, ngram, longest):
-                return Proposal(ngram, Source.NGRAM)
+            longest = min(request.depth, room)
+            if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest):
+                return copied(copy, tail)
             return self._own(request) if self.colocated else Ask(longest)
-        return self.serve(request, accepted, bonus, longest, now_ns)
+        return self.serve(request, accepted, bonus, room, now_ns)
 
-    def serve(self, request: Request, accepted: int, bonus: int, longest: int, now_ns: int) -> Step:
+    def branch(self, request: Request, found: Prepared, room: int, committed: tuple[int, ...] = ()) -> Proposal:
+        """A branch as the chain to verify after `committed` tokens that are still to come, filled from the text."""
+        chain = found.chain[: max(min(request.depth, room), 0)]
+        hit = Proposal(chain, Source.CACHE, found=True, q=_first(found.q, chain))
+        return self._filled(request, hit, room, committed)
+
+    def drafted(self, request: Request, message: Drafted, room: int) -> Proposal:
+        """A just-in-time chain, filled from the text."""
+        chain = message.chain[: max(min(request.depth, room), 0)]
+        source = Source.DRAFTER if chain else Source.NONE
+        return self._filled(request, Proposal(chain, source, q=_first(message.q, chain)), room, ())
+
+    def _filled(self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...]) -> Proposal:
+        """Not where rounds are to be reproducible, nor behind a chain that comes with its q."""
+        if self.full_depth or request.admit.sampling.is_residual or request.ngrams.is_empty:
+            return chain
+        return filled(self.estimates, request.ngrams, chain, committed, room)
+
+    def serve(self, request: Request, accepted: int, bonus: int, room: int, now_ns: int) -> Step:
         """The lookup. A hit is served as deep as it has come, unless one more token is worth its wait."""
         cache = request.cache
         if self.full_depth and not cache.final:
@@ -72,10 +93,13 @@ class Proposer:
         found = cache.lookup(accepted, bonus)
         since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
         if found is None:
-            return self._without(request, accepted, bonus, longest, since_ms)
-        if not cache.final and worth_waiting(self.estimates, len(found.chain), longest, since_ms):
+            return self._without(request, accepted, bonus, room, since_ms)
+        hit = self.branch(request, found, room)
+        longest = min(request.depth, room)
+        grows = not cache.final and not hit.copied
+        if grows and worth_waiting(self.estimates, len(found.chain), longest, since_ms):
             return Linger(accepted, bonus, self.estimates.depth_ms())
-        return from_cache(found, longest)
+        return hit
 
     def _own(self, request: Request) -> Proposal:
         """The target's own chain, and as many more of them, unasked, as it has lately gone without n-grams.
@@ -92,12 +116,14 @@ class Proposer:
         """Full depth makes residual texts reproducible: then no estimate may decide what is verified."""
         return self.full_depth and request.admit.sampling.is_residual
 
-    def _without(self, request: Request, accepted: int, bonus: int, longest: int, since_ms: float) -> Step:
+    def _without(self, request: Request, accepted: int, bonus: int, room: int, since_ms: float) -> Step:
         """No branch for this outcome: a miss, unless such branches are still on their way and worth their wait."""
+        longest = min(request.depth, room)
         if self._is_fixed(request) and request.drafters:
             return Ask(longest, missed=True)
-        ngram = request.ngrams.lookup(longest)
-        choice = after_miss(self.estimates, ngram, longest, bool(request.drafters))
+        copy = longest_copy(request.ngrams, room)
+        tail = best_tail(self.estimates, copy)
+        choice = after_miss(self.estimates, tail, longest, bool(request.drafters))
         pushes = request.cache.pushes_until(accepted, len(request.proposal.chain))
         if pushes and request.drafters:
             expected_ms = pushes * self.estimates.depth_ms()
@@ -108,7 +134,7 @@ class Proposer:
                 return Linger(accepted, bonus, wait_ms, missed=True)
         if choice.wait_for:
             return Ask(choice.wait_for, missed=True)
-        return Proposal(choice.chain, Source.NGRAM if choice.chain else Source.NONE, missed=True)
+        return replace(copied(copy, tail), missed=True)
 
 
 def _ahead(request: Request) -> int:
@@ -117,20 +143,5 @@ def _ahead(request: Request) -> int:
     return min(wanted, EPISODE_ROUNDS - 1) if request.admit.mode == "auto" else wanted
 
 
-def from_cache(found: Prepared, longest: int) -> Proposal:
-    chain = found.chain[: max(longest, 0)]
-    return Proposal(chain, Source.CACHE, q=_first(found.q, len(chain)))
-
-
-def from_drafter(message: Drafted, longest: int) -> Proposal:
-    chain = message.chain[: max(longest, 0)]
-    return Proposal(chain, Source.DRAFTER if chain else Source.NONE, q=_first(message.q, len(chain)))
-
-
-def _first(q: SparseQ | None, rows: int) -> SparseQ | None:
-    return q.part(0, rows) if q is not None else None
-
-
-def from_ngrams(request: Request, longest: int) -> Proposal:
-    chain = request.ngrams.lookup(longest)
-    return Proposal(chain, Source.NGRAM if chain else Source.NONE)
+def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:
+    return q.part(0, len(chain)) if q is not None else None

@@ -51,16 +51,20 @@ class Source(Enum):
 class Proposal:
     """What the next round verifies after the last committed token.
 
-    `missed`: the lookup found nothing when the outcome came. `waited`: a drafter was waited for. A chain from the cache
-    that was missed came late. `q`: what the chain was drawn from, None where nothing was drawn. `draft`: how many
-    tokens the target is to draft for itself; what it did is known with the outcome.
+    `found`: there was a branch for the outcome. `missed`: there was none when the outcome came; both: it came late.
+    `waited`: a drafter was waited for. The last `copied` tokens are from the text, which had been in the same place by
+    `matched` tokens before. `q`: what the chain was drawn from, None where nothing was drawn. `draft`: how many tokens
+    the target is to draft for itself; what it did is known with the outcome.
     """
 
     chain: tuple[int, ...] = ()
     source: Source = Source.NONE
     run_ahead: int = 0
+    found: bool = False
     missed: bool = False
     waited: bool = False
+    copied: int = 0
+    matched: int = 0
     q: SparseQ | None = None
     draft: int = 0
 
@@ -127,11 +131,10 @@ class Account:
 
     def proposed(self, proposal: Proposal, accepted: int) -> None:
         """What follows an outcome that accepted this many tokens."""
-        found = proposal.source is Source.CACHE
         if proposal.missed:
             self.missed(accepted)
-            self.late += found
-        elif found:
+            self.late += proposal.found
+        elif proposal.found:
             self.hits_at[accepted] += 1
         self.ngram_chains += proposal.source is Source.NGRAM
 
@@ -161,7 +164,7 @@ class Account:
             return
         self.verify_ns += outcome.work.ended_ns - outcome.work.started_ns
         self.idle_ns += outcome.idle_ns
-        at_once = proposal.source is Source.CACHE and not proposal.waited
+        at_once = proposal.found and not proposal.waited
         if at_once and len(self.turnarounds_ns) < MAX_TURNAROUNDS:
             self.turnarounds_ns.append(outcome.idle_ns)
 
@@ -203,7 +206,8 @@ class Request:
 
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
-    `untold` are committed tokens that the drafters, `drafters` by name, do not know yet. `copied_in` is the round of
+    `lent`: what the target may go on with after an outcome. `untold` are committed tokens that the drafters, `drafters`
+    by name, do not know yet. `copied_in` is the round of
     the latest n-gram chain.
     """
 
@@ -221,6 +225,7 @@ class Request:
     untold: list[int] = field(default_factory=list)
     proposal: Proposal = Proposal()
     cache: SpeculationCache = field(default_factory=SpeculationCache)
+    lent: dict[tuple[int, int], Proposal] = field(default_factory=dict)
     waiting: Waiting | None = None
     branches_at_ns: int = 0
     handled_ns: int = 0
@@ -230,6 +235,12 @@ class Request:
     @property
     def id(self) -> str:
         return self.admit.request
+
+    def went_on(self, outcome: Outcome) -> Proposal:
+        """What the target verifies by itself after this outcome: a chain it was lent."""
+        chain = outcome.onward or ()
+        lent = self.lent.get((outcome.accepted, outcome.bonus))
+        return lent if lent is not None and lent.chain == chain else Proposal(chain, Source.CACHE, found=True)
 
     def this_round(self) -> Round:
         return Round(self.round, self.plan, self.proposal)

@@ -15,7 +15,7 @@ from orchestrator.core.dispatch import Dispatch, Workers
 from orchestrator.core.fallback import longest_wait_ms
 from orchestrator.core.ledger import Ledger
 from orchestrator.core.ngram import NgramIndex
-from orchestrator.core.proposals import Ask, Linger, Proposer, Step, from_cache, from_drafter
+from orchestrator.core.proposals import Ask, Linger, Proposer, Step
 from orchestrator.core.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Source, Waiting
 from orchestrator.core.speculation_cache import is_sound
 from orchestrator.core.trace import Trace
@@ -130,7 +130,8 @@ class Rounds:
                 outcome = request.waiting.outcome
                 found = request.cache.lookup(*outcome) if outcome else None
                 alone = Proposal(missed=outcome is not None)
-                self._verify(request, from_cache(found, self._longest(request)) if found else alone, now_ns)
+                chain = self._proposer.branch(request, found, self._room(request)) if found else alone
+                self._verify(request, chain, now_ns)
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> None:
         proposal = request.proposal.settled(outcome)
@@ -147,12 +148,12 @@ class Rounds:
         if reason is None:
             request.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
             if outcome.onward is not None:
-                self._begin_round(request, Proposal(outcome.onward, Source.CACHE))
+                self._begin_round(request, request.went_on(outcome))
                 self._under_way(request, now_ns)
             else:
                 self._ledger.replan(request)
-                longest = self._longest(request)
-                step = self._proposer.after(request, outcome.accepted, outcome.bonus, longest, now_ns)
+                room = self._room(request)
+                step = self._proposer.after(request, outcome.accepted, outcome.bonus, room, now_ns)
                 self._take(request, step, now_ns)
             self._workers.let_go()
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
@@ -171,7 +172,7 @@ class Rounds:
         if request.cache.final:
             self._prepare(request)
         if request.waiting and request.waiting.outcome:
-            step = self._proposer.serve(request, *request.waiting.outcome, self._longest(request), now_ns)
+            step = self._proposer.serve(request, *request.waiting.outcome, self._room(request), now_ns)
             self._take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
@@ -180,7 +181,7 @@ class Rounds:
             self.stale += 1
             return
         self._ledger.drafted(sender, message, waiting, now_ns)
-        self._verify(request, from_drafter(message, self._longest(request)), now_ns)
+        self._verify(request, self._proposer.drafted(request, message, self._room(request)), now_ns)
 
     def _on_resync(self, request: Request, sender: str) -> None:
         """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""
@@ -228,6 +229,7 @@ class Rounds:
     def _under_way(self, request: Request, now_ns: int) -> None:
         """The target has its round; the drafters are to prepare its outcomes."""
         request.cache.start()
+        request.lent = {}
         if request.mode == "ssd" and request.drafters:
             self._dispatch.commit(request, request.round, request.proposal.chain, request.depth)
         request.branches_at_ns = now_ns
@@ -243,17 +245,18 @@ class Rounds:
             return
         if self._ledger.may_replan(request):
             return
-        entries = tuple(self._onward(request))
+        request.lent = dict(self._onward(request))
+        entries = tuple(Branch(*outcome, proposal.chain) for outcome, proposal in request.lent.items())
         if entries:
             self._dispatch.prepare(request, entries)
 
-    def _onward(self, request: Request) -> Iterator[Branch]:
-        """The branches of outcomes that do not end the request, no longer than it may still be."""
+    def _onward(self, request: Request) -> Iterator[tuple[tuple[int, int], Proposal]]:
+        """What follows on outcomes that have a branch and do not end the request."""
         for (accepted, bonus), found in request.cache.items():
-            committed = [*request.proposal.chain[:accepted], bonus]
-            longest = self._longest(request, len(committed))
-            if longest > 0 and self._up_to_end(request, committed)[1] is None:
-                yield Branch(accepted, bonus, found.chain[:longest])
+            committed = (*request.proposal.chain[:accepted], bonus)
+            room = self._room(request, len(committed))
+            if room > 0 and self._up_to_end(request, list(committed))[1] is None:
+                yield (accepted, bonus), self._proposer.branch(request, found, room, committed)
 
     def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
@@ -277,10 +280,9 @@ class Rounds:
         deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
         request.waiting = Waiting(asked_ns, deadline_ns, (step.accepted, step.bonus), missed)
 
-    def _longest(self, request: Request, ahead: int = 0) -> int:
+    def _room(self, request: Request, ahead: int = 0) -> int:
         """How long a chain may be, `ahead` tokens on: the bonus must still fit the request and the target's context."""
-        room = self._workers.target_context - len(request.tokens) - ahead
-        return min(request.depth, request.remaining - ahead - 1, room)
+        return min(request.remaining - 1, self._workers.target_context - len(request.tokens)) - ahead
 
     # --- opening, booking, ending ---------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.core.copies import Tail
 from orchestrator.core.estimates import Estimates
 from orchestrator.core.fallback import after_miss, longest_wait_ms, worth_hoping
 from orchestrator.core.request import MILLISECOND_NS, RoundSettings
@@ -26,14 +27,14 @@ def estimates() -> Estimates:
         found.saw_depth(DEPTH_MS)
         found.saw_draft(1, STEP_MS)
         found.saw_link(1.0)
-        found.saw_chain("drafter", 4, 4)
+        found.saw_chain(4, 4)
         found.saw_round(3, VERIFY_MS)
         found.saw_lookup(True)
     return found
 
 
 def hopes(estimates: Estimates, wait_ms: float) -> bool:
-    return worth_hoping(estimates, after_miss(estimates, (), 4, True), 4, wait_ms)
+    return worth_hoping(estimates, after_miss(estimates, Tail(), 4, True), 4, wait_ms)
 
 
 def test_a_short_wait_for_a_likely_hit_is_worth_it_and_a_long_one_is_not(estimates: Estimates) -> None:

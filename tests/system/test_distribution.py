@@ -44,13 +44,14 @@ class Path:
     drafts: bool = True
 
 
+IMPATIENT = Schedule((0,), impatient=1.0)
 HITS = {"full_depth": True, "branches": 12, "ngrams": False, "depth": 2}
 PATHS = {
     "ar": Path("ar", "none", {}),
     "hit": Path("ssd", "hit", {**HITS, "schedule": AMPLE}),
     "shallow hit": Path("ssd", "hit", {**HITS, "full_depth": False, "schedule": Schedule(turns=(2,))}, share=0.3),
     "miss, then asked": Path("ssd", "drafter", {"branches": 1, "schedule": SLOW, "ngrams": False}, share=0.5),
-    "miss, then alone": Path("ssd", "none", {"branches": 1, "schedule": Schedule((0,), impatient=1.0)}, share=0.3),
+    "miss, then alone": Path("ssd", "none", {"branches": 1, "schedule": IMPATIENT, "ngrams": False}, share=0.3),
     "sd": Path("sd", "drafter", {"ngrams": False}),
     "n-gram": Path("ssd", "ngram", {}, drafts=False),
     "any": Path("ssd", "hit", {"schedule": MIXED, "branches": 4}, share=0.2),

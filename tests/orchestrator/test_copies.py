@@ -1,0 +1,87 @@
+"""What the text says comes next fills chains where that pays, by what copies and rows were seen to be worth."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.core.copies import LONGEST_COPY, best_tail, copied, filled, longest_copy
+from orchestrator.core.estimates import Estimates
+from orchestrator.core.ngram import Copy, NgramIndex
+from orchestrator.core.request import Proposal, Source
+
+LOOP = (1, 2, 3, 4, 5, 6, 7)
+COPY = Copy((1, 2, 3, 4, 5, 6), 5)
+
+
+def estimates(row_ms: float = 0.5, holds: bool = True, drafted: int = 3) -> Estimates:
+    """A token takes 10 ms; copies after five matching tokens hold, or don't; chains of 3 hold so far as given."""
+    found = Estimates()
+    for _ in range(200):
+        for rows in range(1, 14):
+            found.saw_verify(rows, 10.0 + row_ms * (rows - 1))
+        found.saw_chain(0, 8 if holds else 0, copied=8, matched=5)
+        found.saw_chain(3, drafted)
+        found.saw_round(2, 10.0)
+    return found
+
+
+def test_copies_that_hold_are_taken_whole_and_those_that_do_not_not_at_all() -> None:
+    assert best_tail(estimates(), COPY).tokens == COPY.chain
+    assert best_tail(estimates(holds=False), COPY).tokens == ()
+
+
+def test_rows_that_cost_much_leave_a_copy_short() -> None:
+    lengths = [len(best_tail(estimates(row_ms), COPY).tokens) for row_ms in (0.5, 4.6, 9.0)]
+    assert lengths[0] == 6 and lengths == sorted(lengths, reverse=True) and lengths[2] < 6
+
+
+def test_a_copy_behind_tokens_that_may_not_hold_is_worth_that_much_less() -> None:
+    sure, unsure = best_tail(estimates(), COPY), best_tail(estimates(), COPY, held=0.1)
+    assert 0 <= unsure.gain < sure.gain
+
+
+@pytest.mark.parametrize(("rows", "seen"), [((4,), 1.0), ((3, 4, 5), 1.0), ((1, 4), 2.0)])
+def test_what_a_row_costs_is_learned_from_rows_that_differ(rows: tuple[int, ...], seen: float) -> None:
+    found = Estimates()
+    for number in range(300):
+        for count in rows:
+            found.saw_verify(count, 10.0 + 5.0 * (number % 7) + (count - 1) * 2.0)
+    assert found.row_ms() == pytest.approx(2.0 if len(rows) > 1 else 0.1 * found.verify_ms(1), rel=0.1)
+
+
+# --- filling a branch ---------------------------------------------------------------------------------------------
+
+
+def branch(*chain: int) -> Proposal:
+    return Proposal(chain, Source.CACHE, found=True)
+
+
+def test_a_branch_in_a_text_that_repeats_goes_on_as_the_text_did() -> None:
+    ngrams = NgramIndex((*LOOP, *LOOP, 1))
+    found = filled(estimates(), ngrams, branch(3, 4, 5), committed=(2,), room=50)
+    assert found.chain[:6] == (3, 4, 5, 6, 7, 1) and 6 <= len(found.chain) <= LONGEST_COPY
+    assert found.found and found.copied == len(found.chain) - (3 if found.source is Source.CACHE else 0)
+
+
+def test_a_better_copy_stands_in_the_place_of_a_branch_and_a_worse_one_does_not() -> None:
+    ngrams = NgramIndex((*LOOP, *LOOP, 1))
+    other = branch(9, 9, 9)
+    taken = filled(estimates(drafted=0), ngrams, other, committed=(2,), room=50)
+    assert taken.source is Source.NGRAM and taken.found and taken.chain[:3] == (3, 4, 5)
+    kept = filled(estimates(holds=False), ngrams, other, committed=(2,), room=50)
+    assert kept == other
+
+
+def test_without_a_match_a_branch_stays_what_it_is() -> None:
+    assert filled(estimates(drafted=0), NgramIndex((1, 2, 3)), branch(7, 8), committed=(9,), room=50) == branch(7, 8)
+
+
+@pytest.mark.parametrize("room", [0, 1, 3, 4])
+def test_no_chain_is_longer_than_its_room(room: int) -> None:
+    ngrams = NgramIndex(LOOP * 3)
+    assert len(filled(estimates(), ngrams, branch(*LOOP[: min(room, 3)]), committed=(), room=room).chain) <= room
+    assert len(longest_copy(ngrams, room).chain) == room
+
+
+def test_nothing_worth_copying_is_a_decoding_step() -> None:
+    assert copied(COPY, best_tail(estimates(holds=False), COPY)).source is Source.NONE

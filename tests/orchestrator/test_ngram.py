@@ -1,0 +1,39 @@
+"""The n-gram source copies what followed before, longest match first, and goes on with a text that repeats itself."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.ngram import LONGEST, SHORTEST, Copy, NgramIndex
+
+texts = st.lists(st.integers(0, 3), max_size=40)
+
+
+@given(texts, texts, st.integers(0, 12))
+def test_a_copy_is_what_followed_the_longest_suffix_that_was_followed_before(
+    text: list[int], then: list[int], length: int
+) -> None:
+    found = NgramIndex(text).lookup(length, then)
+    whole = text + then
+    for n in range(min(LONGEST, len(whole)), SHORTEST - 1, -1):
+        places = [end for end in range(n, len(text)) if text[end - n : end] == whole[-n:]]
+        if places:
+            expected = list(whole)
+            for _ in range(length):
+                expected.append(expected[places[-1] + len(expected) - len(whole)])
+            assert found == Copy(tuple(expected[len(whole) :]), n)
+            return
+    assert found == Copy()
+
+
+@given(texts, st.integers(0, 40))
+def test_what_is_said_bit_by_bit_is_known_like_what_is_said_at_once(text: list[int], cut: int) -> None:
+    index = NgramIndex(text[:cut])
+    index.extend(text[cut:])
+    assert index.lookup(8) == NgramIndex(text).lookup(8)
+
+
+def test_a_loop_goes_on_past_the_end_of_the_text() -> None:
+    assert NgramIndex([1, 2, 3, 1, 2, 3, 1, 2]).lookup(7) == Copy((3, 1, 2, 3, 1, 2, 3), 5)
+    assert NgramIndex([1, 2, 3, 1, 2, 3]).lookup(4, then=[1, 2]) == Copy((3, 1, 2, 3), 5)
