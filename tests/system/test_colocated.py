@@ -246,4 +246,12 @@ def test_the_embedded_pair_in_one_process_says_the_same() -> None:
                 assert drafted.token_ids == alone.token_ids
                 assert drafted.timings.draft_n > drafted.timings.draft_n_accepted > 0
                 assert drafted.draft_model.endswith("draft")
-        assert client.generate("def fibonacci(n):", SamplingParams(max_tokens=48)).token_ids
+        stopping = SamplingParams(max_tokens=48, stop=("test",))
+        alone, drafted = (client.generate("def fibonacci(n):", stopping, mode=mode) for mode in ("ar", "sd"))
+        assert (drafted.text, drafted.finish_reason) == (alone.text, "stop")
+        stream = client.stream("def fibonacci(n):", SamplingParams(max_tokens=400, ignore_eos=True), mode="sd")
+        chunks = iter(stream)
+        next(chunks)
+        chunks.close()  # type: ignore[attr-defined]  # in the middle: the next request is none the worse for it
+        drafted = client.generate("def fibonacci(n):", stopping, mode="auto")
+        assert drafted.text == alone.text
