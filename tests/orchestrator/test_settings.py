@@ -38,6 +38,7 @@ from protocol.errors import InvalidRequest
         ({"colocate": True, "simulate": Path("m.json")}, "colocate keeps to no latency profile"),
         ({"colocate": True, "mode": "ssd"}, "take turns in one process; expected mode sd, ar or auto"),
         ({"colocate": True, "model": "m"}, "no model to draft with; expected draft_model"),
+        ({"colocate": True, "draft_prefill": "coreml"}, "draft_prefill coreml is for a draft worker"),
     ],
 )
 def test_what_is_out_of_range_is_refused_in_a_sentence(given, words):
