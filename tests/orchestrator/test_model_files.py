@@ -87,11 +87,16 @@ def test_a_replay_script_must_be_there(tmp_path):
         choose_pair(ServeSettings(draft_backend="replay", replay=tmp_path / "none.json"))
 
 
-def test_a_draft_that_means_something_else_is_refused(model_folder):
+@pytest.mark.parametrize("colocate", [False, True])
+def test_a_draft_that_means_something_else_is_refused(model_folder, colocate):
     tokenizer = json.loads((model_folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     first, second = [word for word, i in vocabulary.items() if i in (300, 301)]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (model_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match="2 of 4096 tokens stand for something else"):
-        read_pair(choose_pair(ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder))))
+        read_pair(
+            choose_pair(
+                ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder), colocate=colocate)
+            )
+        )
