@@ -71,8 +71,9 @@ class Dispatch:
         """How many tokens the request may still grow by."""
         return min(request.remaining, self.workers.target_context - len(request.tokens))
 
-    def prepare(self, request: Request, entries: tuple[Branch, ...]) -> None:
+    def prepare(self, request: Request) -> None:
         """What the target may go on with after the round under way."""
+        entries = tuple(Branch(*outcome, proposal.chain) for outcome, proposal in request.lent.items())
         self.workers.send_target(Prepare(request.id, request.epoch, request.round, request.base_len, entries))
 
     def commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:

@@ -8,12 +8,14 @@ tokens and integers only. Time is passed in.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from orchestrator.core.dispatch import Dispatch, Workers
 from orchestrator.core.fallback import longest_wait_ms
 from orchestrator.core.ledger import Ledger
+from orchestrator.core.lending import lent, may_lend
+from orchestrator.core.limits import room, up_to_end
 from orchestrator.core.ngram import NgramIndex
 from orchestrator.core.proposals import Ask, Linger, Proposer, Step
 from orchestrator.core.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Source, Waiting
@@ -21,7 +23,7 @@ from orchestrator.core.speculation_cache import is_sound
 from orchestrator.core.trace import Trace
 from orchestrator.core.tuning import Tuning
 from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
-from protocol.messages import Branch, Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
+from protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +142,7 @@ class Rounds:
             self.stale += 1
             return
         request.proposal = proposal
-        kept, reason = self._up_to_end(request, [*chain[: outcome.accepted], outcome.bonus])
+        kept, reason = up_to_end(request, self._workers.target_context, [*chain[: outcome.accepted], outcome.bonus])
         ended = request.this_round()
         request.tokens += kept
         request.untold += kept
@@ -152,8 +154,7 @@ class Rounds:
                 self._under_way(request, now_ns)
             else:
                 self._ledger.replan(request)
-                room = self._room(request)
-                step = self._proposer.after(request, outcome.accepted, outcome.bonus, room, now_ns)
+                step = self._proposer.after(request, outcome.accepted, outcome.bonus, self._room(request), now_ns)
                 self._take(request, step, now_ns)
             self._workers.let_go()
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
@@ -169,8 +170,7 @@ class Rounds:
             return
         request.cache.add(message)
         request.branches_at_ns = now_ns
-        if request.cache.final:
-            self._prepare(request)
+        self._lend(request)
         if request.waiting and request.waiting.outcome:
             step = self._proposer.serve(request, *request.waiting.outcome, self._room(request), now_ns)
             self._take(request, step, now_ns)
@@ -235,28 +235,13 @@ class Rounds:
         request.branches_at_ns = now_ns
         self._ledger.proposed(request, now_ns)
 
-    def _prepare(self, request: Request) -> None:
-        """Lends the target what is complete, so that a hit costs no word between two verifies.
-
-        Not where somebody else decides: the controller when its episode is over, a waiting request, and residual
-        sampling, whose q would travel twice.
-        """
-        if request.mode != "ssd" or request.waiting or request.admit.sampling.is_residual:
+    def _lend(self, request: Request) -> None:
+        """PREPARE to the target, unless the controller may have another plan after this round."""
+        if not may_lend(request) or self._ledger.may_replan(request):
             return
-        if self._ledger.may_replan(request):
-            return
-        request.lent = dict(self._onward(request))
-        entries = tuple(Branch(*outcome, proposal.chain) for outcome, proposal in request.lent.items())
-        if entries:
-            self._dispatch.prepare(request, entries)
-
-    def _onward(self, request: Request) -> Iterator[tuple[tuple[int, int], Proposal]]:
-        """What follows on outcomes that have a branch and do not end the request."""
-        for (accepted, bonus), found in request.cache.items():
-            committed = (*request.proposal.chain[:accepted], bonus)
-            room = self._room(request, len(committed))
-            if room > 0 and self._up_to_end(request, list(committed))[1] is None:
-                yield (accepted, bonus), self._proposer.branch(request, found, room, committed)
+        request.lent = dict(lent(request, self._proposer, self._workers.target_context))
+        if request.lent:
+            self._dispatch.prepare(request)
 
     def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
@@ -280,9 +265,8 @@ class Rounds:
         deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
         request.waiting = Waiting(asked_ns, deadline_ns, (step.accepted, step.bonus), missed)
 
-    def _room(self, request: Request, ahead: int = 0) -> int:
-        """How long a chain may be, `ahead` tokens on: the bonus must still fit the request and the target's context."""
-        return min(request.remaining - 1, self._workers.target_context - len(request.tokens)) - ahead
+    def _room(self, request: Request) -> int:
+        return room(request, self._workers.target_context)
 
     # --- opening, booking, ending ---------------------------------------------------------------------------------
 
@@ -290,14 +274,6 @@ class Rounds:
         request.base_len = len(request.tokens)
         request.cache.start()
         self._dispatch.open(request)
-
-    def _up_to_end(self, request: Request, new: list[int]) -> tuple[list[int], str | None]:
-        """The tokens that count, and why the request ends with them if it does."""
-        room = min(request.remaining, self._workers.target_context - len(request.tokens))
-        for index, token in enumerate(new[:room]):
-            if token in request.admit.eos:
-                return new[: index + 1], "eos"
-        return new[:room], "length" if len(new) >= room else None
 
     def _leave(self, request: Request, drafter: str, why: str, now_ns: int) -> None:
         if drafter not in request.drafters:
