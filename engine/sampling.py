@@ -45,7 +45,7 @@ class Sampler:
     """Scores for one request: `warp` plus Gumbel noise of the request's seed.
 
     With `normalised` False the log-softmax is left out where no filter needs it: scores then differ from the contract's
-    by a constant a row (and by rounding), which no argmax and no gap notices. All choices of one side must be made alike.
+    by a constant a row (and by rounding), which no argmax and no gap notices. A side makes all its choices in one way.
 
     For residual sampling there is no noise in the scores: a drafter must not know the target's, which is
     `engine.residual`'s, and draws by its own (`engine.draws`).
