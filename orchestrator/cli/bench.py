@@ -67,6 +67,8 @@ class Plan:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
+    if pair.settings.colocate:
+        raise InvalidRequest("bench runs SD colocated beside all the other ways; leave colocate out")
     plan, out = _plan(options, pair), writable(options.out, "choose another --out")
     screen = Screen()
     sections, raw = [], {}

@@ -50,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
     settings = ServeSettings(**flags.settings_of(options))
     sampling = SamplingParams(max_tokens=1 << 20, temp=options.temp, seed=7, ignore_eos=True)
     pair = choose_pair(settings)
+    if settings.colocate:
+        raise InvalidRequest("tune probes a drafter that works beside the target; leave colocate out")
     if not pair.settings.has_draft_worker:
         raise InvalidRequest(f"tune probes a draft model; expected another backend than {pair.settings.draft_backend}")
     where = tuning.path_for(pair.settings)

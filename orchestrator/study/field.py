@@ -108,9 +108,18 @@ class _Starter:
             ],
         ]
         if not plain:
+            families += self._colocated(given)
             families.append([Ours(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
             families.append([Ours("auto", cluster.client(), "auto")])
         return families, _target(cluster.client()).weight_bytes
+
+    def _colocated(self, given: dict[str, Any]) -> Families:
+        """SD with the draft in the target's process, where it can be there."""
+        if self.settings.draft_backend != "mlx" or self.settings.simulate is not None:
+            return []
+        client = self._cluster({**given, "colocate": True}).client()
+        keep_on(_target(client).pid, cores.core_of("target", self.settings))
+        return [[Ours(f"sd colocated K={depth}", client, "sd", depth) for depth in self.depths]]
 
     def peers(self, suffix: str, settings: ServeSettings) -> Families:
         process = self.stack.enter_context(PeerProcess(settings))

@@ -129,3 +129,10 @@ def test_one_interrupted_while_it_is_written_leaves_the_one_before(
     assert tuning.load(tmp_path / "tuning.json") == record
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tuning.json"]
     assert not list(tmp_path.glob(".tuning-*"))
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_what_measures_a_drafter_beside_the_target_leaves_colocate_out(capsys: Captured, command: str) -> None:
+    code, said = complaint(capsys, command, "--colocate")
+    assert code == InvalidRequest.exit_code
+    assert "leave colocate out" in said
