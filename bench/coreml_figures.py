@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from multiprocessing import get_context
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -36,7 +37,11 @@ def main() -> int:
     failed = 0 if options.skip_tests else _tests()
     with tempfile.TemporaryDirectory() as directory:
         if options.convert:
-            model = write_model(Path(directory) / "model", "qwen2", 0, **QWEN)
+            model = Path(directory) / "model"
+            # In a process of its own: a child's peak begins at what its parent's was.
+            maker = get_context("spawn").Process(target=write_model, args=(model, "qwen2", 0), kwargs=QWEN)
+            maker.start()
+            maker.join()
             for weights in options.convert:
                 _convert(model, Path(directory) / weights, weights)
     return failed

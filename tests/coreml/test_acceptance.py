@@ -62,7 +62,7 @@ def ran(pair: tuple[LoadedModel, LoadedModel], drafters: dict[str, Drafter]) -> 
 
     def run(drafter: str, mode: str, temp: float) -> list[Run]:
         if (drafter, mode, temp) not in made:
-            sampling = SamplingParams(max_tokens=48, temp=temp, seed=5, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=40, temp=temp, seed=5, ignore_eos=True)
             with pytest.MonkeyPatch.context() as patch:
                 clock = VirtualClock()
                 patch.setattr("protocol.clock.now", clock)
@@ -77,7 +77,7 @@ def ran(pair: tuple[LoadedModel, LoadedModel], drafters: dict[str, Drafter]) -> 
 @every_temp
 def test_the_text_is_the_targets_own(ran: Callable[[str, str, float], list[Run]], drafter: str, temp: float) -> None:
     alone = [run.tokens for run in ran("none", "ar", temp)]
-    assert all(len(tokens) == 48 for tokens in alone)
+    assert all(len(tokens) == 40 for tokens in alone)
     assert [run.tokens for run in ran(drafter, "sd", temp)] == alone  # ssd: test_end_to_end.py
 
 

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from draft_worker.coreml import convert
 from draft_worker.coreml.package import open_package
 from tests.coreml.conftest import SIZES
 
@@ -34,12 +37,15 @@ def test_one_model_one_package(tiny_model: Callable[..., Path], tmp_path: Path) 
     assert sorted(path.name for path in out.parent.iterdir()) == ["package"]
 
 
-def test_bad_input_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
+def test_bad_input_is_one_sentence_and_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = run("--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
     assert done.returncode == 3 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "give an existing directory or a Hugging Face id" in done.stderr
-    done = run("--model", str(tmp_path), "--out", str(tmp_path), "--context", "3")
-    assert done.returncode == 2 and "context is 3" in done.stderr
+    arguments = ["convert", "--model", str(tmp_path), "--out", str(tmp_path), "--context", "3"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert convert.main() == 2 and "context is 3" in capsys.readouterr().err
 
 
 def test_torch_and_tensorflow_are_never_imported() -> None:

@@ -12,7 +12,7 @@ from orchestrator.client.result import GenerationResult
 NAMES = ("name", "size", "path", "mode")
 LONG = "\n".join(f"    def get_{name}(self):\n        return self._{name}\n" for name in NAMES)
 PROMPTS = ("def fibonacci(n):\n", f"class Entry:\n{LONG}\n    def get_owner(self):\n")
-SAMPLINGS = {temp: SamplingParams(max_tokens=40, temp=temp, seed=5, ignore_eos=True) for temp in (0.0, 0.8)}
+SAMPLINGS = {temp: SamplingParams(max_tokens=24, temp=temp, seed=5, ignore_eos=True) for temp in (0.0, 0.8)}
 
 
 @pytest.fixture(scope="module")
