@@ -16,6 +16,7 @@ from orchestrator.client.cluster import LocalCluster
 from orchestrator.core import tuning
 from orchestrator.core.hub import Hub
 from orchestrator.core.tuning import Choice, Tuning
+from orchestrator.machine import prompt_reader
 from orchestrator.pair.pairing import ChosenPair, choose_pair
 from orchestrator.pair.tokenizer import load_codec
 from orchestrator.settings import ServeSettings
@@ -64,9 +65,12 @@ def run(options: argparse.Namespace) -> int:
         screen.clear()
         print("outrider tune: interrupted; nothing was saved", file=sys.stderr)
         raise
+    reading = prompt_reader.measured(str(pair.settings.draft_model)) if settings.draft_backend == "mlx" else None
     screen.clear()
     found = forecasts(measured, turnaround_ms)
     print(_costs(measured, turnaround_ms))
+    if reading is not None:
+        print(reading)
     print(_verdict(measured, found))
     if options.measure:
         print(_compare(options, found, screen))
