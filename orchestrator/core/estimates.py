@@ -17,6 +17,9 @@ PRIOR_ACCEPTANCE = 0.7
 PRIOR_COPIED = (0.3, 0.3, 0.45, 0.55, 0.65, 0.75)
 PRIOR_HIT_RATE = 0.8
 FADE = 0.99
+# How well copies hold changes from text to text, and with the temperature: few positions and a short memory follow.
+COPY_WEIGHT = 2.0
+COPY_FADE = 0.95
 # The least variance of rows that tells what a row costs.
 MIN_SPREAD = 0.5
 # Until measured: a row more costs a tenth of the first.
@@ -54,17 +57,27 @@ class Slope:
 
 
 class Acceptance:
-    """How often chain token i held, given that those before it did."""
+    """How often chain token i held, given that those before it did.
 
-    def __init__(self, prior: float = PRIOR_ACCEPTANCE) -> None:
-        self._prior = prior
-        self._tried = [0.0] * MAX_POSITIONS
-        self._held = [0.0] * MAX_POSITIONS
+    The first `positions` are told apart, but for the last of them, which stands for all that follow.
+    """
+
+    def __init__(
+        self,
+        prior: float = PRIOR_ACCEPTANCE,
+        weight: float = PRIOR_WEIGHT,
+        positions: int = MAX_POSITIONS,
+        fade: float = FADE,
+    ) -> None:
+        self._prior, self._weight, self._fade = prior, weight, fade
+        self._tried = [0.0] * positions
+        self._held = [0.0] * positions
 
     def add(self, chain_length: int, accepted: int) -> None:
-        for position in range(min(accepted + 1, chain_length)):
-            self._tried[position] = 0.99 * self._tried[position] + 1.0
-            self._held[position] = 0.99 * self._held[position] + float(position < accepted)
+        for index in range(min(accepted + 1, chain_length)):
+            position = min(index, len(self._tried) - 1)
+            self._tried[position] = self._fade * self._tried[position] + 1.0
+            self._held[position] = self._fade * self._held[position] + float(index < accepted)
 
     def start_from(self, rates: Sequence[float]) -> None:
         """Takes these for what `PRIOR_WEIGHT` rounds showed."""
@@ -72,8 +85,8 @@ class Acceptance:
             self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * rate
 
     def rate(self, position: int) -> float:
-        position = min(position, MAX_POSITIONS - 1)
-        return (self._held[position] + PRIOR_WEIGHT * self._prior) / (self._tried[position] + PRIOR_WEIGHT)
+        position = min(position, len(self._tried) - 1)
+        return (self._held[position] + self._weight * self._prior) / (self._tried[position] + self._weight)
 
     def reach(self, position: int) -> float:
         """Probability that chain token `position` and all before it hold."""
@@ -98,7 +111,7 @@ class Estimates:
         self._hits = Average()
         self._turnaround_ms = Average()
         self.drafted = Acceptance()
-        self._copied = [Acceptance(prior) for prior in PRIOR_COPIED]
+        self._copied = [Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_COPIED]
 
     def start_from(self, tuning: Tuning) -> None:
         """Takes a tuning's measurements for first values."""

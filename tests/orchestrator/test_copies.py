@@ -49,6 +49,17 @@ def test_what_a_row_costs_is_learned_from_rows_that_differ(rows: tuple[int, ...]
     assert found.row_ms() == pytest.approx(2.0 if len(rows) > 1 else 0.1 * found.verify_ms(1), rel=0.1)
 
 
+def test_copies_that_held_in_one_text_are_soon_given_up_in_another() -> None:
+    """A greedy text that repeats itself is followed by a sampled one that does not."""
+    found = estimates()
+    for _ in range(300):
+        found.saw_chain(0, 12, copied=12, matched=5)
+    assert len(best_tail(found, Copy((1,) * 12, 5)).tokens) == 12
+    for _ in range(20):
+        found.saw_chain(0, 1, copied=12, matched=5)
+    assert len(best_tail(found, Copy((1,) * 12, 5)).tokens) <= 4
+
+
 # --- filling a branch ---------------------------------------------------------------------------------------------
 
 
