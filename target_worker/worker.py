@@ -150,22 +150,8 @@ class TargetWorker:
                 raise _PrefillCancelled
 
     def _verify(self, message: Verify, received_ns: int) -> None:
-        running = self._running.get(message.request)
-        if running is None or message.epoch > running.epoch:
-            self._link.send(Resync(message.request, message.epoch))
-            return
-        running.stop_ahead()
-        repeated = [answer for answer in running.answers if answer.round >= message.round]
-        if message.epoch == running.epoch and repeated and repeated[0].round == message.round:
-            for answer in repeated:
-                self._link.send(answer)
-            return
-        if message.epoch < running.epoch or message.round < running.last.round:
-            self._stale += 1
-            log.debug("stale verify of round %d (%d so far)", message.round, self._stale)
-            return
-        if message.base_len != len(running.slot.tokens):
-            self._link.send(Resync(message.request, message.epoch))
+        running = self._following(message)
+        if running is None:
             return
         if message.run_ahead or message.draft:
             self._start_ahead(running, message)
@@ -192,6 +178,27 @@ class TargetWorker:
         if onward is not None:
             base_len = message.base_len + verdict.accepted + 1
             self._link.put_back(Verify(message.request, message.epoch, message.round + 1, base_len, onward))
+
+    def _following(self, message: Verify) -> Running | None:
+        """The request whose next round this is; None when it is not, and then that is dealt with."""
+        running = self._running.get(message.request)
+        if running is None or message.epoch > running.epoch:
+            self._link.send(Resync(message.request, message.epoch))
+            return None
+        running.stop_ahead()
+        repeated = [answer for answer in running.answers if answer.round >= message.round]
+        if message.epoch == running.epoch and repeated and repeated[0].round == message.round:
+            for answer in repeated:
+                self._link.send(answer)
+            return None
+        if message.epoch < running.epoch or message.round < running.last.round:
+            self._stale += 1
+            log.debug("stale verify of round %d (%d so far)", message.round, self._stale)
+            return None
+        if message.base_len != len(running.slot.tokens):
+            self._link.send(Resync(message.request, message.epoch))
+            return None
+        return running
 
     def _take_in_prepared(self) -> None:
         """Looks through what arrived during a forward for branches that may have come true."""
@@ -269,7 +276,8 @@ class TargetWorker:
             token = ahead.next()
         last = running.last
         work = Span(started_ns, clock.now())
-        return Outcome(last.request, last.epoch, last.round + 1, base_len, 0, token, work)
+        peak = mx.get_peak_memory()
+        return Outcome(last.request, last.epoch, last.round + 1, base_len, 0, token, work, peak_bytes=peak)
 
 
 def _drafted_round(running: Running, rounds: DraftedRounds) -> Outcome:

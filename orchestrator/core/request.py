@@ -158,7 +158,7 @@ class Account:
         The wait before the verify of a hit that was served at once is a turnaround.
         """
         self.last_ns = now_ns
-        self.peak_bytes = outcome.peak_bytes
+        self.peak_bytes = max(self.peak_bytes, outcome.peak_bytes)
         if not self.first_ns:
             self.first_ns = now_ns
             return

@@ -72,7 +72,7 @@ def test_every_mode_gives_the_same_tokens(client: Client, check_same: Same, prom
     for mode, (depth, branches) in WAYS.items():
         result = client.generate(prompt.text, sampling, mode=mode, num_draft_tokens=depth, branches=branches)
         check_same(prompt, sampling, result.token_ids, alone.token_ids)
-        assert result.timings.rounds > 0
+        assert result.timings.rounds > 0 and result.timings.peak_bytes > 0
 
 
 @pytest.mark.parametrize(("depth", "branches"), [(1, 1), (1, 16), (3, 6), (6, 1)])
