@@ -15,8 +15,9 @@ from orchestrator.core.hub import Hub
 from orchestrator.pair.pairing import choose_pair
 from orchestrator.pair.tokenizer import load_codec
 from orchestrator.settings import ServeSettings
+from orchestrator.study.breakdown import breakdown, table
 from orchestrator.study.overlap import Overlap, measure
-from orchestrator.study.timeline import draw, read
+from orchestrator.study.timeline import Bar, draw, read
 from orchestrator.study.workbench import Workbench
 from protocol.directory import private_directory
 from protocol.errors import InvalidRequest
@@ -25,7 +26,7 @@ from protocol.sampling import SamplingParams
 PROMPT = "def read_lines(path):\n"
 # The picture begins here: the first rounds of a request are its warm-up.
 FIRST_ROUND = 8
-PICTURE_TOKENS = 96
+PICTURE_TOKENS = 400
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +48,13 @@ def run(options: argparse.Namespace) -> int:
     out = _folder(options.out)
     screen = Screen()
     measured = _measure(settings, options.prompt, options.rounds, screen)
-    picture = _picture(options, settings, out, screen)
+    bars = _real_rounds(options, out, screen)
+    picture = out / "rounds.png"
+    title = f"SSD, K = {settings.num_draft_tokens}, B = {settings.branches}, T = {options.temp:g}"
+    draw(bars, picture, title, FIRST_ROUND, 10)
     screen.clear()
     print(_table(measured))
+    print(table(breakdown(bars, FIRST_ROUND)))
     print(f"ten rounds: {picture}\ntrace:      {out / 'rounds.json'} (open it at ui.perfetto.dev)")
     return 0
 
@@ -65,15 +70,13 @@ def _measure(settings: ServeSettings, prompt: str, rounds: int, screen: Screen) 
             return measure(bench, tokens, rounds, settings.num_draft_tokens, settings.branches)
 
 
-def _picture(options: argparse.Namespace, settings: ServeSettings, out: Path, screen: Screen) -> Path:
-    """Generates with SSD under a trace, then draws ten of its rounds."""
-    trace, picture = out / "rounds.json", out / "rounds.png"
+def _real_rounds(options: argparse.Namespace, out: Path, screen: Screen) -> list[Bar]:
+    """Generates with SSD under a trace, and reads it."""
+    trace = out / "rounds.json"
     chosen = {**flags.settings_of(options), "trace": trace}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
         _generate(cluster.client(), options, screen)
-    title = f"SSD, K = {settings.num_draft_tokens}, B = {settings.branches}, T = {options.temp:g}"
-    draw(read(trace), picture, title, FIRST_ROUND, 10)
-    return picture
+    return read(trace)
 
 
 def _generate(client: Client, options: argparse.Namespace, screen: Screen) -> None:

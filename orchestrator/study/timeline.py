@@ -29,7 +29,7 @@ CHAIN_COLOUR = "#e09f3e"
 LEGEND = {
     "hit": "verify of a cached branch",
     "late": "verify of a branch that came late",
-    "miss": "verify after a miss (AR step)",
+    "miss": "verify after a miss (AR step or copied chain)",
     "ngram": "verify of an n-gram chain",
     "drafter": "verify of a just-in-time chain",
     "none": "verify of nothing (AR step)",
