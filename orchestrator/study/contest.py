@@ -22,6 +22,9 @@ from protocol.errors import WorkerError
 from protocol.messages import Timings
 from protocol.sampling import SamplingParams
 
+# In the name of a contestant whose draft lives in the target's process.
+COLOCATED = "colocated"
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

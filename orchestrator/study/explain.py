@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from orchestrator.study.account import Account, Judged, account, judge, judge_plain, times_of_drafting
 from orchestrator.study.alone import Alone
-from orchestrator.study.contest import Contestant, Ours, Run
+from orchestrator.study.contest import COLOCATED, Contestant, Ours, Run
 
 GIGA = 1e9
 # A share of fewer outcomes than this says nothing.
@@ -25,11 +25,14 @@ class Subject:
 
 
 def subjects_of(best: Sequence[Contestant], runs: Mapping[str, Sequence[Run]], apart: str) -> list[Subject]:
-    """Those of the contestants that are ours; names that end with `apart` are of another table."""
+    """Those of the contestants that are ours; names that end with `apart` are of another table.
+
+    Not the colocated: they draft in turn without asking, which is no round of the formula's.
+    """
     return [
         Subject(one.name, one.mode, one.depth, account([run.timings for run in runs[one.name] if run.timings]))
         for one in best
-        if isinstance(one, Ours) and not one.name.endswith(apart)
+        if isinstance(one, Ours) and not one.name.endswith(apart) and COLOCATED not in one.name
     ]
 
 

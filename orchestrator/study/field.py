@@ -16,7 +16,7 @@ from orchestrator.client.client import Client
 from orchestrator.client.cluster import LocalCluster
 from orchestrator.machine import cores
 from orchestrator.settings import ServeSettings
-from orchestrator.study.contest import Contestant, Ours, Peer, PeerProcess, Run, compete
+from orchestrator.study.contest import COLOCATED, Contestant, Ours, Peer, PeerProcess, Run, compete
 from orchestrator.study.statistics import total_rate
 from protocol.errors import InvalidRequest
 from protocol.messages import WorkerStats
@@ -119,7 +119,7 @@ class _Starter:
             return []
         client = self._cluster({**given, "colocate": True}).client()
         keep_on(_target(client).pid, cores.core_of("target", self.settings))
-        return [[Ours(f"sd colocated K={depth}", client, "sd", depth) for depth in self.depths]]
+        return [[Ours(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
 
     def peers(self, suffix: str, settings: ServeSettings) -> Families:
         process = self.stack.enter_context(PeerProcess(settings))
