@@ -153,8 +153,7 @@ class PacedTarget:
         prepared = self._prepared
         if prepared is None or (prepared.request, prepared.round) != (outcome.request, outcome.round):
             return None
-        true = (outcome.accepted, outcome.bonus)
-        return next((entry.chain for entry in prepared.entries if (entry.accepted, entry.bonus) == true), None)
+        return prepared.chain((outcome.accepted, outcome.bonus))
 
     def _say(self, outcome: Outcome) -> None:
         self._sent_ns = self._world.now_ns()

@@ -38,8 +38,7 @@ class Running:
         prepared = self.prepared
         if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, round_number):
             return None
-        outcome = (verdict.accepted, verdict.bonus)
-        return next((entry.chain for entry in prepared.entries if (entry.accepted, entry.bonus) == outcome), None)
+        return prepared.chain((verdict.accepted, verdict.bonus))
 
     def stop_ahead(self) -> None:
         """Leaves the slot as if its tokens had come one by one."""

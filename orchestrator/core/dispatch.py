@@ -12,7 +12,7 @@ import numpy as np
 
 from orchestrator.core.request import Request
 from protocol.fields import MAX_COMMIT
-from protocol.messages import Branch, Close, Commit, Message, Open, Prepare, Verify
+from protocol.messages import Close, Commit, Message, Open, Prepare, Verify
 
 
 class Workers(Protocol):
@@ -73,8 +73,11 @@ class Dispatch:
 
     def prepare(self, request: Request) -> None:
         """What the target may go on with after the round under way."""
-        entries = tuple(Branch(*outcome, proposal.chain) for outcome, proposal in request.lent.items())
-        self.workers.send_target(Prepare(request.id, request.epoch, request.round, request.base_len, entries))
+        accepted, bonus = zip(*request.lent, strict=True)
+        chains = tuple(proposal.chain for proposal in request.lent.values())
+        self.workers.send_target(
+            Prepare(request.id, request.epoch, request.round, request.base_len, accepted, bonus, chains)
+        )
 
     def commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:
         """COMMIT; drafters that were not told for longer than a message holds are opened anew first."""

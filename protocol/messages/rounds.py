@@ -95,15 +95,23 @@ class Branch:
 class Prepare:
     """Orchestrator -> target, while it verifies `round`: the branches that are complete.
 
-    If the outcome is one of them the target verifies its chain as the next round, unasked, and says so in Outcome; it
-    does not wait for an answer. Replaces what was prepared before. Coupled sampling only.
+    If the outcome is (`accepted[i]`, `bonus[i]`) the target verifies `chains[i]` as the next round, unasked, and says
+    so in Outcome; it does not wait for an answer. Replaces what was prepared before. Coupled sampling only. Without
+    records, for it is read between two verifies, with cold caches.
     """
 
     request: RequestId
     epoch: Serial
     round: Serial
     base_len: Count
-    entries: Annotated[tuple[Branch, ...], Size(MAX_BRANCHES)]
+    accepted: Annotated[tuple[Count, ...], Size(MAX_BRANCHES)]
+    bonus: Annotated[tuple[Token, ...], Size(MAX_BRANCHES)]
+    chains: Annotated[tuple[Chain, ...], Size(MAX_BRANCHES)]
+
+    def chain(self, outcome: tuple[int, int]) -> Chain | None:
+        """What was prepared for this outcome: accepted tokens, bonus."""
+        outcomes = zip(self.accepted, self.bonus, strict=False)
+        return next((chain for known, chain in zip(outcomes, self.chains, strict=False) if known == outcome), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,12 +55,13 @@ class OracleTarget:
     def _onward(self, message: Verify) -> list[Message]:
         """The outcome, and, like the target worker's, the verify of the branch that was prepared for it."""
         outcome = self._outcome(message, 0)
-        for entry in self._prepared.entries if self._prepared and self._prepared.round == message.round else ():
-            if (entry.accepted, entry.bonus) == (outcome.accepted, outcome.bonus):
-                at = outcome.base_len + outcome.accepted + 1
-                self.going_on = Verify(message.request, message.epoch, message.round + 1, at, entry.chain)
-                return [replace(outcome, onward=entry.chain)]
-        return [outcome]
+        if self._prepared is None or self._prepared.round != message.round:
+            return [outcome]
+        chain = self._prepared.chain((outcome.accepted, outcome.bonus))
+        if chain is not None:
+            at = outcome.base_len + outcome.accepted + 1
+            self.going_on = Verify(message.request, message.epoch, message.round + 1, at, chain)
+        return [replace(outcome, onward=chain)]
 
     def _outcome(self, message: Verify, extra: int) -> Outcome:
         at = message.base_len + extra

@@ -135,10 +135,10 @@ def test_the_target_is_lent_nothing_that_ends_the_request_or_goes_past_its_end(m
     rounds = {verify.round: verify for verify in cluster.target.verified}
     for message in lent:
         chain = rounds[message.round].chain if message.round else ()
-        for entry in message.entries:
-            committed = (*chain[: entry.accepted], entry.bonus)
+        for accepted, bonus, following in zip(message.accepted, message.bonus, message.chains, strict=True):
+            committed = (*chain[:accepted], bonus)
             assert text[18] not in committed
-            assert message.base_len + len(committed) + len(entry.chain) < 10 + max_tokens
+            assert message.base_len + len(committed) + len(following) < 10 + max_tokens
     assert cluster.generated == list(text[10 : 10 + min(max_tokens, 9)])
 
 
@@ -149,7 +149,7 @@ def test_a_drafter_that_goes_past_the_end_of_the_text_does_not_mislead_the_targe
     entries = (Branch(0, 7, (8, 9)), Branch(0, 5, (8, 9, 10)))
     cluster.rounds.handle("draft-0", Branches("r", 0, 0, len(PROMPT), 3, entries, Span(0, 1), final=True), 0)
     lent = [message for message in cluster.told_target if isinstance(message, Prepare)]
-    assert [message.entries for message in lent] == [entries[1:]]
+    assert [(message.bonus, message.chains) for message in lent] == [((5,), ((8, 9, 10),))]
 
 
 def test_nothing_is_lent_to_residual_sampling() -> None:

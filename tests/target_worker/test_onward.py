@@ -41,8 +41,9 @@ def answers(worker: TargetWorker, link: FakeLink) -> list[Any]:
         return list(link.sent)
 
 
-def prepare(round_number: int, *entries: Branch, epoch: int = 0) -> Prepare:
-    return Prepare("r", epoch, round_number, 0, entries)
+def prepare(round_number: int, *entries: Branch, epoch: int = 0, request: str = "r") -> Prepare:
+    accepted, bonus = tuple(entry.accepted for entry in entries), tuple(entry.bonus for entry in entries)
+    return Prepare(request, epoch, round_number, 0, accepted, bonus, tuple(entry.chain for entry in entries))
 
 
 TEXT = said()
@@ -68,7 +69,7 @@ def test_a_prepared_branch_is_verified_as_the_next_round_without_a_word() -> Non
         prepare(2, Branch(0, TEXT[1], (TEXT[2],))),
         prepare(1, Branch(0, TEXT[1], (TEXT[2],)), epoch=1),
         prepare(1, Branch(0, (TEXT[1] + 1) % 6, (TEXT[2],))),
-        Prepare("other", 0, 1, 0, (Branch(0, TEXT[1], (TEXT[2],)),)),
+        prepare(1, Branch(0, TEXT[1], (TEXT[2],)), request="other"),
     ],
 )
 def test_what_was_prepared_for_another_outcome_round_epoch_or_request_is_not_gone_on_with(stale: Prepare) -> None:
