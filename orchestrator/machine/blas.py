@@ -5,24 +5,36 @@ Preloaded, it takes the wheel's place. On macOS MLX uses Accelerate and nothing 
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
+from protocol.errors import InvalidRequest
+
 MISSING = (
     "no OpenBLAS was found, so verifying M tokens costs M times one token instead of 1.2 to 1.4 times;"
     " install it (Debian, Ubuntu: apt install libopenblas0-pthread; Fedora: dnf install openblas)"
 )
+CHOICE = "OUTRIDER_OPENBLAS"
+"""Names the library to preload; empty: none, MLX runs on what its wheel carries."""
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so")
 _LDCONFIG_SECONDS = 5
 
 
 def openblas() -> Path | None:
-    """The library to preload; None where there is none, or none is needed."""
-    if not needs_openblas():
+    """The library to preload, that of `CHOICE` before any other; None where there is none, or none is needed.
+
+    Raises:
+        InvalidRequest: `CHOICE` names no file.
+    """
+    chosen = os.environ.get(CHOICE)
+    if not needs_openblas() or chosen == "":
         return None
+    if chosen is not None:
+        return _given(Path(chosen))
     machine = platform.machine()
     folders = [f"/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib64", "/usr/local/lib"]
     for folder in folders:
@@ -32,13 +44,20 @@ def openblas() -> Path | None:
     return _known_to_loader()
 
 
+def _given(library: Path) -> Path:
+    if not library.is_file():
+        raise InvalidRequest(f"{CHOICE} names {library}, which is no file; expected a libopenblas.so.0, or nothing")
+    return library
+
+
 def needs_openblas() -> bool:
     return sys.platform.startswith("linux")
 
 
 def notes() -> tuple[str, ...]:
     """What a person should know about this machine's BLAS; mostly nothing."""
-    return (MISSING,) if needs_openblas() and openblas() is None else ()
+    wanted = needs_openblas() and os.environ.get(CHOICE) != ""
+    return (MISSING,) if wanted and openblas() is None else ()
 
 
 def environment(base: dict[str, str], threads: int) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.machine import blas, cores, spawn
 from orchestrator.machine.sweeper import Sweeper
 from orchestrator.settings import ServeSettings
-from protocol.errors import WorkerError
+from protocol.errors import InvalidRequest, WorkerError
 
 SETTINGS = ServeSettings(model="/m", draft_model="/d", log_level="info", fan_out="uniform")
 WAITS = "import os, sys; fd = int(sys.argv[1]); print('up', flush=True); os.read(fd, 1)"
@@ -138,6 +138,19 @@ def test_openblas_is_preloaded_where_there_is_one(monkeypatch):
     assert made["LD_PRELOAD"] == "/other.so:/lib/libopenblas.so.0" and made["A"] == "b"
     assert {made[name] for name in blas.THREAD_VARIABLES} == {"3"}
     assert blas.environment({"LD_PRELOAD": "/my/libopenblas.so"}, 1)["LD_PRELOAD"] == "/my/libopenblas.so"
+
+
+def test_the_library_can_be_chosen_or_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(blas, "needs_openblas", lambda: True)
+    mine = tmp_path / "libopenblas.so.0"
+    monkeypatch.setenv(blas.CHOICE, str(mine))
+    with pytest.raises(InvalidRequest, match="which is no file"):
+        blas.openblas()
+    mine.touch()
+    assert blas.openblas() == mine
+    monkeypatch.setenv(blas.CHOICE, "")
+    assert blas.openblas() is None and blas.notes() == ()
+    assert "LD_PRELOAD" not in blas.environment({}, 1)
 
 
 def test_a_missing_openblas_is_told_with_what_it_costs(monkeypatch):
