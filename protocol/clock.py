@@ -6,6 +6,8 @@ import time
 
 from protocol.messages import Span
 
+MILLISECOND_NS = 1_000_000
+
 now = time.monotonic_ns
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.core.estimates import Estimates
 from orchestrator.core.ngram import Copy, NgramIndex
-from orchestrator.core.request import Proposal, Source
+from orchestrator.core.proposal import Proposal, Source
 
 LONGEST_COPY = 12
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from orchestrator.core.controller import Controller, Plan
 from orchestrator.core.estimates import Estimates
-from orchestrator.core.request import MILLISECOND_NS, Proposal, Request, Round, RoundSettings, Source, Waiting
+from orchestrator.core.proposal import Proposal, Source
+from orchestrator.core.request import Request, Round, RoundSettings, Waiting
 from orchestrator.core.trace import Trace
 from orchestrator.core.tuning import Tuning
 from orchestrator.events import Admit
+from protocol.clock import MILLISECOND_NS
 from protocol.messages import Branches, Drafted, Outcome, Span
 
 ORCHESTRATOR = "orchestrator"

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.core.limits import room, up_to_end
+from orchestrator.core.proposal import Proposal
 from orchestrator.core.proposals import Proposer
-from orchestrator.core.request import Proposal, Request
+from orchestrator.core.request import Request
 from orchestrator.core.speculation_cache import Outcome
 
 

@@ -14,13 +14,14 @@ import zmq
 
 from orchestrator.core import tuning
 from orchestrator.core.hub import Hub, Loss
-from orchestrator.core.request import MILLISECOND_NS, RoundSettings
+from orchestrator.core.request import RoundSettings
 from orchestrator.core.rounds import Rounds
 from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, Broke, Quit, Stop, ToCore, ToFront, WorkersChanged
 from orchestrator.mailbox import Mailbox
 from orchestrator.settings import ServeSettings
 from protocol import clock
+from protocol.clock import MILLISECOND_NS
 from protocol.messages import Fault, Hello, Loading, Outcome, Pong
 
 log = logging.getLogger(__name__)

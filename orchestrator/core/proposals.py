@@ -11,8 +11,10 @@ from orchestrator.core.controller import EPISODE_ROUNDS
 from orchestrator.core.copies import best_tail, copied, filled, longest_copy
 from orchestrator.core.estimates import Estimates
 from orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
-from orchestrator.core.request import MILLISECOND_NS, Proposal, Request, Source
+from orchestrator.core.proposal import Proposal, Source
+from orchestrator.core.request import Request
 from orchestrator.core.speculation_cache import Prepared
+from protocol.clock import MILLISECOND_NS
 from protocol.messages import Drafted
 from protocol.sparse import SparseQ
 

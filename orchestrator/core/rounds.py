@@ -11,18 +11,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from orchestrator.core.account import Account
 from orchestrator.core.dispatch import Dispatch, Workers
 from orchestrator.core.fallback import longest_wait_ms
 from orchestrator.core.ledger import Ledger
 from orchestrator.core.lending import lent, may_lend
 from orchestrator.core.limits import room, up_to_end
 from orchestrator.core.ngram import NgramIndex
+from orchestrator.core.proposal import Proposal, Source
 from orchestrator.core.proposals import Ask, Linger, Proposer, Step
-from orchestrator.core.request import MILLISECOND_NS, Account, Proposal, Request, RoundSettings, Source, Waiting
+from orchestrator.core.request import Request, RoundSettings, Waiting
 from orchestrator.core.speculation_cache import is_sound
 from orchestrator.core.trace import Trace
 from orchestrator.core.tuning import Tuning
 from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
+from protocol.clock import MILLISECOND_NS
 from protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.core.copies import LONGEST_COPY, best_tail, copied, filled, longest_copy
 from orchestrator.core.estimates import Estimates
 from orchestrator.core.ngram import Copy, NgramIndex
-from orchestrator.core.request import Proposal, Source
+from orchestrator.core.proposal import Proposal, Source
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)

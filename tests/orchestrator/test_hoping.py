@@ -7,11 +7,12 @@ import pytest
 from orchestrator.core.copies import Tail
 from orchestrator.core.estimates import Estimates
 from orchestrator.core.fallback import after_miss, longest_wait_ms, worth_hoping
-from orchestrator.core.request import MILLISECOND_NS, RoundSettings
+from orchestrator.core.request import RoundSettings
 from orchestrator.core.rounds import Rounds
 from orchestrator.core.speculation_cache import SpeculationCache
 from orchestrator.core.trace import Trace
 from orchestrator.events import Admit, Ended, ToFront
+from protocol.clock import MILLISECOND_NS
 from protocol.messages import Branch, Branches, Message, Outcome, Span, Verify
 from protocol.sampling import SamplingParams
 

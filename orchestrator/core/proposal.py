@@ -1,0 +1,55 @@
+"""What a round verifies, and where it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from protocol.messages import Outcome
+from protocol.sampling import SamplingParams
+from protocol.sparse import SparseQ
+
+
+class Source(Enum):
+    """Where a chain under verification came from."""
+
+    NONE = "none"
+    CACHE = "cache"
+    DRAFTER = "drafter"
+    NGRAM = "ngram"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What the next round verifies after the last committed token.
+
+    `found`: there was a branch for the outcome. `missed`: there was none when the outcome came; both: it came late.
+    `waited`: a drafter was waited for. The last `copied` tokens are from the text, which had been in the same place by
+    `matched` tokens before. `q`: what the chain was drawn from, None where nothing was drawn. `draft`: how many tokens
+    the target is to draft for itself; what it did is known with the outcome.
+    """
+
+    chain: tuple[int, ...] = ()
+    source: Source = Source.NONE
+    run_ahead: int = 0
+    found: bool = False
+    missed: bool = False
+    waited: bool = False
+    copied: int = 0
+    matched: int = 0
+    q: SparseQ | None = None
+    draft: int = 0
+
+    def settled(self, outcome: Outcome) -> Proposal:
+        """With the chain that was verified, which only the target knew if it drafted for itself."""
+        return replace(self, chain=outcome.drafted or ()) if self.draft else self
+
+    def again(self) -> Proposal:
+        """The round after, which the target makes by itself."""
+        return replace(self, chain=() if self.draft else self.chain, run_ahead=self.run_ahead - 1)
+
+    def kind(self, sampling: SamplingParams) -> str:
+        """By which rule the target is to verify it (see `Verify`)."""
+        if not sampling.is_residual:
+            return "coupled"
+        return "one-hot" if self.q is None else "sparse"
