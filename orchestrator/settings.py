@@ -44,7 +44,7 @@ class ServeSettings:
     draft_backend: str = "mlx"
     draft_prefill: str = "auto"
     num_draft_tokens: int = 4
-    branches: int = 10
+    branches: int = 16
     fan_out: str = "best-first"
     branch_depth: str = "auto"
     ngrams: bool = True

@@ -34,7 +34,7 @@ PROMPTS = (
     "# Sorts a list of numbers.\ndef quicksort(values):\n",
 )
 DEPTHS = (2, 3, 4, 6)
-BRANCHES = (4, 8, 12)
+BRANCHES = (4, 8, 16)
 TURNAROUND_TOKENS = 64
 # Without a measurement: a message there and one back.
 USUAL_TURNAROUND_MS = 0.3
