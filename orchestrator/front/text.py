@@ -13,7 +13,7 @@ from orchestrator.pair.tokenizer import TextCodec
 
 CONTEXT_TOKENS = 6
 BROKEN = "\ufffd"
-LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens at most
+MAY_MEND = 3  # bytes of a character that has not come to its end, so U+FFFD at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,14 @@ class Detokenizer:
         self._window = list(prompt[-CONTEXT_TOKENS:])
         self._shown = len(self._text().rstrip(BROKEN))
         self._fresh = 0
-        self._held = 0
 
     def feed(self, token: int) -> str:
         """The text that `token` completes, often none."""
         self._window.append(token)
         self._fresh += 1
         text = self._text()
-        end = len(text.rstrip(BROKEN))
+        end = len(text) - min(len(text) - len(text.rstrip(BROKEN)), MAY_MEND)
         new = text[self._shown : end]
-        self._held = 0 if end == len(text) else 1 if new else self._held + 1
-        if self._held == LONGEST_CHARACTER:  # no character is that long: its bytes are wrong, not early
-            self._held, end, new = 0, len(text), text[self._shown :]
         if new and end == len(text):
             self._window = self._window[-self._fresh :]
             self._fresh = 0
@@ -82,7 +78,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The bytes of a character that never came to its end, as U+FFFD."""
-        return self._text()[self._shown :] if self._held else ""
+        return self._text()[self._shown :] if self._fresh else ""
 
     def _text(self) -> str:
         return self._codec.decode(tuple(self._window))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.front.text import BROKEN, StopFinder, TextStream
@@ -58,6 +58,7 @@ def test_bytes_that_never_become_a_character_do_not_hold_the_text_back():
 
 
 @given(texts, texts, texts, sizes)
+@example(before=BROKEN, stop="\x80", after="0", sizes=[])
 @settings(max_examples=200, deadline=None)
 def test_a_stop_string_is_found_across_any_borders(before, stop, after, sizes):
     whole = before + stop + after
