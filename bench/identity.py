@@ -1,11 +1,11 @@
 """Whatever way a text is made, its tokens are the target's own: the embedded pair through the real processes.
 
-    python -m bench.identity                          # 50 prompts x 200 tokens: about an hour on two cores
+    python -m bench.identity                          # 50 prompts x 200 tokens: two hours on two cores
     python -m bench.identity --prompts 4 --tokens 60  # minutes
 
 The reference is `ar` of the first cluster, and at temperature 0 mlx-lm's own plain decoding on the same weights. Every
-way below makes every prompt's text at temperature 0; at 0.7 and 1.0 (top-p 0.95, penalties, a seed for each prompt)
-those of SAMPLED_WAYS do. A text that differs is replayed teacher-forced through the target: differences that rounding
+way below makes every prompt's text at temperature 0, and at 0.7 and 1.0 with top-p 0.95, penalties and a seed for each
+prompt. A text that differs is replayed teacher-forced through the target: differences that rounding
 explains are ties; anything else is a difference, and the exit code is 1.
 """
 
@@ -67,11 +67,6 @@ HOUSES: dict[str, tuple[Way, ...]] = {
     "n-gram alone": (SD3, Way("ssd", 6), AUTO),
     "random draft": (SD3, SSD3, AUTO),
 }  # fmt: skip
-SAMPLED_WAYS: dict[str, tuple[Way, ...]] = {
-    "best-first": (AR, SD3, SSD3, SSD6, AUTO),
-    "n-gram alone": (Way("ssd", 6),),
-    "random draft": (SSD3,),
-}
 SETTINGS: dict[str, dict[str, Any]] = {
     "best-first": {},
     "geometric": {"fan_out": "geometric"},
@@ -147,25 +142,29 @@ def cluster(house: str, tell: Tell) -> Iterator[Client]:
             yield running.client()
 
 
-def run(prompts: Sequence[Prompt], length: int, houses: Sequence[str], tell: Tell) -> Judge:
+def run(prompts: Sequence[Prompt], length: int, houses: Sequence[str], samplings: Sequence[str], tell: Tell) -> Judge:
     """All ways of these clusters; the first way of the first one is the reference."""
     judge = Judge(tell)
     for house in houses:
         with cluster(house, tell) as client:
-            for sampling in SAMPLINGS:
-                ways = HOUSES[house] if sampling == "T=0" else SAMPLED_WAYS.get(house, ())
+            for sampling in samplings:
                 for case in cases(prompts, sampling, length):
-                    for way in ways:
+                    for way in HOUSES[house]:
                         tell(f"{house}, {way}, {sampling}: {case.prompt.name}")
                         result = client.generate(
                             case.tokens, case.params, mode=way.mode, num_draft_tokens=way.depth, branches=way.branches
                         )
                         judge.compare(f"{house}: {way}", sampling, case, result.token_ids)
+    if "T=0" in samplings:
+        compare_peer(judge, cases(prompts, "T=0", length), tell)
+    return judge
+
+
+def compare_peer(judge: Judge, greedy: Sequence[Case], tell: Tell) -> None:
     with PeerProcess(choose_pair(ServeSettings()).settings) as peer:
-        for case in cases(prompts, "T=0", length):
+        for case in greedy:
             tell(f"mlx-lm: {case.prompt.name}")
             judge.compare("mlx-lm: plain decoding", "T=0", case, peer.run(case.tokens, case.params, 0).tokens)
-    return judge
 
 
 def table(judge: Judge) -> str:
@@ -181,12 +180,13 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=50, help="how many prompts, all classes in turn")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens each")
     parser.add_argument("--houses", nargs="+", choices=HOUSES, default=list(HOUSES), help="only these clusters")
+    parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS), help="only these")
     options = parser.parse_args()
     screen = Screen()
     try:
         if not 1 <= options.tokens <= 600:
             raise InvalidRequest(f"--tokens is {options.tokens}; expected 1 to 600, the pair's context being 1,024")
-        judge = run(mixed(options.prompts), options.tokens, options.houses, screen.show)
+        judge = run(mixed(options.prompts), options.tokens, options.houses, options.samplings, screen.show)
     except OutriderError as error:
         screen.clear()
         print(error, file=sys.stderr)
