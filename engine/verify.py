@@ -102,15 +102,15 @@ class RunAhead:
         self._pipelined = slot.history.can_roll_back
         self._queued: mx.array | None = None
 
-    def next(self) -> int:
-        """The next token, now committed."""
+    def next(self, last: bool = False) -> int:
+        """The next token, now committed. After the `last` one no step is queued: nobody would read it."""
         slot = self._slot
         chosen = self._queued
         if chosen is None:
             chosen = self._step(mx.array(slot.unfed))
             mx.async_eval(chosen)  # type: ignore[no-untyped-call]
-        if self._pipelined:
-            self._queued = self._step(chosen)
+        self._queued = self._step(chosen) if self._pipelined and not last else None
+        if self._queued is not None:
             mx.async_eval(self._queued)  # type: ignore[no-untyped-call]
         token = _ints(chosen)[0]
         slot.tokens.append(token)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.slots import Slot
 from engine.verify import RunAhead, Verdict
-from protocol.messages import Outcome, Prepare
+from protocol.messages import Outcome, Prepare, Verify
 from target_worker.colocated import DraftedRounds, Drafting
 
 
@@ -39,6 +39,15 @@ class Running:
         if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, round_number):
             return None
         return prepared.chain((verdict.accepted, verdict.bonus))
+
+    def prolongs(self, message: Verify) -> bool:
+        """Whether it asks for plain rounds to go on where those under way would have ended."""
+        return (
+            isinstance(self.ahead, RunAhead)
+            and (message.chain, message.draft, message.epoch) == ((), 0, self.epoch)
+            and message.round == self.last.round + self.ahead_left + 1
+            and message.base_len == len(self.slot.tokens) + self.ahead_left
+        )
 
     def stop_ahead(self) -> None:
         """Leaves the slot as if its tokens had come one by one."""

@@ -150,6 +150,10 @@ class TargetWorker:
                 raise _PrefillCancelled
 
     def _verify(self, message: Verify, received_ns: int) -> None:
+        running = self._running.get(message.request)
+        if running is not None and running.prolongs(message):
+            running.ahead_left += 1 + message.run_ahead
+            return
         running = self._following(message)
         if running is None:
             return
@@ -273,7 +277,7 @@ class TargetWorker:
     def _plain_round(self, running: Running, ahead: RunAhead, ready: float) -> Outcome:
         started_ns, base_len = clock.now(), len(running.slot.tokens)
         with self._paced(1, ready):
-            token = ahead.next()
+            token = ahead.next(last=running.ahead_left == 1)
         last = running.last
         work = Span(started_ns, clock.now())
         peak = mx.get_peak_memory()

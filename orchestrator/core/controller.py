@@ -17,6 +17,8 @@ from orchestrator.core.tuning import Choice
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 # An episode is long enough to be measured: rounds are kept in one mode for this many.
 EPISODE_ROUNDS = 12
+# The target decodes plainly by itself; when so many rounds of that are left it is told whether to go on.
+NOTICE_ROUNDS = 2
 # A mode not measured for this many episodes may be tried again, if the formula puts it within the margin of the best.
 FIRST_RETRY = 6
 LAST_RETRY = 192
@@ -90,8 +92,10 @@ class Controller:
 
     def saw_round(self, plan: Plan, tokens: int, milliseconds: float) -> None:
         """What a round under `plan` brought. The first of an episode pays for the change and is not counted."""
+        if plan != self._plan:
+            return
         self._rounds += 1
-        if self._rounds > 1 and plan == self._plan and milliseconds > 0:
+        if self._rounds > 1 and milliseconds > 0:
             self._records.setdefault(plan.mode, Record()).add(tokens, milliseconds, self._episode)
 
     def predictions(self) -> dict[str, tuple[int, float]]:

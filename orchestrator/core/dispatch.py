@@ -67,6 +67,13 @@ class Dispatch:
             )
         )
 
+    def prolong(self, request: Request, rounds: int) -> None:
+        """So many plain rounds more, behind those that the target makes by itself."""
+        ahead = request.proposal.run_ahead + 1
+        self.workers.send_target(
+            Verify(request.id, request.epoch, request.round + ahead, request.base_len + ahead, (), rounds - 1)
+        )
+
     def room(self, request: Request) -> int:
         """How many tokens the request may still grow by."""
         return min(request.remaining, self.workers.target_context - len(request.tokens))

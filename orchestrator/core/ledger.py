@@ -5,7 +5,7 @@ The rounds tell it what was sent and what came; it never sends anything.
 
 from __future__ import annotations
 
-from orchestrator.core.controller import Controller, Plan
+from orchestrator.core.controller import EPISODE_ROUNDS, NOTICE_ROUNDS, Controller, Plan
 from orchestrator.core.estimates import Estimates
 from orchestrator.core.proposal import Proposal, Source
 from orchestrator.core.request import Request, Round, RoundSettings, Waiting
@@ -47,6 +47,14 @@ class Ledger:
         """In `auto` the controller may change its mind between two rounds, once a run-ahead is through."""
         if request.admit.mode == "auto" and not request.proposal.run_ahead:
             request.plan = self._controller(bool(request.drafters), self._depth(request.admit)).plan()
+
+    def prolonged(self, request: Request) -> int:
+        """In `auto`, for how many rounds more the target is to decode plainly, when it is nearly through with that."""
+        ahead = request.proposal.run_ahead
+        if request.admit.mode != "auto" or request.proposal.draft or ahead != NOTICE_ROUNDS:
+            return 0
+        plan = self._controller(bool(request.drafters), self._depth(request.admit)).plan()
+        return min(request.remaining - 1 - ahead, EPISODE_ROUNDS) if plan.mode == "ar" else 0
 
     def may_replan(self, request: Request) -> bool:
         """Whether the controller may have another plan after the round under way."""

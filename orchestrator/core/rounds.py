@@ -207,6 +207,7 @@ class Rounds:
         match step:
             case Proposal() if request.proposal.run_ahead:
                 self._begin_round(request, request.proposal.again())
+                self._prolong(request)
             case Proposal():
                 self._verify(request, step, now_ns)
             case Ask():
@@ -245,6 +246,13 @@ class Rounds:
         request.lent = dict(lent(request, self._proposer, self._workers.target_context))
         if request.lent:
             self._dispatch.prepare(request)
+
+    def _prolong(self, request: Request) -> None:
+        """Plain decoding that goes on is asked for before the target is through: its pipeline stays full."""
+        rounds = self._ledger.prolonged(request)
+        if rounds > 0:
+            self._dispatch.prolong(request, rounds)
+            request.proposal = replace(request.proposal, run_ahead=request.proposal.run_ahead + rounds)
 
     def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""

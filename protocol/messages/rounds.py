@@ -61,8 +61,10 @@ class Verify:
     """Orchestrator -> target: one forward over the last committed token plus `chain`.
 
     `run_ahead` = n lets the target go on by itself for n further single-token rounds, one Outcome each, until any other
-    message for the request arrives. `kind` says how the chain was proposed and so which rule verifies it: by equality,
-    or by rejection sampling against a certain proposal (one-hot) or against `q`, which a sparse one was drawn from.
+    message for the request arrives; a Verify of plain rounds that begins where these would end prolongs them.
+
+    `kind` says how the chain was proposed and so which rule verifies it: by equality, or by rejection sampling against
+    a certain proposal (one-hot) or against `q`, which a sparse one was drawn from.
 
     `draft` = K, for a target with a drafter in its own process: that one proposes up to K tokens in this round, whose
     `chain` is empty, and in each of the `run_ahead` that follow; 0: plain decoding. `room` is then how many tokens the

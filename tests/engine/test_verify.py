@@ -140,6 +140,23 @@ def test_running_ahead_and_stopping_changes_nothing(loaded: Loaded, family: str,
     assert slot.tokens == PROMPT + truth[:done]
 
 
+@pytest.mark.parametrize("family", ["llama", *HYBRIDS])
+def test_nothing_is_computed_that_nobody_reads(loaded: Loaded, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth, slot, fed = decoded(loaded(family), GREEDY, 5), slot_of(loaded(family)), 0
+    forward = type(slot).forward
+
+    def counted(self: Slot, tokens: mx.array) -> mx.array:
+        nonlocal fed
+        fed += tokens.size
+        return forward(self, tokens)
+
+    monkeypatch.setattr(type(slot), "forward", counted)
+    unfed, ahead = len(slot.unfed), RunAhead(loaded(family), slot)
+    assert [ahead.next(last=step == 4) for step in range(5)] == truth
+    assert fed == unfed + 4
+    check_slot(slot)
+
+
 def test_stopping_before_starting(loaded: Loaded) -> None:
     slot = slot_of(loaded("llama"))
     RunAhead(loaded("llama"), slot).stop()

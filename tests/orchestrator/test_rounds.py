@@ -152,6 +152,21 @@ def test_a_drafter_that_goes_past_the_end_of_the_text_does_not_mislead_the_targe
     assert [(message.bonus, message.chains) for message in lent] == [((5,), ((8, 9, 10),))]
 
 
+def test_plain_decoding_that_goes_on_is_asked_for_before_the_target_is_through() -> None:
+    text = random_text(11)
+    asked: list[tuple[int, int]] = []  # where a run of plain rounds begins, and how far the text had come
+
+    def note(message: Message) -> bool:
+        if isinstance(message, Verify) and message.run_ahead:
+            asked.append((message.base_len, len(PROMPT) + len(cluster.generated)))
+        return False
+
+    cluster = Cluster(text, None, ngrams=False, drop=note)
+    cluster.run(PROMPT, 100, "auto")
+    assert cluster.generated == list(text[10:110])
+    assert len(asked) > 3 and all(begin > come for begin, come in asked[1:])
+
+
 def test_nothing_is_lent_to_residual_sampling() -> None:
     text = random_text(15)
     cluster = Cluster(text, script(text))

@@ -1,0 +1,88 @@
+"""Plain rounds that the target makes by itself go on as far as it was told, and further when it is told in time."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import verify
+from protocol.messages import Open, Outcome, Resync, Verify
+from protocol.sampling import SamplingParams
+from target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, Idle
+from tests.system.markov import markov
+
+TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
+PROMPT = np.array([1, 4, 2], np.int32)
+START = len(PROMPT) + 1  # committed tokens when round 1 begins
+
+
+class Stand:
+    """A target worker with one request open."""
+
+    def __init__(self) -> None:
+        self.link = FakeLink("target-0", deque([Open("r", 0, 0, PROMPT, SamplingParams(temp=1.0, seed=4))]))
+        self.worker = TargetWorker(self.link, markov(TABLE))  # type: ignore[arg-type]
+        self.worker.turn()
+
+    def say(self, *messages: Verify, turns: int = 1000) -> list[Any]:
+        """What the worker answers to these in so many turns, or until it would wait."""
+        self.link.inbox += messages
+        before = len(self.link.sent)
+        try:
+            for _ in range(turns):
+                self.worker.turn()
+        except Idle:
+            pass
+        return list(self.link.sent)[before:]
+
+
+def plain(number: int, ahead: int) -> Verify:
+    """`ahead` + 1 plain rounds from this one on, all rounds before having been plain."""
+    return Verify("r", 0, number, START + number - 1, (), ahead)
+
+
+TEXT = [answer.bonus for answer in Stand().say(plain(1, 19))]
+
+
+def is_plain_text(answers: list[Any]) -> bool:
+    """One token a round, all of them the target's, no round twice or left out."""
+    return [(a.round, a.bonus) for a in answers] == [(n, t) for n, t in enumerate(TEXT[: len(answers)], start=1)]
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 1000])
+def test_rounds_go_on_when_that_is_said_before_they_end_or_after(turns: int) -> None:
+    stand = Stand()
+    found = stand.say(plain(1, 3), turns=turns) + stand.say(plain(5, 2)) + stand.say(plain(8, 0))
+    assert len(found) == 8 and is_plain_text(found)
+
+
+def test_the_pipeline_stays_full_over_a_prolonging(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = 0
+    begin = verify.RunAhead.__init__
+
+    def counted(self: verify.RunAhead, *arguments: Any) -> None:
+        nonlocal begun
+        begun += 1
+        begin(self, *arguments)
+
+    monkeypatch.setattr(verify.RunAhead, "__init__", counted)
+    stand = Stand()
+    found = stand.say(plain(1, 3), plain(5, 2), plain(8, 4))
+    assert len(found) == 12 and is_plain_text(found) and begun == 1
+
+
+@pytest.mark.parametrize("other", [plain(6, 0), Verify("r", 0, 5, START + 5, ()), Verify("r", 1, 5, START + 4, ())])
+def test_what_begins_elsewhere_stops_them_and_is_no_prolonging(other: Verify) -> None:
+    stand = Stand()
+    found = stand.say(plain(1, 3), turns=1) + stand.say(other)
+    assert any(isinstance(a, Resync) for a in found) and is_plain_text([a for a in found if isinstance(a, Outcome)])
+
+
+def test_a_chain_is_no_prolonging() -> None:
+    stand = Stand()
+    found = stand.say(plain(1, 3)) + stand.say(Verify("r", 0, 5, START + 4, (TEXT[4],)))
+    assert (found[-1].accepted, found[-1].bonus) == (1, TEXT[5])
