@@ -23,6 +23,9 @@ NOTICE_ROUNDS = 2
 FIRST_RETRY = 6
 LAST_RETRY = 192
 TRY_MARGIN = 0.9
+# A try ends early when it has brought less than this share of the best in so many measured rounds.
+TRY_ROUNDS = 4
+HOPELESS = 0.8
 # Whoever is in use stays unless another is better by this much: noise should not make it waver.
 STAY_MARGIN = 1.02
 # A forecast counts as much as this many milliseconds of measuring.
@@ -58,6 +61,18 @@ class Record:
 
 
 @dataclass(slots=True)
+class Trial:
+    """An episode of a mode that is not known to be the best; `to_beat` is the rate of that one."""
+
+    to_beat: float
+    tokens: float = 0.0
+    milliseconds: float = 0.0
+
+    def is_hopeless(self, rounds: int) -> bool:
+        return rounds >= TRY_ROUNDS and self.tokens < HOPELESS * self.to_beat * self.milliseconds
+
+
+@dataclass(slots=True)
 class Controller:
     """Chooses among `modes`, with K up to `max_depth`. `why` explains the latest choice."""
 
@@ -69,6 +84,7 @@ class Controller:
     _records: dict[str, Record] = field(default_factory=dict)
     _episode: int = 0
     _rounds: int = 0
+    _trial: Trial | None = None
 
     def start_from(self, choices: Iterable[Choice]) -> None:
         """Takes a tuning's forecasts for a first measurement; real ones soon outweigh them."""
@@ -88,7 +104,8 @@ class Controller:
     @property
     def is_due(self) -> bool:
         """Whether the next `plan` chooses anew."""
-        return self._plan is None or self._rounds >= EPISODE_ROUNDS
+        hopeless = self._trial is not None and self._trial.is_hopeless(self._rounds - 1)
+        return self._plan is None or self._rounds >= EPISODE_ROUNDS or hopeless
 
     def saw_round(self, plan: Plan, tokens: int, milliseconds: float) -> None:
         """What a round under `plan` brought. The first of an episode pays for the change and is not counted."""
@@ -97,6 +114,9 @@ class Controller:
         self._rounds += 1
         if self._rounds > 1 and milliseconds > 0:
             self._records.setdefault(plan.mode, Record()).add(tokens, milliseconds, self._episode)
+            if self._trial is not None:
+                self._trial.tokens += tokens
+                self._trial.milliseconds += milliseconds
 
     def predictions(self) -> dict[str, tuple[int, float]]:
         """By mode: the best K and the tokens per millisecond the formula gives it."""
@@ -110,18 +130,23 @@ class Controller:
 
     def _choose(self) -> Plan:
         predicted = self.predictions()
-        untried = [mode for mode in self.modes if mode not in self._records]
+        rates = {mode: record.rate or predicted[mode][1] for mode, record in self._records.items()}
+        untried = [mode for mode in self.modes if mode not in rates]
         if untried:
-            return self._take(untried[-1], predicted, "not measured yet")
-        rates = {mode: self._records[mode].rate or predicted[mode][1] for mode in self.modes}
-        best = max(rates, key=lambda mode: rates[mode])
+            return self._try(untried[-1], predicted, max(rates.values(), default=0.0), "not measured yet")
+        best = max(self.modes, key=lambda mode: rates[mode])
         current = self._plan.mode if self._plan else best
-        if current in rates and rates[best] < rates[current] * STAY_MARGIN:
+        if rates[best] < rates[current] * STAY_MARGIN:
             best = current
         overdue = self._overdue(best, rates, predicted)
         if overdue is not None:
-            return self._take(overdue, predicted, f"not measured for {self._age(overdue)} episodes")
+            return self._try(overdue, predicted, rates[best], f"not measured for {self._age(overdue)} episodes")
+        self._trial = None
         return self._take(best, predicted, f"measured {rates[best] * 1000:.0f} tokens/s, the best")
+
+    def _try(self, mode: str, predicted: dict[str, tuple[int, float]], to_beat: float, why: str) -> Plan:
+        self._trial = Trial(to_beat)
+        return self._take(mode, predicted, why)
 
     def _overdue(self, best: str, rates: dict[str, float], predicted: dict[str, tuple[int, float]]) -> str | None:
         """A mode worth another try; each try that changes nothing doubles the time until the next."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.core.controller import EPISODE_ROUNDS, NOTICE_ROUNDS
+from orchestrator.core.controller import EPISODE_ROUNDS, NOTICE_ROUNDS, TRY_ROUNDS
 from orchestrator.core.copies import best_tail, copied, filled, longest_copy
 from orchestrator.core.estimates import Estimates
 from orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
@@ -140,9 +140,12 @@ class Proposer:
 
 
 def _ahead(request: Request) -> int:
-    """How far the target may go on by itself: nothing else can be proposed before it is through."""
+    """How far the target may go on by itself: nothing else can be proposed before it is through.
+
+    In `auto` far enough for a try; if that goes on, so does the target (`Ledger.prolonged`).
+    """
     wanted = max(request.remaining - 1, 0)
-    return min(wanted, EPISODE_ROUNDS - 1 + NOTICE_ROUNDS) if request.admit.mode == "auto" else wanted
+    return min(wanted, TRY_ROUNDS + 1 + NOTICE_ROUNDS) if request.admit.mode == "auto" else wanted
 
 
 def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:

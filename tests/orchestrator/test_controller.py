@@ -43,6 +43,22 @@ def test_where_nothing_pays_nearly_every_round_is_plain_decoding() -> None:
     assert run(controller, rates, 400 * EPISODE_ROUNDS)["ar"] > 0.97 * 400 * EPISODE_ROUNDS
 
 
+def test_a_try_that_brings_little_ends_early() -> None:
+    controller = Controller(Estimates(), MODES, 4)
+    rates = world(ar=0.1, sd=0.03, ssd=0.05)
+    run(controller, rates, 50 * EPISODE_ROUNDS)
+    before = controller.plan()
+    assert before.mode == "ar"
+    lengths, last = [], before
+    for _ in range(400 * EPISODE_ROUNDS):
+        plan = controller.plan()
+        if plan.mode != "ar":
+            lengths = [*lengths[:-1], lengths[-1] + 1] if plan is last else [*lengths, 1]
+        controller.saw_round(plan, 1 if plan.mode == "ar" else 3, (1 if plan.mode == "ar" else 3) / rates[plan.mode])
+        last = plan
+    assert lengths and max(lengths) < EPISODE_ROUNDS / 2
+
+
 def test_it_notices_when_the_world_changes() -> None:
     controller = Controller(Estimates(), MODES, 4)
     run(controller, world(ar=0.1, sd=0.12, ssd=0.2), 50 * EPISODE_ROUNDS)
