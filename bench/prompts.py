@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
+from orchestrator.study.contest import read_prompts
 from protocol.errors import InvalidRequest
 
 FOLDER = Path(__file__).parent / "prompts"
 CLASSES = ("code", "repeated", "prose", "json")
-SEPARATOR = "\n%\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def load(kind: str) -> list[Prompt]:
     """
     if kind not in CLASSES:
         raise InvalidRequest(f"no prompts are called {kind!r}; expected one of {', '.join(CLASSES)}")
-    entries = (FOLDER / f"{kind}.txt").read_text(encoding="utf-8").removesuffix("\n").split(SEPARATOR)
+    entries = read_prompts(FOLDER / f"{kind}.txt")
     return [Prompt(kind, number, text) for number, text in enumerate(entries)]
 
 

@@ -71,7 +71,7 @@ class Case:
 
 def places(target: LoadedModel, draft: LoadedModel, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Place]:
     """The places of a text that the target writes after `prompt`."""
-    ahead = RunAhead(target, open_slots(target, [prompt], [sampling])[0])
+    ahead = RunAhead(open_slots(target, [prompt], [sampling])[0])
     text = [*prompt, *(ahead.next() for _ in range(sampling.max_tokens))]
     ahead.stop()
     temp = sampling.temp or 1.0

@@ -2,8 +2,8 @@
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_NUM_THREADS=1 taskset -c 1 python -m bench.tree_step --model models/draft
 
-`lazy` chains the depths on the device and evaluates once; `async` starts each depth's evaluation as it is fed; `each`
-reads every depth before the next is fed, as the work-ahead loop does. Milliseconds per depth, least and median.
+`lazy` chains the depths on the device and evaluates once; `each` reads every depth before the next is fed, as the
+work-ahead loop does. Milliseconds per depth, least and median.
 """
 
 from __future__ import annotations
@@ -28,16 +28,6 @@ def lazy(tree: Tree, tips: Sequence[int], depth: int) -> None:
     tree.best(nodes)
 
 
-def started(tree: Tree, tips: Sequence[int], depth: int) -> None:
-    nodes = list(tips)
-    tree.start(nodes)
-    for _ in range(depth - 1):
-        new = tree.feed(nodes[-len(tips) :], [None] * len(tips))
-        tree.start(new)
-        nodes += new
-    tree.best(nodes)
-
-
 def each(tree: Tree, tips: Sequence[int], depth: int) -> None:
     nodes = list(tips)
     tree.best(nodes)
@@ -46,7 +36,7 @@ def each(tree: Tree, tips: Sequence[int], depth: int) -> None:
         tree.best(nodes)
 
 
-WAYS: dict[str, Grow] = {"lazy": lazy, "async": started, "each": each}
+WAYS: dict[str, Grow] = {"lazy": lazy, "each": each}
 
 
 def seconds(tree: Tree, rows: int, depth: int, grow: Grow) -> float:

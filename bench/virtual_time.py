@@ -107,6 +107,8 @@ class PacedTarget:
         self._world, self._profile, self._hop, self._answer = world, profile, hop, answer
         self._texts: dict[str, tuple[int, ...]] = {}
         self._prepared: Prepare | None = None
+        self._plain: Verify | None = None  # plain rounds under way, and what prolongs them
+        self._more: Verify | None = None
         self._order = 0
         self._sent_ns = 0
 
@@ -114,7 +116,10 @@ class PacedTarget:
         if isinstance(message, Prepare):
             self._prepared = message
             return
-        self._order += 1
+        if isinstance(message, Verify) and self._prolongs(message):
+            self._more = message
+            return
+        self._order, self._more = self._order + 1, None
         match message:
             case Open():
                 self._texts[message.request] = text
@@ -123,17 +128,26 @@ class PacedTarget:
             case Verify():
                 self._forward(message, 0, self._order, self._world.now_ns() - self._sent_ns)
 
+    def _prolongs(self, message: Verify) -> bool:
+        plain = self._plain
+        return plain is not None and not message.chain and message.round == plain.round + plain.run_ahead + 1
+
     def _forward(self, message: Verify, ahead: int, order: int, idle_ns: int) -> None:
         """One forward, and after it the next one that run-ahead or a prepared branch allows."""
         started_ns = self._world.now_ns()
+        self._plain = message if message.run_ahead else None
 
         def end() -> None:
             if order != self._order:  # another message came meanwhile
                 return
             outcome = self._outcome(message, ahead, Span(started_ns, self._world.now_ns()), idle_ns)
+            self._plain = self._plain if ahead < message.run_ahead else None
             self._say(outcome)
             if ahead < message.run_ahead:
                 self._forward(message, ahead + 1, order, 0)
+            elif self._more is not None:
+                more, self._more = self._more, None
+                self._forward(more, 0, order, 0)
             elif outcome.onward is not None:
                 at = outcome.base_len + outcome.accepted + 1
                 following = Verify(message.request, message.epoch, message.round + 1, at, outcome.onward)
@@ -192,6 +206,9 @@ class VirtualCluster:
         self.rounds = Rounds(self, settings, self._told.append, Trace(None))
 
     # --- what the rounds see --------------------------------------------------------------------------------------
+
+    def is_target(self, name: str) -> bool:
+        return name == "target-0"
 
     def drafters(self) -> set[str]:
         return {"draft-0"}

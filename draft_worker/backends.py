@@ -1,4 +1,4 @@
-"""Which drafters there are, by name, and how each is made. A new drafter is one file and one line here."""
+"""Which drafters there are, by name, and how each is made. A new drafter: one file and a line here."""
 
 from __future__ import annotations
 

@@ -57,10 +57,6 @@ class TokenTree(Protocol):
         """
         ...
 
-    def start(self, nodes: Sequence[int]) -> None:
-        """Begins computing these nodes in the background (async_eval); returns at once."""
-        ...
-
     def best(self, nodes: Sequence[int]) -> list[int]:
         """Each node's own best continuation. Waits for it."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from draft_worker.coreml.prefill import PackageReader
+from draft_worker.coreml.host.prefill import PackageReader
 from draft_worker.drafter import DrawingTree, TokenTree
 from engine.draws import Draws
 from engine.loading import LoadedModel, load

@@ -65,9 +65,6 @@ class PacedTree:
         self._pace.end(len(nodes))
         return nodes
 
-    def start(self, nodes: Sequence[int]) -> None:
-        self._tree.start(nodes)
-
     def best(self, nodes: Sequence[int]) -> list[int]:
         best = self._tree.best(nodes)
         self._pace.wait()

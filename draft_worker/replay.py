@@ -142,9 +142,6 @@ class ReplayTree:
             self.next_node += 1
         return fed
 
-    def start(self, nodes: Sequence[int]) -> None:
-        """Nothing to start: nothing is computed late."""
-
     def best(self, nodes: Sequence[int]) -> list[int]:
         return [self._proposal(self._nodes[node]) for node in nodes]
 

@@ -79,6 +79,7 @@ class Plan:
     unforked: list[int] = field(default_factory=list)
     growing: list[Growing] = field(default_factory=list)
     found: list[Growing] = field(default_factory=list)
+    begun: bool = False
 
     def own(self, k: int) -> int | None:
         """The chain's token after `k` accepted ones: it cannot be that outcome's bonus."""
@@ -106,9 +107,9 @@ class WorkAhead:
 
     @property
     def busy(self) -> bool:
-        """True while there is a forward worth making."""
+        """True while there is a forward worth making, or it is still to be said that there is none."""
         plan = self._plan
-        return plan is not None and bool(plan.unfed or plan.unforked or plan.growing)
+        return plan is not None and bool(not plan.begun or plan.unfed or plan.unforked or plan.growing)
 
     def commit(self, tokens: Sequence[int], verifying: Sequence[int] | None, depth: int, branches: int) -> None:
         """Makes `tokens` final, then plans the outcomes of the chain `verifying`: `branches` of them, `depth` deep.
@@ -140,6 +141,7 @@ class WorkAhead:
         plan = self._plan
         if plan is None:
             return Ready((), 0, True)
+        plan.begun = True
         self._fork(plan)
         grown = plan.growing
         for growing, token in zip(grown, self._feed(plan), strict=True):

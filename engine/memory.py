@@ -1,7 +1,7 @@
 """How much memory this process may wire and keep cached. Only Metal has such limits; elsewhere this does nothing.
 
 MLX-LM would wire three quarters of the machine in each process; two workers must share it, so each asks for what it
-needs. The orchestrator checks the sum.
+needs. Nobody checks the sum; `outrider doctor` shows what may be wired.
 """
 
 from __future__ import annotations

@@ -99,9 +99,6 @@ class Tree:
         columns = [start + p - first if p >= first else self._node(p).column for p in parents]
         return self._grow(parents, columns, tokens)
 
-    def start(self, nodes: Sequence[int]) -> None:
-        mx.async_eval([step.pending for step in self._steps(nodes)])  # type: ignore[no-untyped-call]
-
     def best(self, nodes: Sequence[int]) -> list[int]:
         unread = [step.pending for step in self._steps(nodes) if not step.is_read]
         if len(unread) > 1:

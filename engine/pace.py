@@ -8,7 +8,8 @@ system is borne, as the slower machine it then stands for, but not a thirtieth o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from protocol.errors import WorkerError
 from protocol.profile import Latency
@@ -82,3 +83,19 @@ class Pace:
                 f" {self._simulated * 1000:.0f} ms of simulated ones; use a smaller model, a slower profile or an idle"
                 " machine"
             )
+
+
+@contextmanager
+def paced(pace: Pace | None, rows: int, ready: float) -> Iterator[None]:
+    """A forward of `rows`: as long as it takes, or as long as the machine that `pace` stands for would from `ready` on.
+
+    Raises:
+        WorkerError: see `Pace.wait`.
+    """
+    if pace is None:
+        yield
+        return
+    pace.begin(ready)
+    yield
+    pace.end(rows)
+    pace.wait()

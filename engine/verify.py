@@ -12,7 +12,6 @@ from typing import cast
 
 import mlx.core as mx
 
-from engine.loading import LoadedModel
 from engine.residual import Floats, ResidualSampler
 from engine.sampling import Sampler
 from engine.slots import Slot
@@ -30,28 +29,19 @@ class Verdict:
     bonus: int
 
 
-def verify(
-    model: LoadedModel,
-    slots: Sequence[Slot],
-    chains: Sequence[Sequence[int]],
-    drawn_from: Sequence[SparseQ | None] | None = None,
-) -> list[Verdict]:
-    """One forward a slot over its last committed token and its chain; accepts while the target's token is the chain's.
+def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None) -> Verdict:
+    """One forward over the last committed token and the chain; accepts while the target's token is the chain's.
 
-    Each slot commits its accepted tokens and the bonus, and forgets the rest. An empty chain is a decoding step.
+    The slot commits the accepted tokens and the bonus, and forgets the rest. An empty chain is a decoding step.
 
     Args:
-        drawn_from: for slots of residual sampling, what the tokens of their chains were drawn from.
+        q: where the slot samples residual, what the chain's tokens were drawn from.
 
     Raises:
         RollbackError: the model keeps state that can't be rolled back, and the chain was not accepted whole.
-        InvalidRequest: a chain's kind is not what its slot samples by.
+        InvalidRequest: the chain's kind is not what the slot samples by.
     """
-    qs = drawn_from or [None] * len(slots)
-    return [_verify(slot, list(chain), q) for slot, chain, q in zip(slots, chains, qs, strict=True)]
-
-
-def _verify(slot: Slot, chain: list[int], q: SparseQ | None) -> Verdict:
+    chain = list(chain)
     if len(slot.unfed) > _MAX_REPLAY:
         slot.feed_all_but(1)
     slot.history.mark()
@@ -96,7 +86,7 @@ class RunAhead:
     While it runs nobody else may use the slot; `stop` leaves the slot as if its tokens had been decoded one by one.
     """
 
-    def __init__(self, model: LoadedModel, slot: Slot) -> None:
+    def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._position = len(slot.tokens)  # of the token the next step chooses
         self._pipelined = slot.history.can_roll_back

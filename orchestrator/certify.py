@@ -11,42 +11,17 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from orchestrator.failure import as_error
 from orchestrator.machine import blas
 from orchestrator.machine.spawn import child_environment, python
+from protocol.certificate import Difference, Report
 from protocol.errors import WorkerError
 from protocol.sampling import SamplingParams
 
 THREADS = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """At absolute `position` the target says `expected` and the output has `token`, `margin` below it in score."""
-
-    position: int
-    token: int
-    expected: int
-    margin: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """`positions` tokens replayed, `identical` as the target alone says; what differs is a tie or a mismatch."""
-
-    positions: int
-    identical: int
-    ties: tuple[Difference, ...]
-    mismatches: tuple[Difference, ...]
-    tolerance: float
-
-    @property
-    def holds(self) -> bool:
-        return not self.mismatches
 
 
 def certify(

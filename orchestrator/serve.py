@@ -28,7 +28,7 @@ from orchestrator.front.client_socket import ClientSocket
 from orchestrator.front.loop import Front
 from orchestrator.handshake import Announcement, Failure, Ready, wait_for_end
 from orchestrator.lines import End, Lines
-from orchestrator.machine import blas, cores
+from orchestrator.machine import blas
 from orchestrator.machine.sweeper import Sweeper
 from orchestrator.mailbox import Mailbox
 from orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
@@ -66,7 +66,6 @@ def run(
     """
     pair = choose_pair(settings)
     happenings: SimpleQueue[Happening] = SimpleQueue()
-    cores.pin(0, cores.core_of("orchestrator", settings))
     sys.setswitchinterval(SWITCH_SECONDS)
     with ExitStack() as stack:
         stack.enter_context(_end_on_signals(happenings))

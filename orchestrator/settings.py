@@ -13,6 +13,8 @@ from protocol.errors import InvalidRequest
 
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", "ngram", "none")
+# Those that can draw from their distribution, for residual sampling; n-grams and none need no word about it.
+DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 FAN_OUTS = ("best-first", "geometric", "uniform")
 BRANCH_DEPTHS = ("auto", "full")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -111,7 +113,7 @@ class ServeSettings:
             )
         if self.draft_prefill not in ("auto", "mlx"):
             raise InvalidRequest(
-                f"draft_prefill {self.draft_prefill} is for a draft worker and colocate has none; leave out one of both"
+                f"draft_prefill {self.draft_prefill} is for a draft worker and colocate has none; leave one out"
             )
         if self.model is not None and self.draft_model is None:
             raise InvalidRequest("colocate has no model to draft with; expected draft_model beside model, or neither")

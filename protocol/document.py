@@ -1,4 +1,4 @@
-"""Writes docs/protocol.md from the dataclasses: `python -m protocol.document [PATH]`. A test says when to."""
+"""Writes docs/protocol.md from the dataclasses: `python -m protocol.document [PATH]`. A test fails when it is old."""
 
 from __future__ import annotations
 
@@ -61,30 +61,30 @@ request's id from it.
 ## Versions
 
 Two processes talk only when their protocol versions are equal; a message of another version is refused with a sentence
-that names both. The version changes with every change to a message. In every version, the version itself comes first
-in the header, and `request` keeps its name, so that a peer of another release can be told.
+that names both. The version is raised when a message changes that a release spoke. In every version, the version
+itself comes first in the header, and `request` keeps its name, so that a peer of another release can be told.
 
 ## Whose turn it is: epoch, round, base_len
 
-- `request` names a request for its whole life, across restarts of workers.
-- `epoch` counts the request's target lineages: a new target or a cancel begins the next one. Nothing of an older epoch
-  has meaning any more. Drafters come and go inside an epoch.
+- `request` names a request for its whole life.
+- `epoch` rises when the target asks to begin again (`Resync`). Nothing of an older epoch has meaning any more. Drafters
+  come and go inside an epoch.
 - `round` counts verifies inside an epoch; round 0 is the prefill, the verify of an empty chain.
 - `base_len` is the number of committed tokens when the round's verify starts. Chain token *i* stands at absolute
   position `base_len + i`, and an outcome of `accepted` = *k* makes the next round's `base_len` larger by *k* + 1.
 
 **Stale messages are dropped.** A receiver compares (`epoch`, `round`, `base_len`) with its own. What is older, or was
 handled already, is dropped and counted: it is never an error, because a message may always be overtaken by a newer
-decision. The target keeps its last `Outcome` and answers a repeated `Verify` from it. A drafter matches a `Commit` by
-its tokens, keeps the longest common path and acts only on the newest. Who finds a gap it can't fill says `Resync` and
-is answered by `Open` with the committed tokens.
+decision. The target keeps its last two `Outcome`s and answers a repeated `Verify` from them. A drafter matches a
+`Commit` by its tokens, keeps the longest common path and acts only on the newest. Who finds a gap it can't fill says
+`Resync` and is answered by `Open` with the committed tokens.
 
 ## Endpoints
 
 `ipc://PATH` on one machine: the path of a unix socket, 107 bytes at most on Linux and 103 on macOS. A lock on
 `PATH.lock` says who serves it, so that a second server is refused and a killed one is replaced. `tcp://HOST:PORT`
-between machines; IPv6 addresses stand in brackets. The protocol has no encryption and no passwords of its own: serve
-TCP only on networks you trust.
+for clients on other machines; IPv6 addresses stand in brackets. Workers connect by ipc. The protocol has no encryption
+and no passwords of its own: serve TCP only on networks you trust.
 """
 
 

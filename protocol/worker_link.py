@@ -77,6 +77,11 @@ class WorkerLink:
         """Keeps a message that was looked at early; `receive` gives put-back messages first, in order."""
         self._put_back.append(message)
 
+    @property
+    def kept(self) -> tuple[Message, ...]:
+        """What was put back and not received since."""
+        return tuple(self._put_back)
+
     def peek(self) -> Message | None:
         """The next message straight from the socket, without waiting; the caller must `put_back` or handle it."""
         frames = self._frames(wait=False)

@@ -20,36 +20,13 @@ import mlx.core as mx
 from engine.loading import LoadedModel, load
 from engine.sampling import Sampler, warp
 from engine.slots import Slot
+from protocol.certificate import Difference, Report
 from protocol.errors import InvalidRequest, OutriderError
 from protocol.sampling import SamplingParams
 
 PROGRESS_EVERY = 16
 # What two correct forwards may differ by in a score: chunk and step kernels round differently, each in its own format.
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """At absolute `position` the target says `expected`, the output has `token`, `margin` below it in score.
-
-    A token outside the target's top-p, min-p or top-k has no score: its margin is None unless the border explains it.
-    """
-
-    position: int
-    token: int
-    expected: int
-    margin: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """`positions` tokens were replayed, `identical` of them are what the target alone says."""
-
-    positions: int
-    identical: int
-    ties: tuple[Difference, ...]
-    mismatches: tuple[Difference, ...]
-    tolerance: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +46,7 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
         InvalidRequest: the claim has no tokens, or tokens the model doesn't have.
     """
     if claim.sampling.is_residual:
-        raise InvalidRequest("residual sampling gives no text again, so none can be proved; expected coupled sampling")
+        raise InvalidRequest("residual sampling may give another text each time; expected coupled sampling")
     slot = Slot(model, claim.tokens, claim.sampling)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is outside 0..{model.vocab_size - 1}, the model's vocabulary")

@@ -115,11 +115,9 @@ class Drafting:
 class DraftedRounds:
     """SD of one slot, round after round: the counterpart of `engine.verify.RunAhead` with a draft."""
 
-    def __init__(
-        self, model: LoadedModel, slot: Slot, drafting: Drafting, depth: int, room: int, eos: Collection[int]
-    ) -> None:
+    def __init__(self, slot: Slot, drafting: Drafting, depth: int, room: int, eos: Collection[int]) -> None:
         """`room`: how many tokens the request may still grow by, at least one."""
-        self._model, self._slot, self._drafting = model, slot, drafting
+        self._slot, self._drafting = slot, drafting
         self._depth, self._room, self._eos = depth, room, frozenset(eos)
 
     @property
@@ -132,7 +130,7 @@ class DraftedRounds:
         slot, started_ns = self._slot, clock.now()
         proposed = self._drafting.propose(slot.tokens, min(self._depth, self._room - 1))
         drafted_ns = clock.now()
-        verdict = verify(self._model, [slot], [proposed.chain], [proposed.q])[0]
+        verdict = verify(slot, proposed.chain, proposed.q)
         work = Span(drafted_ns, clock.now())
         committed = slot.tokens[-verdict.accepted - 1 :]
         self._room = 0 if self._eos.intersection(committed) else self._room - len(committed)

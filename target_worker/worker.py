@@ -11,16 +11,13 @@ import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 
 import mlx.core as mx
 
 from engine.loading import LoadedModel
-from engine.pace import Pace
+from engine.pace import Pace, paced
 from engine.slots import open_slots
-from engine.verify import RunAhead, verify
+from engine.verify import verify
 from protocol import clock
 from protocol.errors import InvalidRequest, OutriderError
 from protocol.messages import (
@@ -33,12 +30,12 @@ from protocol.messages import (
     Prepare,
     Resync,
     Shutdown,
-    Span,
     Verify,
 )
 from protocol.sparse import SparseQ, one_hot
 from protocol.worker_link import WorkerLink
-from target_worker.colocated import Colocated, DraftedRounds, Drafting
+from target_worker.colocated import Colocated
+from target_worker.own_rounds import OwnRounds
 from target_worker.running import Running
 
 log = logging.getLogger(__name__)
@@ -60,7 +57,7 @@ class TargetWorker:
         self._link = link
         self._model = model
         self._pace = pace
-        self._colocated = colocated
+        self._own = OwnRounds(pace, colocated)
         self._running: dict[str, Running] = {}
         self._stale = 0
 
@@ -70,16 +67,19 @@ class TargetWorker:
             pass
 
     def turn(self) -> bool:
-        """Handles one message if there is one, else takes every run-ahead one step on; False: shut down."""
-        ahead = [r for r in self._running.values() if r.ahead is not None]
+        """Handles one message if there is one; after a verify, or without one, takes every run-ahead one step on.
+
+        So requests whose verifies follow each other without a pause leave the others their turn. False: shut down.
+        """
+        ahead = [running for running in self._running.values() if running.ahead is not None]
         message = self._link.receive(wait=not ahead)
         if isinstance(message, Shutdown):
             return False
         if message is not None:
             self._handle(message)
-            return True
-        for running in ahead:
-            self._step_guarded(running)
+        if message is None or isinstance(message, Verify):
+            for running in ahead:
+                self._step_guarded(running)
         return True
 
     def _handle(self, message: Message) -> None:
@@ -123,7 +123,7 @@ class TargetWorker:
             slots = open_slots(self._model, [message.tokens.tolist()], [message.sampling], progress)
         except _PrefillCancelled:
             return
-        verdict = verify(self._model, slots, [()])[0]
+        verdict = verify(slots[0])
         outcome = Outcome(
             message.request,
             message.epoch,
@@ -146,8 +146,8 @@ class TargetWorker:
         """Looks through what arrived during a prefill, keeping all of it for later."""
         while (message := self._link.peek()) is not None:
             self._link.put_back(message)
-            if isinstance(message, Close) and message.request == request:
-                raise _PrefillCancelled
+        if any(isinstance(message, Close) and message.request == request for message in self._link.kept):
+            raise _PrefillCancelled
 
     def _verify(self, message: Verify, received_ns: int) -> None:
         running = self._running.get(message.request)
@@ -158,11 +158,11 @@ class TargetWorker:
         if running is None:
             return
         if message.run_ahead or message.draft:
-            self._start_ahead(running, message)
+            self._go_ahead(running, message)
             return
         started_ns = clock.now()
-        with self._paced(1 + len(message.chain), time.perf_counter()):
-            verdict = verify(self._model, [running.slot], [message.chain], [_drawn_from(message)])[0]
+        with paced(self._pace, 1 + len(message.chain), time.perf_counter()):
+            verdict = verify(running.slot, message.chain, _drawn_from(message))
         work = clock.since(started_ns)
         self._take_in_prepared()
         onward = running.onward(message.round, verdict)
@@ -215,91 +215,22 @@ class TargetWorker:
         for message in waiting:
             self._link.put_back(message)
 
-    @contextmanager
-    def _paced(self, rows: int, ready: float) -> Iterator[None]:
-        """A forward of `rows`: as long as it takes, or as long as the simulated machine would from `ready` on."""
-        if self._pace is None:
-            yield
-            return
-        self._pace.begin(ready)
-        yield
-        self._pace.end(rows)
-        self._pace.wait()
-
     def _answer(self, running: Running, outcome: Outcome) -> None:
         running.answers.append(outcome)
         self._link.send(outcome)
 
-    def _start_ahead(self, running: Running, message: Verify) -> None:
-        """A round of an empty chain, or of one drafted here, that may be followed by `run_ahead` more, unasked."""
+    def _go_ahead(self, running: Running, message: Verify) -> None:
         try:
-            drafting = self._drafting(running) if message.draft else None
+            self._own.start(running, message, lambda done, total: self._end_if_closed(message.request))
         except _PrefillCancelled:
             return
-        running.answers.append(replace(running.last, round=message.round - 1))
-        if drafting is not None:
-            room = max(message.room, 1)
-            running.ahead = DraftedRounds(self._model, running.slot, drafting, message.draft, room, running.eos)
-        else:
-            running.ahead = RunAhead(self._model, running.slot)
-        running.ahead_left = message.run_ahead + 1
         self._step_ahead(running, time.perf_counter())
-
-    def _drafting(self, running: Running) -> Drafting:
-        """The own drafter's part of a request. It reads the text when it is first asked for: plain decoding pays
-        nothing.
-        """
-        if self._colocated is None:
-            raise InvalidRequest("this target has no drafter of its own; expected a draft of 0, or --draft-model")
-        if running.drafting is None:
-            request, slot = running.last.request, running.slot
-            running.drafting = self._colocated.open(
-                slot.tokens, slot.sampler.params, lambda done, total: self._end_if_closed(request)
-            )
-        return running.drafting
 
     def _step_ahead(self, running: Running, ready: float = 0.0) -> None:
         """One round more. All but the first, which a message asked for at `ready`, begin where the last one ended."""
-        match running.ahead:
-            case RunAhead() as ahead:
-                outcome = self._plain_round(running, ahead, ready)
-                over = False
-            case DraftedRounds() as rounds:
-                outcome = _drafted_round(running, rounds)
-                over = rounds.over
-            case _:
-                return
-        self._answer(running, outcome)
-        running.ahead_left -= 1
-        if over or running.ahead_left == 0:
-            running.stop_ahead()
-
-    def _plain_round(self, running: Running, ahead: RunAhead, ready: float) -> Outcome:
-        started_ns, base_len = clock.now(), len(running.slot.tokens)
-        with self._paced(1, ready):
-            token = ahead.next(last=running.ahead_left == 1)
-        last = running.last
-        work = Span(started_ns, clock.now())
-        peak = mx.get_peak_memory()
-        return Outcome(last.request, last.epoch, last.round + 1, base_len, 0, token, work, peak_bytes=peak)
-
-
-def _drafted_round(running: Running, rounds: DraftedRounds) -> Outcome:
-    last, base_len = running.last, len(running.slot.tokens)
-    made = rounds.next()
-    return Outcome(
-        last.request,
-        last.epoch,
-        last.round + 1,
-        base_len,
-        made.verdict.accepted,
-        made.verdict.bonus,
-        made.work,
-        max(made.work.started_ns - last.work.ended_ns, 0),
-        peak_bytes=mx.get_peak_memory(),
-        drafted=made.chain,
-        drafting=made.drafting,
-    )
+        outcome = self._own.next(running, ready)
+        if outcome is not None:
+            self._answer(running, outcome)
 
 
 def _drawn_from(message: Verify) -> SparseQ | None:

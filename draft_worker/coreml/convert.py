@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from draft_worker.coreml.layout import Mode
+from draft_worker.coreml.package.layout import Mode
 from protocol.errors import OutriderError
 
 _BAR = 30
@@ -21,7 +21,7 @@ def main() -> int:
     options = _parser().parse_args()
     started = time.monotonic()
     try:
-        from draft_worker.coreml.converter import Options, convert
+        from draft_worker.coreml.converter.converter import Options, convert
         from draft_worker.coreml.load import checkpoint_of
 
         wanted = Options(Mode(options.mode), options.weights, options.context)

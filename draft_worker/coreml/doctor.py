@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from draft_worker.coreml import load, machine, placements
-from draft_worker.coreml.machine import Machine
-from draft_worker.coreml.packages import OfCheckpoint
+from draft_worker.coreml import load, placements
 from draft_worker.coreml.placements import Placement
+from draft_worker.coreml.trials import machine
+from draft_worker.coreml.trials.machine import Machine
+from draft_worker.coreml.trials.packages import OfCheckpoint
 from protocol.errors import ModelError, OutriderError
 
 

@@ -7,14 +7,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from draft_worker.coreml import converter, manifest, selection, store
-from draft_worker.coreml.architecture import read as read_architecture
-from draft_worker.coreml.devices import REFERENCE, runtime_of
-from draft_worker.coreml.drafter import CoreMLDrafter
-from draft_worker.coreml.interpreter import NumpyRuntime
-from draft_worker.coreml.package import open_package
-from draft_worker.coreml.packages import OfCheckpoint, OnePackage, Packages
-from draft_worker.coreml.selection import Selection
+from draft_worker.coreml.converter import converter, store
+from draft_worker.coreml.host.drafter import CoreMLDrafter
+from draft_worker.coreml.package import manifest
+from draft_worker.coreml.package.architecture import read as read_architecture
+from draft_worker.coreml.package.package import open_package
+from draft_worker.coreml.runtime.devices import REFERENCE, runtime_of
+from draft_worker.coreml.runtime.interpreter import NumpyRuntime
+from draft_worker.coreml.trials import selection
+from draft_worker.coreml.trials.packages import OfCheckpoint, OnePackage, Packages
+from draft_worker.coreml.trials.selection import Selection
 from draft_worker.drafter import Drafter
 from protocol.errors import ModelError
 

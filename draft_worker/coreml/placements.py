@@ -16,15 +16,17 @@ from statistics import median
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from draft_worker.coreml import prompts, selection, store
-from draft_worker.coreml.host import Host
-from draft_worker.coreml.interpreter import NumpyRuntime
-from draft_worker.coreml.layout import Function
-from draft_worker.coreml.line import Line
-from draft_worker.coreml.package import Package
-from draft_worker.coreml.packages import OfCheckpoint
-from draft_worker.coreml.probe import PREFERRED
-from draft_worker.coreml.verdicts import Tried, Verdicts
+from draft_worker.coreml import prompts
+from draft_worker.coreml.converter import store
+from draft_worker.coreml.host.host import Host
+from draft_worker.coreml.host.line import Line
+from draft_worker.coreml.package.layout import Function
+from draft_worker.coreml.package.package import Package
+from draft_worker.coreml.runtime.interpreter import NumpyRuntime
+from draft_worker.coreml.trials import selection
+from draft_worker.coreml.trials.packages import OfCheckpoint
+from draft_worker.coreml.trials.probe import PREFERRED
+from draft_worker.coreml.trials.verdicts import Tried, Verdicts
 from engine.loading import load
 from protocol.errors import ModelError
 

@@ -19,15 +19,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from draft_worker.coreml import load, sacrifice, store
-from draft_worker.coreml.coreml_runtime import os_build
-from draft_worker.coreml.package import Package
-from draft_worker.coreml.packages import OfCheckpoint
-from draft_worker.coreml.prompt_trial import PromptTimes
-from draft_worker.coreml.verdicts import read, write
+from draft_worker.coreml import load
+from draft_worker.coreml.converter import store
+from draft_worker.coreml.package.package import Package
+from draft_worker.coreml.runtime.coreml_runtime import os_build
+from draft_worker.coreml.trials import sacrifice
+from draft_worker.coreml.trials.packages import OfCheckpoint
+from draft_worker.coreml.trials.prompt_trial import PromptTimes
+from draft_worker.coreml.trials.verdicts import read, write
 from protocol.errors import OutriderError
 
-MODULE = "draft_worker.coreml.prompt_trial"
+MODULE = "draft_worker.coreml.trials.prompt_trial"
 _SECONDS = 900.0
 _WORTH_IT = 0.95  # of MLX's time
 

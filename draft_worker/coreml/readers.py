@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from draft_worker.coreml import load, manifest, prompts, store
-from draft_worker.coreml.devices import runtime_of
-from draft_worker.coreml.package import Package, open_package
-from draft_worker.coreml.packages import OnePackage, Packages
-from draft_worker.coreml.prefill import PackageReader
+from draft_worker.coreml import load, prompts
+from draft_worker.coreml.converter import store
+from draft_worker.coreml.host.prefill import PackageReader
+from draft_worker.coreml.package import manifest
+from draft_worker.coreml.package.package import Package, open_package
+from draft_worker.coreml.runtime.devices import runtime_of
+from draft_worker.coreml.trials.packages import OnePackage, Packages
 from protocol.errors import InvalidRequest, ModelError
 
 Tell = Callable[[str], None]

@@ -18,12 +18,14 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from draft_worker.coreml import load, probe, sacrifice, store
-from draft_worker.coreml.converter import Options
-from draft_worker.coreml.devices import REFERENCE
-from draft_worker.coreml.layout import Mode
-from draft_worker.coreml.package import Package
-from draft_worker.coreml.verdicts import Tried
+from draft_worker.coreml import load
+from draft_worker.coreml.converter import store
+from draft_worker.coreml.converter.converter import Options
+from draft_worker.coreml.package.layout import Mode
+from draft_worker.coreml.package.package import Package
+from draft_worker.coreml.runtime.devices import REFERENCE
+from draft_worker.coreml.trials import probe, sacrifice
+from draft_worker.coreml.trials.verdicts import Tried
 from engine.loading import load as load_model
 from protocol.errors import OutriderError
 

@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--both-cores", action="store_true", help="a second table: AR, SD and mlx-lm with both cores")
     group.add_argument("--contended", action="store_true", help="with another process busy on the target's device")
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for bench.json and bench.png")
-    flags.add_request_flags(parser)
+    flags.add_request_flags(parser, mode=False, depth=False)
     flags.add_cluster_flags(parser)
 
 
@@ -69,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
     if pair.settings.colocate:
         raise InvalidRequest("bench runs SD colocated beside all the other ways; leave colocate out")
+    if not pair.settings.ngrams:
+        raise InvalidRequest("bench runs SD with n-grams and without; leave no-ngrams out")
     plan, out = _plan(options, pair), writable(options.out, "choose another --out")
     screen = Screen()
     sections, raw = [], {}

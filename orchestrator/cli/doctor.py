@@ -27,6 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The data come from a process of the drafters' room, which may import MLX."""
+    flags.set_up_logging(options)
     screen = Screen()
     screen.show("looking at this machine")
     draft = options.draft_model or embedded_pair()[1]

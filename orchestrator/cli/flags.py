@@ -17,16 +17,14 @@ _DEFAULTS = ServeSettings()
 _SAMPLING = SamplingParams()
 
 
-def add_request_flags(parser: argparse.ArgumentParser) -> None:
-    """How one request is run; they hold for a server that is running already, too."""
+def add_request_flags(parser: argparse.ArgumentParser, mode: bool = True, depth: bool = True) -> None:
+    """How one request is run; they hold for a server that is running already, too. False: the command decides that."""
     group = parser.add_argument_group("speculation")
-    group.add_argument("--mode", metavar="|".join(MODES), help=f"default {_DEFAULTS.mode}")
-    group.add_argument(
-        "--num-draft-tokens",
-        type=int,
-        metavar="K",
-        help=f"default {_DEFAULTS.num_draft_tokens}; what is copied from the text may be longer",
-    )
+    if mode:
+        group.add_argument("--mode", metavar="|".join(MODES), help=f"default {_DEFAULTS.mode}")
+    if depth:
+        note = f"default {_DEFAULTS.num_draft_tokens}; what is copied from the text may be longer"
+        group.add_argument("--num-draft-tokens", type=int, metavar="K", help=note)
     group.add_argument("--branches", type=int, metavar="B", help=f"outcomes a round, default {_DEFAULTS.branches}")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import zmq
 
 from orchestrator.cli import flags
+from orchestrator.cli.folder import writable
+from orchestrator.cli.generate import read_prompt
 from orchestrator.cli.screen import Screen
 from orchestrator.client.client import Client
 from orchestrator.client.cluster import LocalCluster
@@ -34,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds of each kind, default 40")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for the picture and the trace")
     parser.add_argument("--temp", type=float, default=0.0, metavar="T")
-    flags.add_request_flags(parser)
+    flags.add_request_flags(parser, mode=False)
     flags.add_cluster_flags(parser)
 
 
@@ -45,10 +47,12 @@ def run(options: argparse.Namespace) -> int:
     settings = ServeSettings(**flags.settings_of(options))
     if settings.colocate:
         raise InvalidRequest("overlap times a drafter beside the target; with colocate they take turns, leave it out")
-    out = _folder(options.out)
+    if settings.trace is not None:
+        raise InvalidRequest("overlap writes its trace to rounds.json in --out; leave trace out")
+    prompt, out = read_prompt(options.prompt), writable(options.out, "choose another --out")
     screen = Screen()
-    measured = _measure(settings, options.prompt, options.rounds, screen)
-    bars = _real_rounds(options, out, screen)
+    measured = _measure(settings, prompt, options.rounds, screen)
+    bars = _real_rounds(options, prompt, out, screen)
     picture = out / "rounds.png"
     title = f"SSD, K = {settings.num_draft_tokens}, B = {settings.branches}, T = {options.temp:g}"
     draw(bars, picture, title, FIRST_ROUND, 10)
@@ -70,19 +74,19 @@ def _measure(settings: ServeSettings, prompt: str, rounds: int, screen: Screen) 
             return measure(bench, tokens, rounds, settings.num_draft_tokens, settings.branches)
 
 
-def _real_rounds(options: argparse.Namespace, out: Path, screen: Screen) -> list[Bar]:
+def _real_rounds(options: argparse.Namespace, prompt: str, out: Path, screen: Screen) -> list[Bar]:
     """Generates with SSD under a trace, and reads it."""
     trace = out / "rounds.json"
     chosen = {**flags.settings_of(options), "trace": trace}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
-        _generate(cluster.client(), options, screen)
+        _generate(cluster.client(), prompt, options.temp, screen)
     return read(trace)
 
 
-def _generate(client: Client, options: argparse.Namespace, screen: Screen) -> None:
+def _generate(client: Client, prompt: str, temp: float, screen: Screen) -> None:
     screen.show("generating real rounds")
-    sampling = SamplingParams(max_tokens=PICTURE_TOKENS, temp=options.temp, seed=7, ignore_eos=True)
-    client.generate(options.prompt, sampling, mode="ssd")
+    sampling = SamplingParams(max_tokens=PICTURE_TOKENS, temp=temp, seed=7, ignore_eos=True)
+    client.generate(prompt, sampling, mode="ssd", chat_template=False)
 
 
 def _table(o: Overlap) -> str:
@@ -96,11 +100,3 @@ def _table(o: Overlap) -> str:
     return f"medians of {o.rounds} rounds\n" + "\n".join(
         f"  {name:20}{value:>10}   {note}" for name, value, note in rows
     )
-
-
-def _folder(path: Path) -> Path:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidRequest(f"the folder {path} can't be made: {error.strerror}; choose another with --out") from None
-    return path

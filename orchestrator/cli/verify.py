@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from orchestrator.certify import Difference, Report, certify
+from orchestrator.certify import certify
 from orchestrator.cli import flags
 from orchestrator.cli.generate import add_generation_flags, generate, wish_of
 from orchestrator.cli.screen import Screen
@@ -20,6 +20,7 @@ from orchestrator.front.admission import prompt_tokens
 from orchestrator.pair.chat import chat_template
 from orchestrator.pair.model_files import find_model, read_json
 from orchestrator.pair.tokenizer import TextCodec, load_codec
+from protocol.certificate import Difference, Report
 from protocol.errors import InvalidRequest
 
 NOT_CERTIFIED = 1
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     screen = Screen()
     wish = wish_of(options)
     if wish.sampling.is_residual:
-        raise InvalidRequest("residual sampling gives no text again, so none can be proved; expected coupled sampling")
+        raise InvalidRequest("residual sampling may give another text each time; expected coupled sampling")
     output = _from_file(options.json_file) if options.json_file else _generated(options, screen)
     model = find_model(options.model or output.model)
     codec = load_codec(model)

@@ -48,8 +48,8 @@ class Client:
     ) -> GenerationResult:
         """The completion of `prompt`, text or token ids.
 
-        `mode` is auto, ar, sd or ssd; None for `num_draft_tokens` and `branches` means the server's own. A model's chat
-        template is applied to text unless `chat_template` is False.
+        `mode` is ar, sd, ssd, or auto: the server's own; so is None for `num_draft_tokens` and `branches`. A model's
+        chat template is applied to text unless `chat_template` is False.
 
         Raises:
             InvalidRequest: something is out of range; the message says what was expected.

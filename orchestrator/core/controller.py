@@ -19,10 +19,12 @@ DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 EPISODE_ROUNDS = 12
 # The target decodes plainly by itself; when so many rounds of that are left it is told whether to go on.
 NOTICE_ROUNDS = 2
-# A mode not measured for this many episodes may be tried again, if the formula puts it within the margin of the best.
+# A mode not measured for this many episodes may be tried again, if the formula puts it within the margin of the best;
+# else after so many times as long.
 FIRST_RETRY = 6
 LAST_RETRY = 192
 TRY_MARGIN = 0.9
+UNLIKELY = 8
 # A try ends early when it has brought less than this share of the best in so many measured rounds.
 TRY_ROUNDS = 4
 HOPELESS = 0.8
@@ -153,7 +155,7 @@ class Controller:
         for mode in self.modes:
             record = self._records[mode]
             hopeful = max(predicted[mode][1], rates[mode]) > TRY_MARGIN * rates[best]
-            patience = record.retry if hopeful else 4 * record.retry
+            patience = record.retry if hopeful else UNLIKELY * record.retry
             if mode != best and self._age(mode) >= patience:
                 record.retry = min(record.retry * 2, LAST_RETRY)
                 return mode

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from orchestrator.core.limits import growth
 from orchestrator.core.request import Request
 from protocol.fields import MAX_COMMIT
 from protocol.messages import Close, Commit, Message, Open, Prepare, Verify
@@ -20,6 +21,8 @@ class Workers(Protocol):
 
     @property
     def target_context(self) -> int: ...
+
+    def is_target(self, name: str) -> bool: ...
 
     def drafters(self) -> set[str]:
         """Names of the drafters that are ready."""
@@ -43,11 +46,11 @@ class Dispatch:
     def open(self, request: Request) -> None:
         """All read the committed tokens; the target's answer is the outcome of an empty chain."""
         self.workers.send_target(_opening(request, None))
-        self._open_drafters(request, _verifying(request))
+        self.open_drafters(request)
 
-    def open_drafter(self, request: Request, name: str) -> None:
-        """One drafter that missed something."""
-        self.workers.send_drafter(name, _opening(request, _verifying(request)))
+    def open_drafters(self, request: Request) -> None:
+        """All drafters anew, when one has missed something: they are told the same from there on."""
+        self._open_drafters(request, _verifying(request))
 
     def verify(self, request: Request) -> None:
         """The request's proposal, in its round."""
@@ -63,7 +66,7 @@ class Dispatch:
                 proposal.kind(request.admit.sampling),
                 proposal.q,
                 proposal.draft,
-                self.room(request) if proposal.draft else 0,
+                growth(request, self.workers.target_context) if proposal.draft else 0,
             )
         )
 
@@ -73,10 +76,6 @@ class Dispatch:
         self.workers.send_target(
             Verify(request.id, request.epoch, request.round + ahead, request.base_len + ahead, (), rounds - 1)
         )
-
-    def room(self, request: Request) -> int:
-        """How many tokens the request may still grow by."""
-        return min(request.remaining, self.workers.target_context - len(request.tokens))
 
     def prepare(self, request: Request) -> None:
         """What the target may go on with after the round under way."""

@@ -106,7 +106,8 @@ class Estimates:
         self._step_ms = Average()
         self._depth_ms = Average()
         self._link_ms = Average()
-        self._rate = Average()
+        self._round_tokens = Average()
+        self._round_ms = Average()
         self._ar_ms = Average()
         self._hits = Average()
         self._turnaround_ms = Average()
@@ -152,8 +153,8 @@ class Estimates:
         self._link_ms.add(milliseconds)
 
     def saw_round(self, tokens: int, milliseconds: float) -> None:
-        if milliseconds > 0:
-            self._rate.add(tokens / milliseconds)
+        self._round_tokens.add(tokens)
+        self._round_ms.add(milliseconds)
 
     def saw_ar(self, milliseconds: float) -> None:
         """From one run-ahead token to the next."""
@@ -214,4 +215,5 @@ class Estimates:
 
     def tokens_per_ms(self) -> float:
         """The rate at which tokens have been coming; what a millisecond of waiting costs."""
-        return self._rate.value if self._rate.value is not None else 1.0 / self.verify_ms(1)
+        tokens, milliseconds = self._round_tokens.value, self._round_ms.value
+        return tokens / milliseconds if tokens and milliseconds else 1.0 / self.verify_ms(1)

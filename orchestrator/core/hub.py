@@ -109,6 +109,10 @@ class Hub:
         hello = self._target().hello
         return hello.context_length if hello else 0
 
+    def is_target(self, name: str) -> bool:
+        worker = self._workers.get(name)
+        return worker is not None and worker.role == "target"
+
     def drafters(self) -> set[str]:
         return {worker.name for worker in self._workers.values() if worker.role == "draft" and worker.state == "ready"}
 

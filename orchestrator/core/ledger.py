@@ -60,7 +60,8 @@ class Ledger:
         """Whether the controller may have another plan after the round under way."""
         if request.admit.mode != "auto":
             return False
-        return self._controller(bool(request.drafters), self._depth(request.admit)).is_due
+        controller = self._controller(bool(request.drafters), self._depth(request.admit))
+        return controller.is_due or controller.plan() != request.plan
 
     def reason(self, request: Request) -> str | None:
         """The controller's latest reason, for a request in `auto`."""
@@ -139,7 +140,7 @@ class Ledger:
             estimates.saw_link(0.0)
         if proposal.found and not proposal.waited:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
-        if request.admit.mode == "auto":
+        if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
             controller = self._controller(bool(request.drafters), self._depth(request.admit))
             controller.saw_round(ended.plan, kept, round_ms)
 

@@ -145,7 +145,7 @@ def _ahead(request: Request) -> int:
     In `auto` far enough for a try; if that goes on, so does the target (`Ledger.prolonged`).
     """
     wanted = max(request.remaining - 1, 0)
-    return min(wanted, TRY_ROUNDS + 1 + NOTICE_ROUNDS) if request.admit.mode == "auto" else wanted
+    return min(wanted, TRY_ROUNDS + 2 + NOTICE_ROUNDS) if request.admit.mode == "auto" else wanted
 
 
 def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:

@@ -13,25 +13,21 @@ from dataclasses import replace
 
 from orchestrator.core.account import Account
 from orchestrator.core.dispatch import Dispatch, Workers
-from orchestrator.core.fallback import longest_wait_ms
 from orchestrator.core.ledger import Ledger
 from orchestrator.core.lending import lent, may_lend
 from orchestrator.core.limits import room, up_to_end
 from orchestrator.core.ngram import NgramIndex
 from orchestrator.core.proposal import Proposal, Source
 from orchestrator.core.proposals import Ask, Linger, Proposer, Step
-from orchestrator.core.request import Request, RoundSettings, Waiting
+from orchestrator.core.request import Request, RoundSettings
 from orchestrator.core.speculation_cache import is_sound
 from orchestrator.core.trace import Trace
 from orchestrator.core.tuning import Tuning
+from orchestrator.core.waits import wait_for_branch, wait_for_chain
 from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
-from protocol.clock import MILLISECOND_NS
 from protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
 
 log = logging.getLogger(__name__)
-
-# A wait that may include a drafter's first work, or that full depth asks for, gets this long before the target goes on.
-PATIENCE_MS = 2000.0
 
 
 class Rounds:
@@ -103,9 +99,13 @@ class Rounds:
     # --- what workers say -----------------------------------------------------------------------------------------
 
     def handle(self, sender: str, message: Message, now_ns: int) -> None:
-        """A worker's message about a request. What is stale is dropped and counted."""
+        """A worker's message about a request. What is stale, or a given-up drafter's, is dropped and counted."""
         request = self._requests.get(getattr(message, "request", None) or "")
-        if request is None or getattr(message, "epoch", request.epoch) != request.epoch:
+        if (
+            request is None
+            or getattr(message, "epoch", request.epoch) != request.epoch
+            or (sender not in request.drafters and not self._workers.is_target(sender))
+        ):
             self.stale += 1
             return
         match message:
@@ -189,7 +189,7 @@ class Rounds:
     def _on_resync(self, request: Request, sender: str) -> None:
         """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""
         if sender in request.drafters:
-            self._dispatch.open_drafter(request, sender)
+            self._dispatch.open_drafters(request)
             return
         request.epoch += 1
         request.proposal, request.waiting = Proposal(), None
@@ -256,25 +256,15 @@ class Rounds:
 
     def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
-        limit_ms = longest_wait_ms(self._estimates.draft_ms(step.depth))
-        if self._settings.full_depth or not self._estimates.has_drafted:
-            limit_ms = max(limit_ms, PATIENCE_MS)
         self._ledger.asked(request, step.missed)
-        request.waiting = Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
+        request.waiting = wait_for_chain(self._estimates, step, self._settings.full_depth, now_ns)
         self._dispatch.commit(request, request.round + 1, None, step.depth)
 
     def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
-        """Waits, again when a push leaves more to wait for, but never longer than for a whole tree."""
+        """Waits, again when a push leaves more to wait for."""
         if request.waiting is None:
             self._ledger.asked(request, False)
-        asked_ns = request.waiting.asked_ns if request.waiting else now_ns
-        missed = request.waiting.missed if request.waiting else step.missed
-        limit_ms = longest_wait_ms(step.milliseconds)
-        whole_ms = longest_wait_ms((request.depth + 1) * self._estimates.depth_ms() + self._estimates.link_ms())
-        if self._settings.full_depth:
-            limit_ms = whole_ms = PATIENCE_MS
-        deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
-        request.waiting = Waiting(asked_ns, deadline_ns, (step.accepted, step.bonus), missed)
+        request.waiting = wait_for_branch(self._estimates, request, step, self._settings.full_depth, now_ns)
 
     def _room(self, request: Request) -> int:
         return room(request, self._workers.target_context)

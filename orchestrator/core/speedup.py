@@ -13,7 +13,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Times measured alone. `verify_ms(M)` is c(M); `chain_ms(K)` a just-in-time chain, link included; `tree_ms(K)` the
-    work ahead for full depth K; `turnaround_ms` from OUTCOME leaving the target until VERIFY reaches it on a hit."""
+    work ahead for full depth K; `turnaround_ms` the target's wait between two verifies on a hit."""
 
     step_ms: float
     verify_ms: Callable[[int], float]

@@ -13,14 +13,12 @@ from orchestrator.front.text import TextStream
 from orchestrator.pair.chat import as_chat
 from orchestrator.pair.pairing import PairText
 from orchestrator.pair.tokenizer import TextCodec
-from orchestrator.settings import NO_SSD_COLOCATED, check_branches, check_draft_tokens
+from orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
 from protocol.errors import InvalidRequest
 from protocol.messages import Generate
 from protocol.sampling import SamplingParams
 
 SEEDS = 2**32
-# Drafters that can draw from their distribution; n-grams and none need no word about it.
-DRAWING_BACKENDS = ("mlx", "ngram", "none")
 
 
 def prompt_tokens(codec: TextCodec, template: str | None, prompt: str) -> tuple[int, ...]:

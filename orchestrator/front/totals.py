@@ -9,15 +9,15 @@ from protocol.messages import Timings
 
 
 def add(total: Timings, one: Timings) -> Timings:
-    """Counts and times add up; the rate is that of the sum. Turnarounds are a request's own and are left out."""
+    """Counts and times add up; rates are weighed by their times. Turnarounds are a request's own and are left out."""
     predicted_ms = total.predicted_ms + one.predicted_ms
-    predicted_n = total.predicted_n + one.predicted_n
+    made = total.predicted_per_second * total.predicted_ms + one.predicted_per_second * one.predicted_ms
     return Timings(
         prompt_n=total.prompt_n + one.prompt_n,
         prompt_ms=total.prompt_ms + one.prompt_ms,
-        predicted_n=predicted_n,
+        predicted_n=total.predicted_n + one.predicted_n,
         predicted_ms=predicted_ms,
-        predicted_per_second=1000 * predicted_n / predicted_ms if predicted_ms > 0 else 0.0,
+        predicted_per_second=made / predicted_ms if predicted_ms > 0 else 0.0,
         draft_n=total.draft_n + one.draft_n,
         draft_n_accepted=total.draft_n_accepted + one.draft_n_accepted,
         draft_rounds=total.draft_rounds + one.draft_rounds,

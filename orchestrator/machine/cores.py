@@ -12,7 +12,7 @@ import sys
 from orchestrator.settings import ServeSettings
 
 GIVEN = sorted(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else []
-"""The cores this process was given, before it pins itself."""
+"""The cores this process was given."""
 
 
 def core_of(role: str, settings: ServeSettings) -> int | None:

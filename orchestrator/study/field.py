@@ -149,7 +149,7 @@ def require_peer() -> None:
         InvalidRequest: mlx-lm is not installed.
     """
     if find_spec("mlx_lm") is None:
-        raise InvalidRequest("mlx-lm is not installed, so nothing can be compared with it; install it or --no-peers")
+        raise InvalidRequest("mlx-lm is not installed, so there is no comparing; install it, or pass --no-peers")
 
 
 def of_main_table(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:

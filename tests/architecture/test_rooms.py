@@ -32,6 +32,14 @@ WITHIN = {
     "study": {"client", "core", "machine"},
     "cli": {"client", "core", "front", "machine", "pair", "study"},
 }
+# The same for drafting with CoreML.
+WITHIN_COREML = {
+    "package": set(),
+    "converter": {"package"},
+    "runtime": {"package"},
+    "host": {"package", "runtime"},
+    "trials": {"package", "converter", "runtime", "host"},
+}
 OUTSIDE = {"launch", "bench", "tests", "models", "docs"}
 WITHOUT_MLX = ("protocol", "orchestrator", "outrider")
 MLX = {"mlx", "mlx_lm"}
@@ -39,13 +47,14 @@ BROAD = {"Exception", "BaseException"}
 MAY_PRINT = "orchestrator/cli/"
 
 every_inner_room = pytest.mark.parametrize("room", WITHIN)
+every_coreml_room = pytest.mark.parametrize("room", WITHIN_COREML)
 every_room = pytest.mark.parametrize("room", MAY_IMPORT)
 
 
 def sources(room: str) -> dict[str, str]:
-    """The room's files by their path from the root; files of no words left out."""
-    found = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / room).rglob("*.py"))}
-    return {str(path.relative_to(ROOT)): text for path, text in found.items() if text.strip()}
+    """The room's files by their path from the root."""
+    paths = sorted((ROOT / room).rglob("*.py"))
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
 
 def modules(room: str) -> dict[str, ast.Module]:
@@ -61,10 +70,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def inner(tree: ast.AST) -> set[str]:
-    """The second name of every import from the orchestrator: one of its rooms, or a module beside them."""
+def inner(tree: ast.AST, house: str) -> set[str]:
+    """The next name of every import from `house`: one of its rooms, or a module beside them."""
     named = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module]
-    return {node.module.split(".")[1] for node in named if node.module.startswith("orchestrator.")}
+    below = [node.module.removeprefix(f"{house}.") for node in named if node.module.startswith(f"{house}.")]
+    beside = {alias.name for node in named if node.module == house for alias in node.names}
+    return beside | {name.split(".")[0] for name in below}
 
 
 def swallows(handler: ast.ExceptHandler) -> bool:
@@ -99,7 +110,16 @@ def test_imports_point_one_way(room):
 @every_inner_room
 def test_the_orchestrators_own_rooms_point_one_way(room):
     inner_modules, beyond = modules(f"orchestrator/{room}"), set(WITHIN) - {room} - WITHIN[room]
-    assert not {path: names for path, tree in inner_modules.items() if (names := beyond & inner(tree))}
+    assert not {path: names for path, tree in inner_modules.items() if (names := beyond & inner(tree, "orchestrator"))}
+
+
+@every_coreml_room
+def test_coremls_own_rooms_point_one_way(room):
+    house = "draft_worker.coreml"
+    outside = {path.stem for path in (ROOT / "draft_worker/coreml").glob("*.py")} - {"__init__"}
+    beyond = (set(WITHIN_COREML) | outside) - {room} - WITHIN_COREML[room]
+    found = modules(f"draft_worker/coreml/{room}")
+    assert not {path: names for path, tree in found.items() if (names := beyond & inner(tree, house))}
 
 
 @pytest.mark.parametrize("room", WITHOUT_MLX)

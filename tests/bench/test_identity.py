@@ -10,9 +10,9 @@ from bench import identity
 from bench.identity import HOUSES, SETTINGS, Case, Judge, Way, table
 from bench.prompts import Prompt
 from bench.scrambled import scrambled
-from orchestrator.certify import Difference, Report
 from orchestrator.pair.model_files import EMBEDDED_DRAFT
 from orchestrator.settings import ServeSettings
+from protocol.certificate import Difference, Report
 from protocol.sampling import SamplingParams
 
 CASE = Case(Prompt("code", 0, "x"), (1, 2), SamplingParams(max_tokens=3))

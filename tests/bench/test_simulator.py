@@ -12,7 +12,9 @@ from bench.odds import BEYOND_RANKS, Luck
 from bench.simulator import Policy, Simulator
 from bench.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
 from draft_worker.replay import ReplayDrafter, Script
+from orchestrator.core.controller import EPISODE_ROUNDS
 from protocol.errors import InvalidRequest
+from protocol.messages import Message, Verify
 from protocol.profile import Latency, Profile
 from protocol.sampling import SamplingParams
 
@@ -160,6 +162,21 @@ def test_virtual_time_repeats_exactly_and_ends_with_the_texts_own_tokens() -> No
     texts = random_texts(1, 300)
     runs = [VirtualCluster(MACHINE, texts, depth=3, branches=8).run(texts[0], 200, "auto") for _ in range(2)]
     assert runs[0] == runs[1]
+
+
+def test_plain_decoding_is_tried_for_a_few_rounds_where_speculation_is_far_better() -> None:
+    cluster = VirtualCluster(SURE, random_texts(2, 1200), depth=4, branches=8)
+    plain, tell = [], cluster.send_target
+
+    def note(message: Message) -> None:
+        if isinstance(message, Verify) and message.run_ahead:
+            plain.append(message.run_ahead + 1)
+        tell(message)
+
+    cluster.send_target = note  # type: ignore[method-assign]
+    for text in random_texts(2, 1200):
+        cluster.run(text, 1000, "auto")
+    assert plain and max(plain) < EPISODE_ROUNDS
 
 
 def test_a_text_that_is_too_short_is_no_result() -> None:

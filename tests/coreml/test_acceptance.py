@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from draft_worker.coreml.converter import Options, convert
-from draft_worker.coreml.drafter import CoreMLDrafter
-from draft_worker.coreml.interpreter import NumpyRuntime
-from draft_worker.coreml.package import Package, open_package
-from draft_worker.coreml.prefill import PackageReader
+from draft_worker.coreml.converter.converter import Options, convert
+from draft_worker.coreml.host.drafter import CoreMLDrafter
+from draft_worker.coreml.host.prefill import PackageReader
+from draft_worker.coreml.package.package import Package, open_package
+from draft_worker.coreml.runtime.interpreter import NumpyRuntime
 from draft_worker.drafter import Drafter
 from draft_worker.mlx import MlxDrafter
 from engine.loading import LoadedModel, load

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draft_worker.coreml import convert
-from draft_worker.coreml.package import open_package
+from draft_worker.coreml.package.package import open_package
 from tests.coreml.conftest import SIZES
 
 
@@ -51,8 +51,9 @@ def test_bad_input_is_one_sentence_and_an_exit_code(
 def test_torch_and_tensorflow_are_never_imported() -> None:
     program = (
         "import sys\n"
-        "import draft_worker.coreml.converter, draft_worker.coreml.load, draft_worker.coreml.mlpackage\n"
-        "from draft_worker.coreml import quiet\n"
+        "from draft_worker.coreml import load\n"
+        "from draft_worker.coreml.converter import converter, mlpackage\n"
+        "from draft_worker.coreml.package import quiet\n"
         "quiet.coremltools(), quiet.mil(), quiet.model_proto()\n"
         "sys.exit(', '.join({'torch', 'tensorflow'} & set(sys.modules)) or 0)\n"
     )

@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_worker.coreml import coreml_runtime, load, quiet, selection, trial
-from draft_worker.coreml.coreml_runtime import CoreMLRuntime
-from draft_worker.coreml.drafter import CoreMLDrafter
-from draft_worker.coreml.interpreter import NumpyRuntime
-from draft_worker.coreml.package import MLPACKAGE
-from draft_worker.coreml.packages import OnePackage
-from draft_worker.coreml.runtime import RuntimeFault
-from draft_worker.coreml.selection import Selection
+from draft_worker.coreml import load
+from draft_worker.coreml.host.drafter import CoreMLDrafter
+from draft_worker.coreml.package import quiet
+from draft_worker.coreml.package.package import MLPACKAGE
+from draft_worker.coreml.runtime import coreml_runtime
+from draft_worker.coreml.runtime.coreml_runtime import CoreMLRuntime
+from draft_worker.coreml.runtime.interpreter import NumpyRuntime
+from draft_worker.coreml.runtime.runtime import RuntimeFault
+from draft_worker.coreml.trials import selection, trial
+from draft_worker.coreml.trials.packages import OnePackage
+from draft_worker.coreml.trials.selection import Selection
 from draft_worker.mlx import MlxDrafter
 from protocol.errors import ModelError
 from protocol.sampling import SamplingParams

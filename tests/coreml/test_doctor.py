@@ -13,14 +13,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from draft_worker.coreml import doctor, machine, placements, probe, prompts, survey, verdicts
-from draft_worker.coreml.converter import Options
-from draft_worker.coreml.manifest import Manifest
-from draft_worker.coreml.package import Package
-from draft_worker.coreml.packages import OfCheckpoint
-from draft_worker.coreml.probe import Verdict
-from draft_worker.coreml.sacrifice import Ending
-from draft_worker.coreml.verdicts import Tried, Verdicts
+from draft_worker.coreml import doctor, placements, prompts, survey
+from draft_worker.coreml.converter.converter import Options
+from draft_worker.coreml.package.manifest import Manifest
+from draft_worker.coreml.package.package import Package
+from draft_worker.coreml.trials import machine, probe, verdicts
+from draft_worker.coreml.trials.packages import OfCheckpoint
+from draft_worker.coreml.trials.probe import Verdict
+from draft_worker.coreml.trials.sacrifice import Ending
+from draft_worker.coreml.trials.verdicts import Tried, Verdicts
 from tests.coreml.conftest import GOOD, SIZES, Bench
 
 

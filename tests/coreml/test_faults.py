@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from draft_worker.coreml.drafter import CoreMLDrafter
-from draft_worker.coreml.interpreter import NumpyRuntime
-from draft_worker.coreml.runtime import Inputs, Outputs, RuntimeFault, State
+from draft_worker.coreml.host.drafter import CoreMLDrafter
+from draft_worker.coreml.runtime.interpreter import NumpyRuntime
+from draft_worker.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
 from engine.loading import load
 from protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench

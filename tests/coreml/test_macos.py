@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from draft_worker.coreml import compute_plan, probe, prompts
-from draft_worker.coreml.coreml_runtime import CoreMLRuntime
-from draft_worker.coreml.drafter import CoreMLDrafter
-from draft_worker.coreml.host import Host
-from draft_worker.coreml.interpreter import NumpyRuntime
-from draft_worker.coreml.line import Line
-from draft_worker.coreml.prefill import PackageReader
-from draft_worker.coreml.runtime import Runtime
-from draft_worker.coreml.trial import agreement
+from draft_worker.coreml import prompts
+from draft_worker.coreml.host.drafter import CoreMLDrafter
+from draft_worker.coreml.host.host import Host
+from draft_worker.coreml.host.line import Line
+from draft_worker.coreml.host.prefill import PackageReader
+from draft_worker.coreml.runtime import compute_plan
+from draft_worker.coreml.runtime.coreml_runtime import CoreMLRuntime
+from draft_worker.coreml.runtime.interpreter import NumpyRuntime
+from draft_worker.coreml.runtime.runtime import Runtime
+from draft_worker.coreml.trials import probe
+from draft_worker.coreml.trials.trial import agreement
 from protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from draft_worker.coreml import blobs, ops, quiet, saved
-from draft_worker.coreml.interpreter import NumpyRuntime
-from draft_worker.coreml.line import Line
-from draft_worker.coreml.runtime import RuntimeFault
-from draft_worker.coreml.saved import Constant
+from draft_worker.coreml.host.line import Line
+from draft_worker.coreml.package import blobs, quiet, saved
+from draft_worker.coreml.package.saved import Constant
+from draft_worker.coreml.runtime import ops
+from draft_worker.coreml.runtime.interpreter import NumpyRuntime
+from draft_worker.coreml.runtime.runtime import RuntimeFault
 from protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 

@@ -11,11 +11,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from draft_worker.backends import make
-from draft_worker.coreml import prompts, readers, store
-from draft_worker.coreml.interpreter import NumpyRuntime
-from draft_worker.coreml.prefill import PackageReader
-from draft_worker.coreml.runtime import Inputs, Outputs, RuntimeFault, State
-from draft_worker.coreml.sacrifice import Ending
+from draft_worker.coreml import prompts, readers
+from draft_worker.coreml.converter import store
+from draft_worker.coreml.host.prefill import PackageReader
+from draft_worker.coreml.runtime.interpreter import NumpyRuntime
+from draft_worker.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
+from draft_worker.coreml.trials.sacrifice import Ending
 from draft_worker.mlx import MlxDrafter
 from engine.columns import KeysValues, OneRow
 from engine.host import HostRow

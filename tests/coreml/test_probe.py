@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_worker.coreml import compute_plan, probe, quiet, sacrifice, trial
-from draft_worker.coreml.runtime import DeviceAbsent
-from draft_worker.coreml.trial import Trial
+from draft_worker.coreml.package import quiet
+from draft_worker.coreml.runtime import compute_plan
+from draft_worker.coreml.runtime.runtime import DeviceAbsent
+from draft_worker.coreml.trials import probe, sacrifice, trial
+from draft_worker.coreml.trials.trial import Trial
 from protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, Bench
 

@@ -14,11 +14,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from draft_worker.coreml import mlpackage, saved, store
-from draft_worker.coreml.converter import Options, convert
-from draft_worker.coreml.layout import Mode
-from draft_worker.coreml.package import EMBEDDING, MLPACKAGE, open_package
-from draft_worker.coreml.weights import WeightReader
+from draft_worker.coreml.converter import mlpackage, store
+from draft_worker.coreml.converter.converter import Options, convert
+from draft_worker.coreml.converter.weights import WeightReader
+from draft_worker.coreml.package import saved
+from draft_worker.coreml.package.layout import Mode
+from draft_worker.coreml.package.package import EMBEDDING, MLPACKAGE, open_package
 from protocol.errors import InvalidRequest, ModelError, OutriderError
 from tests.coreml.conftest import SIZES, Bench
 

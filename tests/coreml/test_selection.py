@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from draft_worker.coreml import selection, verdicts
-from draft_worker.coreml.layout import Mode
-from draft_worker.coreml.package import Package
-from draft_worker.coreml.packages import VARIANTS, OfCheckpoint, OnePackage
-from draft_worker.coreml.probe import Verdict
-from draft_worker.coreml.selection import Selection
-from draft_worker.coreml.trial import Trial
-from draft_worker.coreml.verdicts import Tried, Variant, Verdicts
+from draft_worker.coreml.package.layout import Mode
+from draft_worker.coreml.package.package import Package
+from draft_worker.coreml.trials import selection, verdicts
+from draft_worker.coreml.trials.packages import VARIANTS, OfCheckpoint, OnePackage
+from draft_worker.coreml.trials.probe import Verdict
+from draft_worker.coreml.trials.selection import Selection
+from draft_worker.coreml.trials.trial import Trial
+from draft_worker.coreml.trials.verdicts import Tried, Variant, Verdicts
 from protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, Bench
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from draft_worker.calibration import Calibration
-from draft_worker.coreml.drafter import CoreMLDrafter
-from draft_worker.coreml.interpreter import NumpyRuntime
-from draft_worker.coreml.runtime import Inputs, Outputs, RuntimeFault, State
-from draft_worker.coreml.tree import CoreMLTree
+from draft_worker.coreml.host.drafter import CoreMLDrafter
+from draft_worker.coreml.host.tree import CoreMLTree
+from draft_worker.coreml.runtime.interpreter import NumpyRuntime
+from draft_worker.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
 from draft_worker.drafter import DrafterFault, DrawingDrafter, TokenTree
 from draft_worker.fan_out import POLICIES
 from draft_worker.mlx import MlxDrafter

@@ -52,6 +52,13 @@ def test_only_the_last_push_is_final() -> None:
     assert not any(ready.final for ready in finish(work)[:-1])
 
 
+@pytest.mark.parametrize(("context", "branches"), [(len(PROMPT) + 1, 8), (1 << 20, 0)])
+def test_that_there_is_nothing_to_prepare_is_said_once(context: int, branches: int) -> None:
+    work = work_ahead(context=context)
+    work.commit((), (), 3, branches)
+    assert finish(work) == [Ready((), 0, True)]
+
+
 def test_no_branch_is_wasted_on_the_end_of_the_text() -> None:
     eos = TEXT[10]
     work = work_ahead(eos=(eos,))
@@ -90,5 +97,5 @@ def test_near_the_end_of_the_context_branches_get_shorter_then_none() -> None:
     work.commit((), (), 6, 4)
     assert {len(e.chain) for e in finish(work)[-1].entries} == {3}
     work.commit(TEXT[10:14], (), 6, 4)
-    assert not work.busy
+    assert finish(work) == [Ready((), 0, True)]
     assert work.continuation(5).chain == ()

@@ -154,7 +154,7 @@ def test_a_machine_without_a_working_compiler(tiny_model: TinyModel, tmp_path: P
         "from protocol.sampling import SamplingParams\n"
         f"model = load({str(tiny_model('llama'))!r})\n"
         "slots = open_slots(model, [[5, 6, 7]], [SamplingParams(temp=1.0, top_p=0.9, min_p=0.01, seed=1)])\n"
-        "print(verify(model, slots, [[1, 2]])[0].accepted < 3)\n"
+        "print(verify(slots[0], [1, 2]).accepted < 3)\n"
     )
     environment = {"PATH": f"{tmp_path / 'bin'}:/bin" if compiler == "broken" else str(tmp_path / "bin")}
     environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}

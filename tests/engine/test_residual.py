@@ -353,7 +353,7 @@ def test_p_is_the_targets_own_at_every_place_with_the_chain_in_its_history(
         return 0
 
     monkeypatch.setattr(ResidualSampler, "accepted", look)
-    verify(model, open_slots(model, [PROMPT], [PENALISED]), [chain], [one_hot(chain)])
+    verify(open_slots(model, [PROMPT], [PENALISED])[0], chain, one_hot(chain))
     for place in range(len(chain)):
         text = [*PROMPT, *chain[:place]]
         alone = warp(model.model(mx.array([text]))[0, -1:], [text], PENALISED)
@@ -363,30 +363,30 @@ def test_p_is_the_targets_own_at_every_place_with_the_chain_in_its_history(
 def test_plain_steps_bonus_tokens_and_running_ahead_draw_alike(loaded: Callable[..., LoadedModel]) -> None:
     model = loaded("llama")
     steps = open_slots(model, [PROMPT], [PENALISED])
-    text = [verify(model, steps, [()])[0].bonus for _ in range(24)]
-    ahead = RunAhead(model, open_slots(model, [PROMPT], [PENALISED])[0])
+    text = [verify(steps[0]).bonus for _ in range(24)]
+    ahead = RunAhead(open_slots(model, [PROMPT], [PENALISED])[0])
     assert [ahead.next() for _ in range(24)] == text
     rounds = open_slots(model, [PROMPT], [PENALISED])
     sampler = rounds[0].sampler
     assert isinstance(sampler, ResidualSampler)
     sampler.accepted = lambda log_p, positions, chain, q: len(chain)  # type: ignore[method-assign]
     for done in range(0, 24, 3):
-        verdict = verify(model, rounds, [text[done : done + 2]], [one_hot(text[done : done + 2])])[0]
+        verdict = verify(rounds[0], text[done : done + 2], one_hot(text[done : done + 2]))
         assert (verdict.accepted, verdict.bonus) == (2, text[done + 2])
 
 
 def test_at_temperature_0_every_kind_is_verified_by_equality(loaded: Callable[..., LoadedModel]) -> None:
     model, greedy = loaded("llama"), SamplingParams(rule="residual")
     slots = open_slots(model, [PROMPT], [greedy])
-    text = [verify(model, slots, [()])[0].bonus for _ in range(4)]
+    text = [verify(slots[0]).bonus for _ in range(4)]
     for q in (None, one_hot(text[:3])):
-        assert verify(model, open_slots(model, [PROMPT], [greedy]), [text[:3]], [q])[0].bonus == text[3]
+        assert verify(open_slots(model, [PROMPT], [greedy])[0], text[:3], q).bonus == text[3]
 
 
 def test_a_kind_that_the_request_does_not_sample_by_is_refused(loaded: Callable[..., LoadedModel]) -> None:
     model = loaded("llama")
     with pytest.raises(InvalidRequest, match="samples residual; expected one with"):
-        verify(model, open_slots(model, [PROMPT], [PENALISED]), [[1, 2]])
+        verify(open_slots(model, [PROMPT], [PENALISED])[0], [1, 2])
     coupled = SamplingParams(temp=1.0, seed=1)
     with pytest.raises(InvalidRequest, match="samples coupled; expected one without"):
-        verify(model, open_slots(model, [PROMPT], [coupled]), [[1, 2]], [one_hot([1, 2])])
+        verify(open_slots(model, [PROMPT], [coupled])[0], [1, 2], one_hot([1, 2]))

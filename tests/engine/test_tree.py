@@ -190,7 +190,6 @@ def test_chains_are_lazy_and_equal_step_by_step(loaded: Loaded) -> None:
             for chain, token in zip(chains, read.best(tips), strict=True):
                 chain.append(token)
             tips = read.feed(tips, [None] * 4)
-        lazy.start(branches[0][-4:])
         found = lazy.best(branches[0])
         assert [[found[4 * depth + i] for depth in range(4)] for i in range(4)] == chains
         for first, chain in zip([60, 61, 62, 63], chains, strict=True):
@@ -245,7 +244,7 @@ def test_the_drafter_guesses_what_its_own_target_says(loaded: Loaded) -> None:
             for _ in range(3):
                 nodes += tree.feed(nodes[-1:], [None])
             chain = tree.best(nodes)
-            verdict = verify(model, [slot], [chain])[0]
+            verdict = verify(slot, chain)
             assert verdict.accepted == len(chain)
             last = tree.feed(nodes[-1:], [chain[-1]])
             tree.commit([*nodes[1:], *last, *tree.feed(last, [verdict.bonus])])
@@ -320,12 +319,12 @@ def test_two_tokens_are_distributed_as_the_target_says(loaded: Loaded, path: str
         params = SamplingParams(temp=1.0, seed=seed)
         slot = open_slots(model, [prompt], [params])[0]
         if path == "decoded":
-            verify(model, [slot], [()])
+            verify(slot)
         else:
             tree = open_tree(model if path == "drafted by itself" else stranger, prompt, params)
-            verify(model, [slot], [tree.best([0, tree.feed([0], [None])[0]])])
+            verify(slot, tree.best([0, tree.feed([0], [None])[0]]))
         if len(slot.tokens) < 5:
-            verify(model, [slot], [()])
+            verify(slot)
         counts[8 * slot.tokens[3] + slot.tokens[4]] += 1
     wanted = exact_joint(model, prompt) * counts.sum()
     assert stats.chisquare(counts.reshape(8, 8).sum(1), wanted.reshape(8, 8).sum(1)).pvalue > 1e-4

@@ -38,7 +38,7 @@ def slot_of(model: LoadedModel, params: SamplingParams = GREEDY, prompt: list[in
 def decoded(model: LoadedModel, params: SamplingParams, count: int, prompt: list[int] = PROMPT) -> list[int]:
     """Plain decoding, one verify of an empty chain a token."""
     slot = slot_of(model, params, prompt)
-    return [verify(model, [slot], [()])[0].bonus for _ in range(count)]
+    return [verify(slot).bonus for _ in range(count)]
 
 
 def spoilt(truth: list[int], right: int) -> list[int]:
@@ -63,7 +63,7 @@ def test_verified_text_is_the_decoded_text(loaded: Loaded, family: str, setting:
         length = draws.randrange(7)
         right = draws.choice([0, length, draws.randint(0, length)])
         chain = spoilt(truth[done : done + length], right)
-        verdict = verify(model, [slot], [chain])[0]
+        verdict = verify(slot, chain)
         assert (verdict.accepted, verdict.bonus) == (right, truth[done + right])
         done += right + 1
         assert slot.tokens == PROMPT + truth[:done]
@@ -76,16 +76,16 @@ def test_every_length_and_every_acceptance(loaded: Loaded, length: int) -> None:
     truth = decoded(model, SAMPLED, 20)
     for right in range(length + 1):
         slot = slot_of(model, SAMPLED)
-        verdict = verify(model, [slot], [spoilt(truth[:length], right)])[0]
+        verdict = verify(slot, spoilt(truth[:length], right))
         assert (verdict.accepted, verdict.bonus) == (right, truth[right])
-        assert [verify(model, [slot], [()])[0].bonus for _ in range(3)] == truth[right + 1 : right + 4]
+        assert [verify(slot).bonus for _ in range(3)] == truth[right + 1 : right + 4]
 
 
 def test_a_right_token_after_a_wrong_one_does_not_count(loaded: Loaded) -> None:
     model = loaded("llama")
     truth = decoded(model, GREEDY, 6)
     chain = [truth[0], truth[1] + 1, truth[2], truth[3]]
-    assert verify(model, [slot_of(model)], [chain])[0].accepted == 1
+    assert verify(slot_of(model), chain).accepted == 1
 
 
 def test_slots_do_not_mix(loaded: Loaded) -> None:
@@ -95,7 +95,8 @@ def test_slots_do_not_mix(loaded: Loaded) -> None:
     slots = open_slots(model, prompts, params)
     for _ in range(3):
         chains = [truth[len(s.tokens) - len(p) :][:2] for truth, s, p in zip(truths, slots, prompts, strict=True)]
-        verify(model, slots, [chains[0], spoilt(chains[1], 1)])
+        verify(slots[0], chains[0])
+        verify(slots[1], spoilt(chains[1], 1))
     for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
         assert slot.tokens[len(prompt) :] == truth[: len(slot.tokens) - len(prompt)]
 
@@ -105,7 +106,7 @@ def test_greedy_text_is_mlx_lms(loaded: Loaded, family: str) -> None:
     model = loaded(family)
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), model.model, max_tokens=60)]
     assert decoded(model, GREEDY, 60) == theirs
-    ahead = RunAhead(model, slot_of(model))
+    ahead = RunAhead(slot_of(model))
     assert [ahead.next() for _ in range(60)] == theirs
 
 
@@ -116,7 +117,7 @@ def test_penalised_greedy_text_is_mlx_lms(loaded: Loaded) -> None:
     theirs = [t for t, _ in generate_step(mx.array(PROMPT), model.model, max_tokens=40, logits_processors=processors)]
     assert theirs != decoded(model, GREEDY, 40)
     assert decoded(model, params, 40) == theirs
-    ahead = RunAhead(model, slot_of(model, params))
+    ahead = RunAhead(slot_of(model, params))
     assert [ahead.next() for _ in range(40)] == theirs
 
 
@@ -127,14 +128,14 @@ def test_running_ahead_and_stopping_changes_nothing(loaded: Loaded, family: str,
     truth = decoded(model, params, 40)
     slot, done = slot_of(model, params), 0
     for steps in (1, 3, 7, 2):
-        ahead = RunAhead(model, slot)
+        ahead = RunAhead(slot)
         assert [ahead.next() for _ in range(steps)] == truth[done : done + steps]
         ahead.stop()
         ahead.stop()
         done += steps
         check_slot(slot)
         chain = spoilt(truth[done : done + 3], 1)
-        verdict = verify(model, [slot], [chain])[0]
+        verdict = verify(slot, chain)
         assert (verdict.accepted, verdict.bonus) == (1, truth[done + 1])
         done += 2
     assert slot.tokens == PROMPT + truth[:done]
@@ -151,7 +152,7 @@ def test_nothing_is_computed_that_nobody_reads(loaded: Loaded, family: str, monk
         return forward(self, tokens)
 
     monkeypatch.setattr(type(slot), "forward", counted)
-    unfed, ahead = len(slot.unfed), RunAhead(loaded(family), slot)
+    unfed, ahead = len(slot.unfed), RunAhead(slot)
     assert [ahead.next(last=step == 4) for step in range(5)] == truth
     assert fed == unfed + 4
     check_slot(slot)
@@ -159,7 +160,7 @@ def test_nothing_is_computed_that_nobody_reads(loaded: Loaded, family: str, monk
 
 def test_stopping_before_starting(loaded: Loaded) -> None:
     slot = slot_of(loaded("llama"))
-    RunAhead(loaded("llama"), slot).stop()
+    RunAhead(slot).stop()
     check_slot(slot)
 
 
@@ -169,7 +170,7 @@ def test_a_long_prompt_is_read_in_pieces_and_reported(loaded: Loaded) -> None:
     slot = open_slots(model, [prompt], [GREEDY], lambda done, total: seen.append((done, total)))[0]
     assert seen == [(512, 1025), (1024, 1025)]
     theirs = [token for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=12)]
-    assert [verify(model, [slot], [()])[0].bonus for _ in range(12)] == theirs
+    assert [verify(slot).bonus for _ in range(12)] == theirs
 
 
 def test_a_prefill_ends_when_progress_raises(loaded: Loaded) -> None:
@@ -191,7 +192,7 @@ def test_the_buffer_grows_past_every_boundary(loaded: Loaded) -> None:
     slot = slot_of(model, GREEDY, [2 + i % 250 for i in range(250)])
     while len(slot.tokens) < 800:
         before = len(slot.tokens)
-        verify(model, [slot], [list(range(60, 92))])
+        verify(slot, list(range(60, 92)))
         assert len(slot.tokens) > before
         slot.tokens += [5] * 130
         check_rows = slot.forward(mx.array(slot.unfed))[-1]
@@ -252,15 +253,15 @@ def test_tokens_the_target_does_not_know_are_rejected(loaded: Loaded, setting: s
     model, params = loaded("llama"), SETTINGS[setting]
     truth = decoded(model, params, 8)
     slot = slot_of(model, params)
-    verdict = verify(model, [slot], [[*truth[:2], foreign, *truth[3:5]]])[0]
+    verdict = verify(slot, [*truth[:2], foreign, *truth[3:5]])
     assert (verdict.accepted, verdict.bonus) == (2, truth[2])
-    assert [verify(model, [slot], [()])[0].bonus for _ in range(4)] == truth[3:7]
+    assert [verify(slot).bonus for _ in range(4)] == truth[3:7]
 
 
 @pytest.mark.parametrize("foreign", [258, 2**31 - 1])
 def test_a_drawn_token_that_the_target_does_not_know_is_rejected(loaded: Loaded, foreign: int) -> None:
     model = loaded("llama")
     slot = slot_of(model, SamplingParams(temp=1.0, seed=3, rule="residual"))
-    verdict = verify(model, [slot], [[foreign, 5]], [one_hot([foreign, 5])])[0]
+    verdict = verify(slot, [foreign, 5], one_hot([foreign, 5]))
     assert verdict.accepted == 0
     assert slot.tokens == [*PROMPT, verdict.bonus]

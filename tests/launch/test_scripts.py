@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("run_local.sh", "test.sh", "environment.sh")
+SCRIPTS = ("run_local.sh", "test.sh", "environment.sh", "mac_check.sh")
 
 
 @pytest.fixture

@@ -129,6 +129,9 @@ class Cluster:
     def target_context(self) -> int:
         return self.target.context
 
+    def is_target(self, name: str) -> bool:
+        return name == "target-0"
+
     def drafters(self) -> set[str]:
         return {"draft-0"} if self.worker else set()
 

@@ -34,6 +34,9 @@ class Target:
         self.rounds = Rounds(self, settings, self.events.append, self.trace)
         self._now, self._next = 0, 100
 
+    def is_target(self, name: str) -> bool:
+        return name.startswith("target")
+
     def drafters(self) -> set[str]:
         return set()
 

@@ -357,6 +357,14 @@ def test_a_chat_template_that_refuses_is_a_sentence(stand):
         stand.client().generate("x")
 
 
+@pytest.mark.parametrize("backend", ["mlx", "coreml", "ngram"])
+def test_nothing_is_noted_where_the_drafter_draws(make_stand, codec, backend):
+    stand = make_stand(draft_backend=backend).start()
+    stand.core.play = says(codec, "x")
+    result = stand.client().generate("x", SamplingParams(temp=1.0, rule="residual"))
+    assert not any("does not draw" in note for note in result.notes)
+
+
 def test_a_drafter_that_cannot_draw_is_noted_for_residual_sampling(make_stand, codec, tmp_path):
     script = tmp_path / "script.json"
     script.write_text('{"texts": [], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": 4096}')

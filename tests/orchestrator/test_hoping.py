@@ -79,6 +79,9 @@ class Wires:
     def __init__(self) -> None:
         self.verifies: list[Verify] = []
 
+    def is_target(self, name: str) -> bool:
+        return name.startswith("target")
+
     def drafters(self) -> set[str]:
         return {"draft-0"}
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster_in_process import Cluster, Script
 
 from orchestrator.events import Admit, Broke
-from protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Prepare, Span, Verify
+from protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Open, Prepare, Resync, Span, Verify
 from protocol.sampling import SamplingParams
 
 VOCAB = 200
@@ -211,6 +211,45 @@ def test_a_drafter_lost_in_the_middle_leaves_the_target_to_finish_alone() -> Non
     ended = cluster.run(PROMPT, 100)
     assert cluster.generated == list(text[10:110])
     assert any("lost" in note for note in ended.notes)
+
+
+@pytest.mark.parametrize("last_words", [Resync("r", 0), Fault("draft-0", "r", "again")])
+def test_what_a_drafter_still_says_when_it_was_given_up_concerns_nobody(last_words: Message) -> None:
+    text = random_text(13)
+    cluster = Cluster(text, script(text), ngrams=False)
+    handle, heard = cluster.rounds.handle, []
+
+    def fails(sender: str, message: Message, now_ns: int) -> None:
+        handle(sender, message, now_ns)
+        heard.append(sender)
+        if len(heard) == 20:
+            handle("draft-0", Fault("draft-0", "r", "the context is full"), now_ns)
+            handle("draft-0", last_words, now_ns)
+
+    cluster.rounds.handle = fails  # type: ignore[method-assign]
+    cluster.run(PROMPT, 80)
+    assert cluster.generated == list(text[10:90])
+    assert sum(isinstance(message, Open) for message in cluster.told_target) == 1
+
+
+def test_a_drafter_that_missed_something_is_told_everything_once() -> None:
+    text = random_text(14)
+    cluster = Cluster(text, script(text), ngrams=False, steps=0)
+    to_drafter: list[Message] = []
+    send = cluster.send_drafter
+
+    def note(name: str, message: Message) -> None:
+        to_drafter.append(message)
+        send(name, message)
+
+    cluster.send_drafter = note  # type: ignore[method-assign]
+    cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    for _ in range(6):
+        cluster._turn()
+    cluster.rounds._requests["r"].untold += [1, 2]
+    cluster.rounds.handle("draft-0", Resync("r", 0), 0)
+    opened = to_drafter[-1]
+    assert isinstance(opened, Open) and cluster.rounds._requests["r"].untold == []
 
 
 def test_a_simulation_without_its_drafter_fails() -> None:

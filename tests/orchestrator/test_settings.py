@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,11 @@ def test_every_setting_is_a_flag_that_says_the_same():
         simulate=Path("m.json"),
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
+    prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")
+    all_of_them = (said, colocated, prefilled)
+    assert all(any(getattr(s, f.name) != getattr(ServeSettings(), f.name) for s in all_of_them) for f in fields(said))
     parser = Parser(prog="x")
     serve.add_flags(parser)
-    for settings in (said, colocated):
+    for settings in all_of_them:
         assert ServeSettings(**flags.settings_of(parser.parse_args(as_flags(settings)))) == settings
     assert as_flags(ServeSettings()) == []

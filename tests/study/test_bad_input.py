@@ -72,7 +72,7 @@ def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: py
     code, said = complaint(capsys, "bench", "--prompts", "1")
     assert (code, said) == (
         InvalidRequest.exit_code,
-        "outrider bench: mlx-lm is not installed, so nothing can be compared with it; install it or --no-peers",
+        "outrider bench: mlx-lm is not installed, so there is no comparing; install it, or pass --no-peers",
     )
 
 

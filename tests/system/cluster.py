@@ -158,6 +158,9 @@ class Cluster:
     def target_context(self) -> int:
         return self._model.context_length
 
+    def is_target(self, name: str) -> bool:
+        return name == "target-0"
+
     def drafters(self) -> set[str]:
         return {"draft-0"} if self._draft_worker is not None else set()
 
@@ -194,7 +197,8 @@ class Cluster:
         last = self._told[-1]
         if isinstance(last, Broke) or not isinstance(last, Ended):
             raise RuntimeError(f"the request broke: {last}")
-        rounds = [Round(v.base_len, v.chain, self._recorder.sources[v.round], v.kind) for v in self._verifies]
+        sources = self._recorder.sources  # what prolongs plain rounds proposes nothing
+        rounds = [Round(v.base_len, v.chain, sources[v.round], v.kind) for v in self._verifies if v.round in sources]
         return Run(self._tokens[prompt_len:], last.reason, last.timings, rounds, last.notes)
 
     def _tell(self, event: ToFront) -> None:

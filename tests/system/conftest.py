@@ -82,7 +82,7 @@ def plain() -> Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
         key = (model, tuple(prompt), sampling)
         if key not in known:
             slots = open_slots(model, [prompt], [sampling])
-            known[key] = [verify(model, slots, [()])[0].bonus for _ in range(sampling.max_tokens)]
+            known[key] = [verify(slots[0]).bonus for _ in range(sampling.max_tokens)]
         return known[key]
 
     return decode

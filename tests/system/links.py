@@ -50,6 +50,10 @@ class FakeLink:
             raise Idle
         return None
 
+    @property
+    def kept(self) -> tuple[Message, ...]:
+        return tuple(self._put_back)
+
     def peek(self) -> Message | None:
         return self.inbox.popleft() if self.inbox else None
 

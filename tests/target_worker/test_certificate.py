@@ -33,7 +33,7 @@ def honest(model, params, length=LENGTH):
     """What plain decoding says."""
     slot = open_slots(model, [PROMPT], [params])[0]
     for _ in range(length):
-        verify(model, [slot], [()])
+        verify(slot)
     return Claim("", PROMPT, tuple(slot.tokens[len(PROMPT) :]), params)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import verify
-from protocol.messages import Open, Outcome, Resync, Verify
+from protocol.messages import Close, Open, Outcome, Resync, Verify
 from protocol.sampling import SamplingParams
 from target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, Idle
@@ -80,6 +80,26 @@ def test_what_begins_elsewhere_stops_them_and_is_no_prolonging(other: Verify) ->
     stand = Stand()
     found = stand.say(plain(1, 3), turns=1) + stand.say(other)
     assert any(isinstance(a, Resync) for a in found) and is_plain_text([a for a in found if isinstance(a, Outcome)])
+
+
+def test_lent_branches_of_one_request_do_not_starve_the_plain_rounds_of_another() -> None:
+    stand = Stand()
+    stand.link.inbox.append(Open("s", 0, 0, PROMPT, SamplingParams(temp=1.0, seed=4)))
+    stand.worker.turn()
+    stand.say(plain(1, 10), turns=1)
+    before = len(stand.link.sent)
+    for round_number in range(1, 6):
+        stand.say(Verify("s", 0, round_number, START + round_number - 1, ()), turns=1)
+    told = [a.request for a in list(stand.link.sent)[before:]]
+    assert told.count("r") >= 4 and told.count("s") == 5
+
+
+def test_a_request_closed_before_its_prompt_is_read_is_never_read() -> None:
+    stand = Stand()
+    long = np.ones(5000, np.int32)
+    stand.link._put_back += [Open("s", 0, 0, long, SamplingParams()), Close("s")]
+    found = stand.say()
+    assert not [a for a in found if isinstance(a, Outcome)]
 
 
 def test_a_chain_is_no_prolonging() -> None:
