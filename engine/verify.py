@@ -92,6 +92,11 @@ class RunAhead:
         self._pipelined = slot.history.can_roll_back
         self._queued: mx.array | None = None
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether the next token's step has been under way since the last one was read."""
+        return self._queued is not None
+
     def next(self, last: bool = False) -> int:
         """The next token, now committed. After the `last` one no step is queued: nobody would read it."""
         slot = self._slot

@@ -50,7 +50,7 @@ class SamplingParams:
     ignore_eos: bool = False
     rule: str = "coupled"
     saguaro: float = 1.0
-    q_width: int = 20
+    q_width: int = 100
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)

@@ -74,10 +74,10 @@ class OwnRounds:
         return running.drafting
 
     def _plain_round(self, running: Running, ahead: RunAhead, ready: float) -> Outcome:
-        started_ns, base_len = clock.now(), len(running.slot.tokens)
+        last, base_len = running.last, len(running.slot.tokens)
+        started_ns = last.work.ended_ns if ahead.is_computing else clock.now()
         with paced(self._pace, 1, ready):
             token = ahead.next(last=running.ahead_left == 1)
-        last = running.last
         work, idle_ns = Span(started_ns, clock.now()), max(started_ns - last.work.ended_ns, 0)
         peak = mx.get_peak_memory()
         return Outcome(last.request, last.epoch, last.round + 1, base_len, 0, token, work, idle_ns, peak_bytes=peak)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,13 @@ def test_a_request_closed_before_its_prompt_is_read_is_never_read() -> None:
     stand.link._put_back += [Open("s", 0, 0, long, SamplingParams()), Close("s")]
     found = stand.say()
     assert not [a for a in found if isinstance(a, Outcome)]
+
+
+def test_the_device_is_at_work_between_pipelined_rounds_and_waits_before_the_first() -> None:
+    stand = Stand()
+    first, *others = stand.say(plain(1, 6))
+    assert first.idle_ns > 0 and not any(a.idle_ns for a in others)
+    assert all(after.work.started_ns == before.work.ended_ns for before, after in pairwise([first, *others]))
 
 
 def test_a_chain_is_no_prolonging() -> None:
