@@ -1,4 +1,4 @@
-"""Runs a further drafter in the foreground, for a cluster on this machine that is running (`serve` prints where)."""
+"""Runs one worker in the foreground, such as a further drafter for a cluster that is running (`serve` prints where)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import socket
 
 from orchestrator.cli import flags
 from orchestrator.machine import blas
-from orchestrator.machine.spawn import child_environment, worker_command
+from orchestrator.machine.spawn import MODULES, child_environment, worker_command
 from orchestrator.pair.pairing import choose_pair
 from orchestrator.settings import ServeSettings
 from protocol.endpoints import parse
 from protocol.errors import InvalidRequest
 
-DRAFT = "draft"
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("role", choices=[DRAFT], help="a cluster spawns its target itself")
+    note = "a draft joins a running cluster; a target is turned away, since a cluster spawns its own"
+    parser.add_argument("role", choices=list(MODULES), help=note)
     parser.add_argument("--connect", metavar="ENDPOINT", required=True, help="the cluster's endpoint for workers")
     parser.add_argument("--name", help="default: the role, this host and the process id")
     flags.add_cluster_flags(parser)
@@ -27,13 +26,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Becomes the worker: this process is replaced, so signals and the exit code are the worker's own."""
     settings = ServeSettings(**flags.settings_of(options))
-    if settings.colocate:
+    if options.role == "draft" and settings.colocate:
         raise InvalidRequest("colocate drafts in the target's process; expected no colocate for a draft worker")
-    if not settings.has_draft_worker:
+    if options.role == "draft" and not settings.has_draft_worker:
         raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx, coreml or replay")
     endpoint = str(parse(options.connect))
     pair = choose_pair(settings)
-    if not pair.settings.has_draft_worker:
+    if options.role == "draft" and not pair.settings.has_draft_worker:
         raise InvalidRequest("no draft model is named; expected --model and --draft-model, or neither")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"
     command = worker_command(options.role, name, endpoint, pair.settings)

@@ -155,6 +155,7 @@ class Hub:
         foreign = worker.spawned is None and (hello.role == "target" or self._settings.colocate)
         if worker.role != hello.role or foreign:
             del self._workers[name]
+            log.warning("turned %s away: this cluster has no place for a %s that it did not spawn", name, hello.role)
             self._send(name, Shutdown())
             return
         worker.hello, worker.state = hello, "ready"
