@@ -1,6 +1,6 @@
 """Whatever way a text is made, its tokens are the target's own: the embedded pair through the real processes.
 
-    python -m bench.identity                          # 50 prompts x 200 tokens: two hours on two cores
+    python -m bench.identity                          # 50 prompts x 200 tokens: three hours on two cores
     python -m bench.identity --prompts 4 --tokens 60  # minutes
 
 The reference is `ar` of the first cluster, and at temperature 0 mlx-lm's own plain decoding on the same weights. Every
