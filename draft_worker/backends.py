@@ -1,4 +1,4 @@
-"""Which drafters there are, by name, and how each is made. A new drafter: one file and a line here."""
+"""Which drafters there are, by name, and how each is made. A new one is a file, a line here and a name in settings."""
 
 from __future__ import annotations
 

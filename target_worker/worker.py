@@ -150,10 +150,6 @@ class TargetWorker:
             raise _PrefillCancelled
 
     def _verify(self, message: Verify, received_ns: int) -> None:
-        running = self._running.get(message.request)
-        if running is not None and running.prolongs(message):
-            running.ahead_left += 1 + message.run_ahead
-            return
         running = self._following(message)
         if running is None:
             return
@@ -188,6 +184,9 @@ class TargetWorker:
         running = self._running.get(message.request)
         if running is None or message.epoch > running.epoch:
             self._link.send(Resync(message.request, message.epoch))
+            return None
+        if running.prolongs(message):
+            running.ahead_left += 1 + message.run_ahead
             return None
         running.stop_ahead()
         repeated = [answer for answer in running.answers if answer.round >= message.round]

@@ -150,7 +150,7 @@ class Arena:
 @contextmanager
 def _started(options: argparse.Namespace, plan: Plan, pair: ChosenPair, screen: Screen) -> Iterator[Arena]:
     settings = pair.settings
-    given = {k: v for k, v in flags.settings_of(options).items() if k not in ("ngrams", "mode", "num_draft_tokens")}
+    given = flags.settings_of(options)
     with ExitStack() as stack:
         started = stack.enter_context(field(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show))
         bench = None

@@ -46,28 +46,28 @@ class Ledger:
     def replan(self, request: Request) -> None:
         """In `auto` the controller may change its mind between two rounds, once a run-ahead is through."""
         if request.admit.mode == "auto" and not request.proposal.run_ahead:
-            request.plan = self._controller(bool(request.drafters), self._depth(request.admit)).plan()
+            request.plan = self._controller_of(request).plan()
 
     def prolonged(self, request: Request) -> int:
         """In `auto`, for how many rounds more the target is to decode plainly, when it is nearly through with that."""
         ahead = request.proposal.run_ahead
         if request.admit.mode != "auto" or request.proposal.draft or ahead != NOTICE_ROUNDS:
             return 0
-        plan = self._controller(bool(request.drafters), self._depth(request.admit)).plan()
+        plan = self._controller_of(request).plan()
         return min(request.remaining - 1 - ahead, EPISODE_ROUNDS) if plan.mode == "ar" else 0
 
     def may_replan(self, request: Request) -> bool:
         """Whether the controller may have another plan after the round under way."""
         if request.admit.mode != "auto":
             return False
-        controller = self._controller(bool(request.drafters), self._depth(request.admit))
+        controller = self._controller_of(request)
         return controller.is_due or controller.plan() != request.plan
 
     def reason(self, request: Request) -> str | None:
         """The controller's latest reason, for a request in `auto`."""
         if request.admit.mode != "auto":
             return None
-        return f"auto: {self._controller(bool(request.drafters), self._depth(request.admit)).why}"
+        return f"auto: {self._controller_of(request).why}"
 
     # --- what was sent --------------------------------------------------------------------------------------------
 
@@ -141,8 +141,11 @@ class Ledger:
         if proposal.found and not proposal.waited:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
-            controller = self._controller(bool(request.drafters), self._depth(request.admit))
+            controller = self._controller_of(request)
             controller.saw_round(ended.plan, kept, round_ms)
+
+    def _controller_of(self, request: Request) -> Controller:
+        return self._controller(bool(request.drafters), self._depth(request.admit))
 
     def _controller(self, has_drafter: bool, depth: int) -> Controller:
         """One controller for each set of means, so that what it learned with a drafter is not mixed with the rest."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from protocol.codec import decode, encode
 from protocol.messages import Message
@@ -59,6 +61,22 @@ class FakeLink:
 
     def put_back(self, message: Message) -> None:
         self._put_back.append(message)
+
+
+class Turning(Protocol):
+    def turn(self) -> bool: ...
+
+
+def answered(worker: Turning, link: FakeLink, messages: Sequence[Message], turns: int = 1000) -> list[Any]:
+    """What the worker behind `link` answers to these, in so many turns of its loop or until it would wait."""
+    link.inbox += messages
+    before = len(link.sent)
+    try:
+        for _ in range(turns):
+            worker.turn()
+    except Idle:
+        pass
+    return list(link.sent)[before:]
 
 
 def through_the_codec(message: Message) -> Message:

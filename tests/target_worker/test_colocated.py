@@ -13,7 +13,7 @@ from protocol.messages import Close, Fault, Open, Outcome, Resync, Verify
 from protocol.sampling import SamplingParams
 from target_worker.colocated import Colocated
 from target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, Idle
+from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
 
 _rng = np.random.default_rng(6)
@@ -45,14 +45,7 @@ class Stand:
 
     def say(self, *messages: Any, turns: int = 1000) -> list[Any]:
         """What the worker answers to these, in so many turns of its loop or until it would wait."""
-        self.link.inbox += messages
-        before = len(self.link.sent)
-        try:
-            for _ in range(turns):
-                self.worker.turn()
-        except Idle:
-            pass
-        return list(self.link.sent)[before:]
+        return answered(self.worker, self.link, messages, turns)
 
     @property
     def tokens(self) -> list[int]:

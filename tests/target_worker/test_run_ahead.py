@@ -13,7 +13,7 @@ from engine import verify
 from protocol.messages import Close, Open, Outcome, Resync, Verify
 from protocol.sampling import SamplingParams
 from target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, Idle
+from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
 
 TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
@@ -31,14 +31,7 @@ class Stand:
 
     def say(self, *messages: Verify, turns: int = 1000) -> list[Any]:
         """What the worker answers to these in so many turns, or until it would wait."""
-        self.link.inbox += messages
-        before = len(self.link.sent)
-        try:
-            for _ in range(turns):
-                self.worker.turn()
-        except Idle:
-            pass
-        return list(self.link.sent)[before:]
+        return answered(self.worker, self.link, messages, turns)
 
 
 def plain(number: int, ahead: int) -> Verify:
