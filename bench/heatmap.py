@@ -3,7 +3,7 @@
     python -m bench.heatmap bench/profiles/h100-llama-70b.json --out docs/where-ssd-pays.png
 
 Keeps the profile's target, bonus ranks and the shape of its draft curve; each cell gives SD and SSD their best K. All
-from bench.simulator: arithmetic, no process.
+from outrider.bench.simulator: arithmetic, no process.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.simulator import Policy, Simulator
-from protocol.errors import OutriderError
-from protocol.profile import Latency, Profile
+from outrider.bench.simulator import Policy, Simulator
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.profile import Latency, Profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,18 +20,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.prompts import mixed
-from bench.rounds import Round, read_rounds
-from orchestrator.cli.screen import Screen
-from orchestrator.client.cluster import LocalCluster
-from orchestrator.machine import blas
-from orchestrator.machine.spawn import child_environment, python
-from orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
-from orchestrator.pair.tokenizer import load_codec
-from orchestrator.settings import FAN_OUTS
-from orchestrator.study.statistics import bootstrap
-from protocol.errors import OutriderError, WorkerError
-from protocol.sampling import SamplingParams
+from outrider.bench.prompts import mixed
+from outrider.bench.rounds import Round, read_rounds
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import FAN_OUTS
+from outrider.orchestrator.study.statistics import bootstrap
+from outrider.protocol.errors import OutriderError, WorkerError
+from outrider.protocol.sampling import SamplingParams
 
 Tell = Callable[[str], None]
 SEEN_AFTER = ("start", "hit", "miss")
@@ -81,7 +81,7 @@ def generate(setup: Setup, temp: float, trace: Path, tell: Tell) -> list[Generat
 @contextmanager
 def oracle(fan_out: str) -> Iterator[Callable[[Generated, Round, Setup], bool]]:
     """Asks bench.oracle, a process with the workers' BLAS."""
-    command = python("-m", "bench.oracle", "--model", str(EMBEDDED_DRAFT), "--fan-out", fan_out)
+    command = python("-m", "outrider.bench.oracle", "--model", str(EMBEDDED_DRAFT), "--fan-out", fan_out)
     environment = blas.environment(child_environment(), 1)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True

@@ -20,19 +20,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.prompts import Prompt, mixed
-from bench.scrambled import scrambled
-from orchestrator.certify import certify
-from orchestrator.cli.screen import Screen
-from orchestrator.client.client import Client
-from orchestrator.client.cluster import LocalCluster
-from orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
-from orchestrator.pair.pairing import choose_pair
-from orchestrator.pair.tokenizer import load_codec
-from orchestrator.settings import ServeSettings
-from orchestrator.study.contest import PeerProcess
-from protocol.errors import InvalidRequest, OutriderError
-from protocol.sampling import SamplingParams
+from outrider.bench.prompts import Prompt, mixed
+from outrider.bench.scrambled import scrambled
+from outrider.orchestrator.certify import certify
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.pairing import choose_pair
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.study.contest import PeerProcess
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.sampling import SamplingParams
 
 Tell = Callable[[str], None]
 

@@ -19,17 +19,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.prompts import mixed
-from bench.scrambled import scrambled
-from orchestrator.cli.screen import Screen
-from orchestrator.client.cluster import LocalCluster
-from orchestrator.machine.blas import CHOICE
-from orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
-from orchestrator.pair.tokenizer import load_codec
-from orchestrator.study.contest import Ours, compete
-from orchestrator.study.statistics import Interval, ratio
-from protocol.errors import InvalidRequest, OutriderError
-from protocol.sampling import SamplingParams
+from outrider.bench.prompts import mixed
+from outrider.bench.scrambled import scrambled
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine.blas import CHOICE
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.study.contest import Ours, compete
+from outrider.orchestrator.study.statistics import Interval, ratio
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.sampling import SamplingParams
 
 Tell = Callable[[str], None]
 WARM_UP = 4

@@ -7,8 +7,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
-from draft_worker.calibration import Calibration, Point
-from protocol.profile import Profile
+from outrider.drafting.calibration import Calibration, Point
+from outrider.protocol.profile import Profile
 
 BEYOND_RANKS = 1 << 16
 

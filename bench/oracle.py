@@ -13,13 +13,13 @@ import json
 import sys
 from typing import Any
 
-from draft_worker.calibration import Calibration
-from draft_worker.fan_out import POLICIES
-from draft_worker.mlx import MlxDrafter
-from draft_worker.work_ahead import WorkAhead
-from engine.loading import load
-from protocol.errors import OutriderError
-from protocol.sampling import SamplingParams
+from outrider.drafting.calibration import Calibration
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.mlx import MlxDrafter
+from outrider.drafting.work_ahead import WorkAhead
+from outrider.engine.loading import load
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
 
 
 class Oracle:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.simulator import Policy, Result, Simulator
-from protocol.errors import OutriderError
-from protocol.profile import Profile
+from outrider.bench.simulator import Policy, Result, Simulator
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.profile import Profile
 
 TOKENS = 30_000
 SEARCH_TOKENS = 6_000

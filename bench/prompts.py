@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from orchestrator.study.contest import read_prompts
-from protocol.errors import InvalidRequest
+from outrider.orchestrator.study.contest import read_prompts
+from outrider.protocol.errors import InvalidRequest
 
 FOLDER = Path(__file__).parent / "prompts"
 CLASSES = ("code", "repeated", "prose", "json")

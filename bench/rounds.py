@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,15 +20,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.draws import Draws, Keys, draw
-from engine.loading import LoadedModel, load
-from engine.noise import Purpose, gumbel_numpy, stream
-from engine.residual import Floats, ResidualSampler
-from engine.slots import open_slots
-from engine.verify import RunAhead
-from protocol.errors import OutriderError
-from protocol.sampling import SamplingParams
-from protocol.sparse import SparseQ
+from outrider.engine.draws import Draws, Keys, draw
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.noise import Purpose, gumbel_numpy, stream
+from outrider.engine.residual import Floats, ResidualSampler
+from outrider.engine.slots import open_slots
+from outrider.engine.verify import RunAhead
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ
 
 # The draft's stream of sample-match: noise that neither the target nor coupling knows.
 OWN = 1 << 40

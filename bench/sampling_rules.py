@@ -19,19 +19,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.prompts import mixed
-from orchestrator.cli.screen import Screen
-from orchestrator.client.cluster import LocalCluster
-from orchestrator.machine import blas
-from orchestrator.machine.spawn import child_environment, python
-from orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
-from orchestrator.pair.pairing import choose_pair
-from orchestrator.pair.tokenizer import load_codec
-from orchestrator.settings import ServeSettings
-from orchestrator.study.contest import Contestant, Ours, Peer, PeerProcess, compete
-from orchestrator.study.statistics import total_rate
-from protocol.errors import OutriderError, WorkerError
-from protocol.sampling import SamplingParams
+from outrider.bench.prompts import mixed
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.pairing import choose_pair
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.study.contest import Contestant, Ours, Peer, PeerProcess, compete
+from outrider.orchestrator.study.statistics import total_rate
+from outrider.protocol.errors import OutriderError, WorkerError
+from outrider.protocol.sampling import SamplingParams
 
 Tell = Callable[[str], None]
 SWEPT_ABOVE = 0.5
@@ -74,7 +74,8 @@ class Row:
 def offline(setup: Setup, temps: Sequence[float], tell: Tell) -> dict[float, dict[str, Row]]:
     codec = load_codec(find_model(str(EMBEDDED_TARGET)))
     prompts = [codec.encode(prompt.text) for prompt in mixed(setup.prompts)]
-    command = python("-m", "bench.rules", "--model", str(EMBEDDED_TARGET), "--draft-model", str(EMBEDDED_DRAFT))
+    models = ("--model", str(EMBEDDED_TARGET), "--draft-model", str(EMBEDDED_DRAFT))
+    command = python("-m", "outrider.bench.rules", *models)
     environment = blas.environment(child_environment(), 1)
     found = {}
     with subprocess.Popen(

@@ -21,16 +21,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.policies import best_sd, best_ssd
-from bench.simulator import Policy, Simulator
-from bench.stand_in import CONFIG, write
-from orchestrator.client.client import Client
-from orchestrator.client.cluster import LocalCluster
-from orchestrator.study.statistics import Interval, Timed, ratio, total_rate
-from protocol.errors import OutriderError
-from protocol.messages import Timings
-from protocol.profile import Profile, Published
-from protocol.sampling import SamplingParams
+from outrider.bench.policies import best_sd, best_ssd
+from outrider.bench.simulator import Policy, Simulator
+from outrider.bench.stand_in import CONFIG, write
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.study.statistics import Interval, Timed, ratio, total_rate
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import Timings
+from outrider.protocol.profile import Profile, Published
+from outrider.protocol.sampling import SamplingParams
 
 PROMPT_TOKENS = 16
 # The script goes on behind the last token asked for, as a text would.

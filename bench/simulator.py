@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 
-from bench.odds import KnownOdds, Luck
-from draft_worker.fan_out import POLICIES
-from protocol.profile import Profile
+from outrider.bench.odds import KnownOdds, Luck
+from outrider.drafting.fan_out import POLICIES
+from outrider.protocol.profile import Profile
 
 # The worth of a millisecond is the rate itself: a shorter run finds it, this part of the whole.
 PILOT_PART = 4

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 
-from orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 
 CONFIG = {
     "model_type": "llama",

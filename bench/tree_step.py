@@ -13,10 +13,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from engine.loading import load
-from engine.nodes import Tree
-from engine.tree import open_tree, tree_form
-from protocol.sampling import SamplingParams
+from outrider.engine.loading import load
+from outrider.engine.open_tree import open_tree, tree_form
+from outrider.engine.tree import Tree
+from outrider.protocol.sampling import SamplingParams
 
 Grow = Callable[[Tree, Sequence[int], int], None]
 

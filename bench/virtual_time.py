@@ -14,20 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from draft_worker.fan_out import POLICIES
-from draft_worker.paced import PacedDrafter
-from draft_worker.replay import ReplayDrafter, Script
-from draft_worker.worker import DraftWorker
-from engine.pace import Pace
-from orchestrator.core.request import RoundSettings
-from orchestrator.core.rounds import Rounds
-from orchestrator.core.trace import Trace
-from orchestrator.events import Admit, Committed, Ended, ToFront
-from protocol import clock
-from protocol.errors import InvalidRequest, WorkerError
-from protocol.messages import Message, Open, Outcome, Prepare, Span, Timings, Verify
-from protocol.profile import Profile
-from protocol.sampling import SamplingParams
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.paced import PacedDrafter
+from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.engine.pace import Pace
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
+from outrider.protocol import clock
+from outrider.protocol.errors import InvalidRequest, WorkerError
+from outrider.protocol.messages import Message, Open, Outcome, Prepare, Span, Timings, Verify
+from outrider.protocol.profile import Profile
+from outrider.protocol.sampling import SamplingParams
 
 VOCAB = 4096
 PROMPT_TOKENS = 8

@@ -1,4 +1,4 @@
-"""`python -m draft_worker`: makes its drafter, says HELLO, works ahead until told to stop."""
+"""`python -m outrider.draft_worker`: makes its drafter, says HELLO, works ahead until told to stop."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import os
 import time
 from pathlib import Path
 
-from draft_worker.backends import BACKENDS, make
-from draft_worker.fan_out import POLICIES
-from draft_worker.paced import PacedDrafter
-from draft_worker.replay import ReplayDrafter
-from draft_worker.slow_link import SlowLink
-from draft_worker.worker import DraftWorker, Link
-from engine.pace import Pace
-from protocol.errors import OutriderError
-from protocol.messages import Fault, Hello, Loading
-from protocol.profile import Profile
-from protocol.worker_link import WorkerLink
+from outrider.draft_worker.slow_link import SlowLink
+from outrider.draft_worker.worker import DraftWorker, Link
+from outrider.drafting.backends import BACKENDS, make
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.paced import PacedDrafter
+from outrider.drafting.replay import ReplayDrafter
+from outrider.engine.pace import Pace
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import Fault, Hello, Loading
+from outrider.protocol.profile import Profile
+from outrider.protocol.worker_link import WorkerLink
 
 
 def main() -> int:

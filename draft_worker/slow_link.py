@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from engine.pace import AWAKE_SECONDS
-from protocol.messages import Message
-from protocol.worker_link import WorkerLink
+from outrider.engine.pace import AWAKE_SECONDS
+from outrider.protocol.messages import Message
+from outrider.protocol.worker_link import WorkerLink
 
 # How long a message may lie unseen, which adds to its way, while this thread sleeps.
 SLICE_SECONDS = 0.0003

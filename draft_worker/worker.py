@@ -12,13 +12,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from draft_worker.calibration import Calibration
-from draft_worker.drafter import Drafter, DrafterFault, DrawingDrafter
-from draft_worker.fan_out import FanOut
-from draft_worker.work_ahead import WorkAhead
-from protocol import clock
-from protocol.errors import OutriderError
-from protocol.messages import Branches, Close, Commit, Drafted, Fault, Message, Open, Prefilled, Resync, Shutdown
+from outrider.drafting.calibration import Calibration
+from outrider.drafting.drafter import Drafter, DrafterFault, DrawingDrafter
+from outrider.drafting.fan_out import FanOut
+from outrider.drafting.work_ahead import WorkAhead
+from outrider.protocol import clock
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import (
+    Branches,
+    Close,
+    Commit,
+    Drafted,
+    Fault,
+    Message,
+    Open,
+    Prefilled,
+    Resync,
+    Shutdown,
+)
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from protocol.errors import OutriderError
+from outrider.protocol.errors import OutriderError
 
 _STEP = 256
 _MARKS_KEPT = 3
@@ -79,7 +79,7 @@ class _Mark:
     states: tuple[tuple[Any, ...], ...]
 
 
-class History:
+class KVState:
     """All layers' caches of one text. `length` tokens have been fed."""
 
     def __init__(self, model: nn.Module) -> None:

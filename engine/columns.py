@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache, create_attention_mask, make_prompt_cache
 
-from engine.loading import LoadedModel
+from outrider.engine.loading import LoadedModel
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]

@@ -21,11 +21,11 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from engine.filters import Floats
-from engine.noise import Purpose, gumbel_at, stream
-from engine.sampling import History, Sampler
-from engine.steps import Step, score
-from protocol.sampling import SamplingParams
+from outrider.engine.filters import Floats
+from outrider.engine.noise import Purpose, gumbel_at, stream
+from outrider.engine.sampling import History, Sampler
+from outrider.engine.steps import Step, score
+from outrider.protocol.sampling import SamplingParams
 
 _WIDE = 32  # a row's best tokens lie in the blocks of this many that have the best maxima
 

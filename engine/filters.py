@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.sampling import SamplingParams
+from outrider.protocol.sampling import SamplingParams
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

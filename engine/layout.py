@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.columns import Bools, Ints
+from outrider.engine.columns import Bools, Ints
 
 _ROOM = 256  # columns in the window, to begin with
 

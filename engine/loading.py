@@ -21,8 +21,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, load_model
 
-from engine import memory, positions, weights
-from protocol.errors import ModelError
+from outrider.engine import memory, positions, weights
+from outrider.protocol.errors import ModelError
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from protocol.errors import WorkerError
-from protocol.profile import Latency
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.profile import Latency
 
 # Forwards may end this much late altogether, and this share of the simulated time more.
 LATE_SECONDS = 0.020

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from engine.columns import Bools, Columns, Ints, KeysValues
-from protocol.errors import OutriderError
+from outrider.engine.columns import Bools, Columns, Ints, KeysValues
+from outrider.protocol.errors import OutriderError
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.noise import Purpose, exponential_numpy, gumbel_numpy, stream
-from engine.sampling import History, Sampler, warp
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
-from protocol.sparse import SparseQ
+from outrider.engine.noise import Purpose, exponential_numpy, gumbel_numpy, stream
+from outrider.engine.sampling import History, Sampler, warp
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -14,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from engine.columns import Bools, ColumnCache, Frame, Ints, gather, is_attention, prefill
-from engine.loading import LoadedModel
-from protocol.errors import ModelError
+from outrider.engine.columns import Bools, ColumnCache, Frame, Ints, gather, is_attention, prefill
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.errors import ModelError
 
 States = tuple[tuple[mx.array, ...], ...]
 """One tuple a recurrent layer; each array has the forward's rows as its first axis."""

@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
-from engine.noise import gumbel, gumbel_numpy
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
+from outrider.engine.noise import gumbel, gumbel_numpy
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
 
 History = mx.array | Sequence[int]
 """The tokens before a row's own choice: a sequence of ints, or a 1-axis integer array that may be lazy."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from engine.loading import LoadedModel
-from engine.nodes import Tree
+from outrider.engine.loading import LoadedModel
+from outrider.engine.tree import Tree
 
 _PROMPT, _BRANCHES, _DEPTH = 9, 3, 2
 _EXACT, _HALF = 1e-4, 0.1  # of the logits' standard deviation, or of 1 if that is more

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from engine.cache import History
-from engine.loading import LoadedModel
-from engine.residual import target_sampler
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
+from outrider.engine.cache import KVState
+from outrider.engine.loading import LoadedModel
+from outrider.engine.residual import target_sampler
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
 
 _PREFILL = 512  # tokens a forward while a prompt is read
 
@@ -32,12 +32,12 @@ class Slot:
             raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
         self.tokens = list(tokens)
         self.sampler = target_sampler(params, model.vocab_size)
-        self.history = History(model.model)
+        self.kv = KVState(model.model)
         self._model = model.model
 
     @property
     def fed(self) -> int:
-        return self.history.length
+        return self.kv.length
 
     @property
     def unfed(self) -> list[int]:
@@ -46,8 +46,8 @@ class Slot:
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feeds tokens [N] behind what was fed; returns their logits [N, V]. Lazy."""
-        logits: mx.array = self._model(tokens[None], cache=self.history.caches)
-        self.history.length += tokens.shape[0]
+        logits: mx.array = self._model(tokens[None], cache=self.kv.caches)
+        self.kv.length += tokens.shape[0]
         return logits[0]
 
     def feed_all_but(self, rest: int, progress: Callable[[int, int], None] | None = None) -> None:
@@ -57,7 +57,7 @@ class Slot:
         while self.fed < total:
             chunk = self.tokens[self.fed : min(self.fed + _PREFILL, total)]
             self.forward(mx.array(chunk))
-            mx.eval(self.history.state)
+            mx.eval(self.kv.state)
             mx.clear_cache()
             if long and progress is not None:
                 progress(self.fed, len(self.tokens))

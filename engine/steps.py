@@ -12,10 +12,10 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from engine import filters
-from engine.candidate import Candidate
-from engine.filters import Floats
-from engine.sampling import History, Sampler
+from outrider.engine import filters
+from outrider.engine.candidate import Candidate
+from outrider.engine.filters import Floats
+from outrider.engine.sampling import History, Sampler
 
 _FEW = 24  # candidates found by as many argmaxes; more by a sort
 

@@ -1,101 +1,248 @@
-"""A token tree for any model: `open_tree` chooses the columns that reproduce the model's logits, or refuses."""
+"""A token tree: committed tokens, and the drafted tokens that grow from them.
+
+Nodes and what is known of them are here; where their columns are is `engine.layout`'s matter, the model's side is
+`engine.columns`', choices are `engine.steps`'. Satisfies `drafting.drafter.TokenTree`, whose docstrings are the
+contract.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from functools import partial
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field
 
-from engine.columns import Columns, OneRow
-from engine.draws import Draws
-from engine.host import HostRow
-from engine.loading import LoadedModel
-from engine.nodes import Tree
-from engine.reading import PromptReader, ReadColumns
-from engine.rows import Rows
-from engine.sampling import Sampler
-from engine.selfcheck import agrees
-from protocol.errors import InvalidRequest, ModelError
-from protocol.sampling import SamplingParams
+import mlx.core as mx
+import numpy as np
 
-log = logging.getLogger(__name__)
+from outrider.engine.candidate import Candidate
+from outrider.engine.columns import Columns
+from outrider.engine.draws import DrawnStep, Draws
+from outrider.engine.layout import Layout
+from outrider.engine.sampling import History, Sampler
+from outrider.engine.steps import Step, score
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sparse import SparseQ
 
-Form = type[HostRow] | type[OneRow] | type[Rows]
-
-_columns_of: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
+_SLACK = 8  # dead columns that are not worth a gather
 
 
-def open_tree(
-    model: LoadedModel,
-    tokens: Sequence[int],
-    params: SamplingParams,
-    progress: Callable[[int, int], None] | None = None,
-    draws: Draws | None = None,
-    reader: PromptReader | None = None,
-) -> Tree:
-    """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
+@dataclass(slots=True)
+class _Node:
+    """A fed token: row `row` of `step` tells what follows it. `token` is None until somebody reads it.
 
-    Args:
-        progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
-        draws: how nodes' own continuations are drawn, for residual sampling; None: they are the best.
-        reader: reads prompts in the model's place where it says so.
-
-    Raises:
-        InvalidRequest: no tokens, or one the model does not have.
-        ModelError: no form of tree reproduces this model's logits.
+    `fork` is the position of the last token down to it that was told, not the tree's own choice.
     """
-    if not tokens:
-        raise InvalidRequest("the prompt has no tokens; expected at least one")
-    if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
-        raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the draft's vocabulary")
-    return _open(model, tree_form(model), params, progress, tokens, draws, reader)
+
+    parent: int
+    token: int | None
+    column: int
+    step: Step
+    row: int
+    fork: int
+    children: list[int] = field(default_factory=list)
 
 
-def tree_form(model: LoadedModel) -> Form:
-    """The columns that carry trees of this model; found by a self-check the first time it is asked, then remembered.
+class Tree:
+    """One request's tree; see `TokenTree`."""
 
-    Raises:
-        ModelError: no form reproduces this model's logits.
-    """
-    if model not in _columns_of:
-        forms: list[Form] = [HostRow, OneRow, Rows] if model.attention_only else [Rows]
-        _columns_of[model] = _first_that_agrees(model, forms)
-    return _columns_of[model]
+    def __init__(
+        self,
+        columns: Columns,
+        sampler: Sampler,
+        context_length: int,
+        tokens: Sequence[int],
+        progress: Callable[[int, int], None] | None = None,
+        draws: Draws | None = None,
+    ) -> None:
+        """Prefills `tokens`; the last becomes the root, node 0, whose continuation is still lazy.
 
+        With `draws` a node's own continuation is drawn, not its best.
+        """
+        self._columns, self._sampler, self._context_length = columns, sampler, context_length
+        self._draws = draws
+        self._committed = list(tokens[:-1])
+        columns.prefill(self._committed, progress, len(tokens))
+        self._layout = Layout(len(self._committed))
+        self._column_tokens = list(tokens[:-1])
+        self._recent: list[int] = []  # committed columns that still stand in the window
+        self._nodes: dict[int, _Node] = {}
+        self._next, self._root = 0, 0
+        self._grow([-1], [len(self._committed) - 1], [tokens[-1]])
+        self._settle(0)
 
-def open_columns(model: LoadedModel, reader: PromptReader | None = None) -> Columns:
-    """Empty columns for one text; `reader` reads its prompt where it says so. Raises ModelError as `tree_form` does."""
-    return _columns(model, tree_form(model), reader)
+    @property
+    def root(self) -> int:
+        return self._root
 
+    @property
+    def next_node(self) -> int:
+        return self._next
 
-def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
-    for form in forms:
-        try:
-            if agrees(model, partial(_open, model, form, SamplingParams(), None)):
-                return form
-            reason = "its logits differ"
-        except (ModelError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-            reason = str(error).splitlines()[0]
-        log.info("%s can't be drafted with as %s: %s", model.model_type, form.__name__, reason)
-    raise ModelError(f"a {model.model_type} model can't draft: branches don't reproduce its logits; choose another")
+    @property
+    def committed_len(self) -> int:
+        return len(self._committed)
 
+    @property
+    def room(self) -> int:
+        return max(0, self._context_length - len(self._committed))
 
-def _open(
-    model: LoadedModel,
-    form: Form,
-    params: SamplingParams,
-    progress: Callable[[int, int], None] | None,
-    tokens: Sequence[int],
-    draws: Draws | None = None,
-    reader: PromptReader | None = None,
-) -> Tree:
-    sampler = Sampler(params, model.vocab_size, normalised=False)
-    return Tree(_columns(model, form, reader), sampler, model.context_length, tokens, progress, draws)
+    def column_tokens(self) -> list[int]:
+        return list(self._column_tokens)
 
+    def child(self, node: int, token: int) -> int | None:
+        children = self._node(node).children
+        return next((child for child in children if self._token(self._nodes[child]) == token), None)
 
-def _columns(model: LoadedModel, form: Form, reader: PromptReader | None) -> Columns:
-    columns = form(model)
-    if reader is None or isinstance(columns, Rows):  # a recurrent state comes from the model alone
-        return columns
-    return ReadColumns(columns, reader)
+    def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        first, start = self._next, self._layout.end
+        if any(token is None and parent >= first for parent, token in zip(parents, tokens, strict=True)):
+            raise InvalidRequest("a token of None needs a parent that was fed before; expected a token")
+        columns = [start + p - first if p >= first else self._node(p).column for p in parents]
+        return self._grow(parents, columns, tokens)
+
+    def best(self, nodes: Sequence[int]) -> list[int]:
+        unread = [step.pending for step in self._steps(nodes) if not step.is_read]
+        if len(unread) > 1:
+            mx.eval(unread)
+        return [self._best(self._node(node)) for node in nodes]
+
+    def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
+        found: dict[int, list[Candidate]] = {}
+        for step in self._steps(nodes):
+            own = [node for node in nodes if self._nodes[node].step is step]
+            found.update(zip(own, step.candidates([self._nodes[n].row for n in own], count), strict=True))
+        return [found[node] for node in nodes]
+
+    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        rows = [(node.step, node.row) for node in map(self._node, nodes)]
+        qs = [step.q(row) for step, row in rows if isinstance(step, DrawnStep)]
+        return SparseQ(np.stack([ids for ids, _ in qs]), np.stack([probs for _, probs in qs])) if qs else None
+
+    def scores(self, node: int) -> mx.array:
+        """The scores [V] of what may follow a node."""
+        return self._node(node).step.row(self._nodes[node].row)
+
+    def commit(self, path: Sequence[int]) -> None:
+        for node in path:
+            if self._node(node).parent != self._root:
+                raise InvalidRequest(f"node {node} can't be committed: it does not follow node {self._root}")
+            self._settle(node)
+        if path:
+            self._prune()
+
+    def close(self) -> None:
+        self._nodes.clear()
+
+    def _node(self, node: int) -> _Node:
+        if node not in self._nodes:
+            raise InvalidRequest(f"node {node} is not in the tree: it was dropped, or never fed")
+        return self._nodes[node]
+
+    def _steps(self, nodes: Sequence[int]) -> list[Step]:
+        return list({id(step): step for step in (self._node(node).step for node in nodes)}.values())
+
+    def _best(self, node: _Node) -> int:
+        return node.step.best()[node.row]
+
+    def _token(self, node: _Node) -> int:
+        if node.token is None:
+            node.token = self._best(self._nodes[node.parent])
+        return node.token
+
+    def _grow(self, parents: Sequence[int], columns: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        """One forward over a token behind each parent, which stands in the column beside it."""
+        first, start = self._next, self._layout.add(columns)
+        ids = [self._readily(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+        histories = self._histories(parents, ids) if self._sampler.needs_history else None
+        fed = mx.array(ids, dtype=mx.int32) if None not in ids else self._lazily(parents, ids)
+        positions = self._layout.positions
+        logits = self._columns.forward(fed, start, positions, self._layout.seen(start), columns)
+        told = zip(parents, tokens, positions[start:].tolist(), strict=True)
+        forks = [self._nodes[parent].fork if token is None else position for parent, token, position in told]
+        step = self._step(logits, (positions[start:] + 1).tolist(), histories, forks)
+        for row, (parent, token) in enumerate(zip(parents, ids, strict=True)):
+            self._nodes[first + row] = _Node(parent, token, start + row, step, row, forks[row])
+            if parent >= 0:
+                self._nodes[parent].children.append(first + row)
+        self._next += len(ids)
+        return list(range(first, self._next))
+
+    def _step(
+        self, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None, forks: Sequence[int]
+    ) -> Step:
+        if self._draws is None:
+            return score(self._sampler, logits, positions, histories)
+        return self._draws.score(self._sampler, logits, positions, histories, forks)
+
+    def _readily(self, parent: int, token: int | None) -> int | None:
+        """The token to feed, if it can be told without waiting."""
+        if token is not None:
+            return token
+        node = self._node(parent)
+        return self._best(node) if node.step.is_read or not self._columns.lazy else None
+
+    def _lazily(self, parents: Sequence[int], ids: Sequence[int | None]) -> mx.array:
+        """The tokens to feed, [R]: those not yet read stay on the device."""
+        lazy = [self._nodes[parent] for parent, token in zip(parents, ids, strict=True) if token is None]
+        steps = {id(node.step): node.step for node in lazy}
+        if len(steps) == 1 and len(lazy) == len(ids):
+            chosen = lazy[0].step.chosen()
+            rows = [node.row for node in lazy]
+            return chosen if rows == list(range(chosen.shape[0])) else chosen[mx.array(rows)]
+        # One list to pick from: the known tokens, then every step's choices.
+        pool, begins, end = [mx.array([token or 0 for token in ids], dtype=mx.int32)], {}, len(ids)
+        for key, step in steps.items():
+            pool.append(step.chosen())
+            begins[key], end = end, end + pool[-1].shape[0]
+        picks, rest = [], iter(lazy)
+        for row, token in enumerate(ids):
+            node = next(rest) if token is None else None
+            picks.append(row if node is None else begins[id(node.step)] + node.row)
+        return mx.concatenate(pool)[mx.array(picks)]
+
+    def _histories(self, parents: Sequence[int], ids: list[int | None]) -> list[list[int]]:
+        """What penalties look at, a row each. They need every token, so lazy ones are read, `ids` in place."""
+        first = self._next
+        tails: list[list[int]] = []
+        for row, parent in enumerate(parents):
+            token = ids[row]
+            if token is None:
+                token = ids[row] = self._best(self._nodes[parent])
+            above = tails[parent - first] if parent >= first else self._path(parent)
+            tails.append([*above, token])
+        reach = self._sampler.reach
+        return [(self._committed[-reach:] + tail)[-reach:] for tail in tails]
+
+    def _path(self, node: int) -> list[int]:
+        """The pending tokens down to `node`."""
+        path: list[int] = []
+        while node in self._nodes and node != self._root:
+            path.append(self._token(self._nodes[node]))
+            node = self._nodes[node].parent
+        return path[::-1]
+
+    def _settle(self, node: int) -> None:
+        """Makes one node final."""
+        entry = self._nodes[node]
+        self._committed.append(self._token(entry))
+        self._column_tokens.append(self._committed[-1])
+        self._recent.append(entry.column)
+        self._root = node
+
+    def _prune(self) -> None:
+        """Drops all but the root and its descendants; gathers the surviving columns once enough others are dead."""
+        kept, todo = {}, [self._root]
+        while todo:
+            node = todo.pop()
+            kept[node] = self._nodes[node]
+            todo += kept[node].children
+        self._nodes = dict(sorted(kept.items()))
+        pending = [node for key, node in self._nodes.items() if key != self._root]
+        dead = self._layout.end - self._layout.prefix - len(self._recent) - len(pending)
+        if dead <= _SLACK:
+            return
+        prefix = self._layout.prefix
+        self._columns.keep(prefix, self._layout.compact(self._recent, [node.column for node in pending]))
+        self._nodes[self._root].column = prefix + len(self._recent) - 1
+        for column, survivor in enumerate(pending, prefix + len(self._recent)):
+            survivor.column = column
+        self._recent = []

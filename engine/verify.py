@@ -12,11 +12,11 @@ from typing import cast
 
 import mlx.core as mx
 
-from engine.residual import Floats, ResidualSampler
-from engine.sampling import Sampler
-from engine.slots import Slot
-from protocol.errors import InvalidRequest
-from protocol.sparse import SparseQ
+from outrider.engine.residual import Floats, ResidualSampler
+from outrider.engine.sampling import Sampler
+from outrider.engine.slots import Slot
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sparse import SparseQ
 
 _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again before its next chain
 
@@ -44,7 +44,7 @@ def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None) -> V
     chain = list(chain)
     if len(slot.unfed) > _MAX_REPLAY:
         slot.feed_all_but(1)
-    slot.history.mark()
+    slot.kv.mark()
     # A drafter may know tokens that the target does not; such a one can't hold, and nor can what stands after it.
     known = [token if token < slot.sampler.vocab_size else 0 for token in chain]
     logits = slot.forward(mx.array(slot.unfed + known))[-len(chain) - 1 :]
@@ -56,7 +56,7 @@ def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None) -> V
     else:
         verdict = _by_equality(slot.sampler, slot.sampler.scores(logits, positions, histories), chain, q)
     slot.tokens += [*chain[: verdict.accepted], verdict.bonus]
-    slot.history.roll_back(len(slot.tokens) - 1)
+    slot.kv.roll_back(len(slot.tokens) - 1)
     return verdict
 
 
@@ -89,7 +89,7 @@ class RunAhead:
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._position = len(slot.tokens)  # of the token the next step chooses
-        self._pipelined = slot.history.can_roll_back
+        self._pipelined = slot.kv.can_roll_back
         self._queued: mx.array | None = None
 
     @property
@@ -116,13 +116,13 @@ class RunAhead:
     def stop(self) -> None:
         """Takes back the step in flight."""
         if self._queued is not None:
-            self._slot.history.roll_back(len(self._slot.tokens) - 1)
+            self._slot.kv.roll_back(len(self._slot.tokens) - 1)
             self._queued = None
 
     def _step(self, fed: mx.array) -> mx.array:
         """Queues one step over `fed` (its last entry may be unread): the token it chooses, [1], lazy."""
         slot = self._slot
-        slot.history.mark()
+        slot.kv.mark()
         logits = slot.forward(fed)[-1:]
         histories = None
         if slot.sampler.needs_history:

@@ -66,7 +66,7 @@ set_up() {
     exec 9>&-
 }
 
-has_openblas() { "$python" -P -c 'from orchestrator.machine.blas import notes; raise SystemExit(bool(notes()))'; }
+has_openblas() { "$python" -P -c 'from outrider.orchestrator.machine.blas import notes; raise SystemExit(bool(notes()))'; }
 
 # MLX's CPU wheel on Linux carries the reference BLAS; the workers preload OpenBLAS when the system has one.
 find_openblas() {
@@ -77,7 +77,7 @@ find_openblas() {
         : >"$tried"
         if install_openblas >/dev/null 2>&1 && has_openblas; then return; fi
     fi
-    "$python" -P -c 'import sys; from orchestrator.machine.blas import MISSING; print("outrider:", MISSING, file=sys.stderr)'
+    "$python" -P -c 'import sys; from outrider.orchestrator.machine.blas import MISSING; print("outrider:", MISSING, file=sys.stderr)'
 }
 
 install_openblas() {

@@ -22,7 +22,7 @@ import mlx_lm
 from models.comparison import Comparison, Figure, compare
 from models.training.corpus import python_files, standard_library
 from models.training.record import read_held_out
-from protocol.errors import InvalidRequest, ModelError, OutriderError
+from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
 
 _HERE = Path(__file__).resolve().parent
 

@@ -16,7 +16,7 @@ if __package__ in (None, ""):  # run by its path: the rooms lie one folder up
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from models.training.recipe import PRESETS, Recipe, preset
-from protocol.errors import OutriderError
+from outrider.protocol.errors import OutriderError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,19 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestrator.client.async_client import AsyncClient
-    from orchestrator.client.client import Client
-    from orchestrator.client.cluster import LocalCluster
-    from orchestrator.client.result import Chunk, GenerationResult
-    from protocol.sampling import SamplingParams
+    from outrider.orchestrator.client.async_client import AsyncClient
+    from outrider.orchestrator.client.client import Client
+    from outrider.orchestrator.client.cluster import LocalCluster
+    from outrider.orchestrator.client.result import Chunk, GenerationResult
+    from outrider.protocol.sampling import SamplingParams
 
 _PUBLIC = {
-    "AsyncClient": "orchestrator.client.async_client",
-    "Chunk": "orchestrator.client.result",
-    "Client": "orchestrator.client.client",
-    "GenerationResult": "orchestrator.client.result",
-    "LocalCluster": "orchestrator.client.cluster",
-    "SamplingParams": "protocol.sampling",
+    "AsyncClient": "outrider.orchestrator.client.async_client",
+    "Chunk": "outrider.orchestrator.client.result",
+    "Client": "outrider.orchestrator.client.client",
+    "GenerationResult": "outrider.orchestrator.client.result",
+    "LocalCluster": "outrider.orchestrator.client.cluster",
+    "SamplingParams": "outrider.protocol.sampling",
 }
 
 __all__ = ["AsyncClient", "Chunk", "Client", "GenerationResult", "LocalCluster", "SamplingParams"]

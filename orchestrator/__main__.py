@@ -1,8 +1,8 @@
-"""`python -m orchestrator`: the same command line as `outrider`."""
+"""`python -m outrider.orchestrator`: the same command line as `outrider`."""
 
 from __future__ import annotations
 
-from orchestrator.cli import main
+from outrider.orchestrator.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from orchestrator.failure import as_error
-from orchestrator.machine import blas
-from orchestrator.machine.spawn import child_environment, python
-from protocol.certificate import Difference, Report
-from protocol.errors import WorkerError
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.failure import as_error
+from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.protocol.certificate import Difference, Report
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.sampling import SamplingParams
 
 THREADS = 1
 
@@ -43,7 +43,7 @@ def certify(
         "sampling": dataclasses.asdict(sampling),
     }
     environment = blas.environment(child_environment(), THREADS)
-    command = python("-m", "target_worker.certificate")
+    command = python("-m", "outrider.target_worker.certificate")
     with (
         tempfile.TemporaryFile("w+") as stdin,
         subprocess.Popen(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.messages import Timings, WorkerStats
-from protocol.sampling import SamplingParams
+from outrider.protocol.messages import Timings, WorkerStats
+from outrider.protocol.sampling import SamplingParams
 
 # --- front -> core ------------------------------------------------------------------------------------------------
 

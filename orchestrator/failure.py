@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protocol import errors
-from protocol.errors import OutriderError
+from outrider.protocol import errors
+from outrider.protocol.errors import OutriderError
 
 
 def kind_of(error: OutriderError) -> str:

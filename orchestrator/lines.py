@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from orchestrator.events import ToCore, ToFront
-from orchestrator.mailbox import Mailbox
+from outrider.orchestrator.events import ToCore, ToFront
+from outrider.orchestrator.mailbox import Mailbox
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,22 +20,22 @@ from typing import Any
 
 import zmq
 
-from orchestrator.core.loop import Core
-from orchestrator.events import Quit, ToCore, ToFront
-from orchestrator.failure import as_error, kind_of
-from orchestrator.front.admission import Admission
-from orchestrator.front.client_socket import ClientSocket
-from orchestrator.front.loop import Front
-from orchestrator.handshake import Announcement, Failure, Ready, wait_for_end
-from orchestrator.lines import End, Lines
-from orchestrator.machine import blas
-from orchestrator.machine.sweeper import Sweeper
-from orchestrator.mailbox import Mailbox
-from orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
-from orchestrator.settings import ServeSettings
-from protocol.directory import PrivateDirectory, private_directory
-from protocol.endpoints import Ipc, parse
-from protocol.errors import OutriderError
+from outrider.orchestrator.core.loop import Core
+from outrider.orchestrator.events import Quit, ToCore, ToFront
+from outrider.orchestrator.failure import as_error, kind_of
+from outrider.orchestrator.front.admission import Admission
+from outrider.orchestrator.front.client_socket import ClientSocket
+from outrider.orchestrator.front.loop import Front
+from outrider.orchestrator.handshake import Announcement, Failure, Ready, wait_for_end
+from outrider.orchestrator.lines import End, Lines
+from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine.sweeper import Sweeper
+from outrider.orchestrator.mailbox import Mailbox
+from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.directory import PrivateDirectory, private_directory
+from outrider.protocol.endpoints import Ipc, parse
+from outrider.protocol.errors import OutriderError
 
 STATUS_SECONDS = 1.0
 THREAD_END_SECONDS = 15.0

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", "ngram", "none")

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from protocol.errors import ProtocolError
-from protocol.fields import Array
-from protocol.schema import Fixed, Flag, Many, Maybe, Raw, Real, Record, Shape, String, Whole, Word, fields_of
+from outrider.protocol.errors import ProtocolError
+from outrider.protocol.fields import Array
+from outrider.protocol.schema import Fixed, Flag, Many, Maybe, Raw, Real, Record, Shape, String, Whole, Word, fields_of
 
 Buffer: TypeAlias = bytes | memoryview
 Check: TypeAlias = Callable[[Any, Any], Any]

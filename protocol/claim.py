@@ -11,7 +11,7 @@ import os
 import socket
 import stat
 
-from protocol.errors import EndpointError
+from outrider.protocol.errors import EndpointError
 
 
 class PathClaim:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from protocol.messages import Span
+from outrider.protocol.messages import Span
 
 MILLISECOND_NS = 1_000_000
 

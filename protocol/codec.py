@@ -13,11 +13,11 @@ from typing import Any
 
 import msgpack
 
-from protocol.checks import Buffer, dumper, loader, wrong
-from protocol.errors import InvalidRequest, ProtocolError, RefusedRequest
-from protocol.messages import Message
-from protocol.schema import MAX_ITEMS
-from protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
+from outrider.protocol.checks import Buffer, dumper, loader, wrong
+from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest
+from outrider.protocol.messages import Message
+from outrider.protocol.schema import MAX_ITEMS
+from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
 
 MESSAGES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Message)}
 """Every message that may cross a socket, by the name it has in the header."""

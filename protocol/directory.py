@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from protocol.endpoints import MAX_PATH, Ipc
+from outrider.protocol.endpoints import MAX_PATH, Ipc
 
 MAX_NAME = 32
 """Characters of a socket's name in the directory."""

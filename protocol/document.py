@@ -1,4 +1,4 @@
-"""Writes docs/protocol.md from the dataclasses: `python -m protocol.document [PATH]`. A test fails when it is old."""
+"""Writes docs/protocol.md from the dataclasses: `python -m outrider.protocol.document [PATH]`. A test holds it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from protocol.codec import MESSAGES
-from protocol.endpoints import MAX_FRAME
-from protocol.schema import (
+from outrider.protocol.codec import MESSAGES
+from outrider.protocol.endpoints import MAX_FRAME
+from outrider.protocol.schema import (
     MAX_CHARACTERS,
     MAX_ITEMS,
     Field,
@@ -27,14 +27,14 @@ from protocol.schema import (
     Word,
     fields_of,
 )
-from protocol.version import PROTOCOL_VERSION
+from outrider.protocol.version import PROTOCOL_VERSION
 
 PAGE = Path("docs/protocol.md")
 
 HEAD = f"""\
 # The protocol
 
-<!-- Written by `python -m protocol.document` from protocol/messages/. Change that, not this. -->
+<!-- Written by `python -m outrider.protocol.document` from protocol/messages/. Change that, not this. -->
 
 What the orchestrator, the workers and the clients say to each other. This is version {PROTOCOL_VERSION}.
 
@@ -104,7 +104,7 @@ def page() -> str:
 
 
 def _is_clients(cls: type[Any]) -> bool:
-    return cls.__module__ == "protocol.messages.clients"
+    return cls.__module__ == "outrider.protocol.messages.clients"
 
 
 def _records() -> dict[str, type[Any]]:

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import zmq
 
-from protocol.claim import PathClaim
-from protocol.errors import EndpointError
+from outrider.protocol.claim import PathClaim
+from outrider.protocol.errors import EndpointError
 
 Socket: TypeAlias = zmq.Socket[Any]
 

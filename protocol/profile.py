@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)

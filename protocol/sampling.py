@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
 RULES = ("coupled", "residual")

@@ -11,7 +11,7 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from protocol.fields import Array, Choice, Range, Size
+from outrider.protocol.fields import Array, Choice, Range, Size
 
 MAX_ITEMS = 2**16
 MAX_CHARACTERS = 2**26

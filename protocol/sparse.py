@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.fields import Ids, Probabilities
+from outrider.protocol.fields import Ids, Probabilities
 
 # How far a row of float32 probabilities may be from 1 in sum.
 TOLERANCE = 1e-3

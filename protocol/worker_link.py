@@ -17,10 +17,10 @@ from types import FrameType
 
 import zmq
 
-from protocol.codec import decode, encode
-from protocol.endpoints import connect
-from protocol.errors import ProtocolError
-from protocol.messages import Message, Ping, Pong
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.endpoints import connect
+from outrider.protocol.errors import ProtocolError
+from outrider.protocol.messages import Message, Ping, Pong
 
 HEARTBEAT_SUFFIX = "/heartbeat"
 IDLE_POLL_MS = 200

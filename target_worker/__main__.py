@@ -1,4 +1,4 @@
-"""`python -m target_worker`: loads the target, says HELLO, serves until told to stop."""
+"""`python -m outrider.target_worker`: loads the target, says HELLO, serves until told to stop."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import os
 import time
 from pathlib import Path
 
-from protocol.errors import OutriderError
-from protocol.messages import Fault, Hello, Loading
-from protocol.profile import Profile
-from protocol.worker_link import WorkerLink
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import Fault, Hello, Loading
+from outrider.protocol.profile import Profile
+from outrider.protocol.worker_link import WorkerLink
 
 
 def main() -> int:
@@ -20,11 +20,11 @@ def main() -> int:
     with WorkerLink(options.endpoint, options.name, options.parent_fd) as link:
         try:
             link.send(Loading("target", "importing MLX"))
-            from engine import memory
-            from engine.loading import load
-            from engine.pace import Pace
-            from target_worker.colocated import Colocated
-            from target_worker.worker import TargetWorker
+            from outrider.engine import memory
+            from outrider.engine.loading import load
+            from outrider.engine.pace import Pace
+            from outrider.target_worker.colocated import Colocated
+            from outrider.target_worker.worker import TargetWorker
 
             profile = Profile.read(options.simulate) if options.simulate else None
 

@@ -1,4 +1,4 @@
-"""`python -m target_worker.busy gpu|cpu`: keeps the target's device busy until its stdin ends, for contended benches.
+"""`python -m outrider.target_worker.busy gpu|cpu`: keeps the target's device busy until its stdin ends.
 
 On a CPU it streams memory, as another model's weights would; on a GPU it multiplies matrices. Says one line when it has
 begun. Knows nothing of Outrider's ways.

@@ -1,4 +1,4 @@
-"""`python -m target_worker.certificate`: replays an output teacher-forced and says which tokens are the target's own.
+"""`python -m outrider.target_worker.certificate`: replays an output and says which tokens are the target's own.
 
 Reads one JSON object {model, tokens, generated, sampling} from stdin, writes JSON lines: {stage} and {position, of} as
 it goes, then the report, or {error, kind}. Each token is chosen by a single-step forward over all before it, as plain
@@ -17,12 +17,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.loading import LoadedModel, load
-from engine.sampling import Sampler, warp
-from engine.slots import Slot
-from protocol.certificate import Difference, Report
-from protocol.errors import InvalidRequest, OutriderError
-from protocol.sampling import SamplingParams
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.sampling import Sampler, warp
+from outrider.engine.slots import Slot
+from outrider.protocol.certificate import Difference, Report
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.sampling import SamplingParams
 
 PROGRESS_EVERY = 16
 # What two correct forwards may differ by in a score: chunk and step kernels round differently, each in its own format.

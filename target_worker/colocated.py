@@ -10,16 +10,16 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from engine.draws import Draws
-from engine.loading import LoadedModel
-from engine.nodes import Tree
-from engine.slots import Slot
-from engine.tree import open_tree, tree_form
-from engine.verify import Verdict, verify
-from protocol import clock
-from protocol.messages import Span
-from protocol.sampling import SamplingParams
-from protocol.sparse import SparseQ
+from outrider.engine.draws import Draws
+from outrider.engine.loading import LoadedModel
+from outrider.engine.open_tree import open_tree, tree_form
+from outrider.engine.slots import Slot
+from outrider.engine.tree import Tree
+from outrider.engine.verify import Verdict, verify
+from outrider.protocol import clock
+from outrider.protocol.messages import Span
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from engine.pace import Pace, paced
-from engine.verify import RunAhead
-from protocol import clock
-from protocol.errors import InvalidRequest
-from protocol.messages import Outcome, Span, Verify
-from target_worker.colocated import Colocated, DraftedRounds, Drafting
-from target_worker.running import Running
+from outrider.engine.pace import Pace, paced
+from outrider.engine.verify import RunAhead
+from outrider.protocol import clock
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Outcome, Span, Verify
+from outrider.target_worker.colocated import Colocated, DraftedRounds, Drafting
+from outrider.target_worker.running import Running
 
 Progress = Callable[[int, int], None]
 

@@ -1,4 +1,4 @@
-"""`python -m target_worker.peers`: the same weights in mlx-lm's own loops, for comparison.
+"""`python -m outrider.target_worker.peers`: the same weights in mlx-lm's own loops, for comparison.
 
 Reads one JSON object a line from stdin, {tokens, max_tokens, num_draft_tokens (0: plain decoding), temp, seed}, and
 answers each with {tokens, decode_seconds}: from the first generated token to the last, prefill left out. Knows nothing
@@ -19,8 +19,8 @@ from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_tokenizer
 
-from engine.loading import load
-from protocol.errors import OutriderError
+from outrider.engine.loading import load
+from outrider.protocol.errors import OutriderError
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from engine.slots import Slot
-from engine.verify import RunAhead, Verdict
-from protocol.messages import Outcome, Prepare, Verify
-from target_worker.colocated import DraftedRounds, Drafting
+from outrider.engine.slots import Slot
+from outrider.engine.verify import RunAhead, Verdict
+from outrider.protocol.messages import Outcome, Prepare, Verify
+from outrider.target_worker.colocated import DraftedRounds, Drafting
 
 
 @dataclass(slots=True)

@@ -14,13 +14,13 @@ from collections import deque
 
 import mlx.core as mx
 
-from engine.loading import LoadedModel
-from engine.pace import Pace, paced
-from engine.slots import open_slots
-from engine.verify import verify
-from protocol import clock
-from protocol.errors import InvalidRequest, OutriderError
-from protocol.messages import (
+from outrider.engine.loading import LoadedModel
+from outrider.engine.pace import Pace, paced
+from outrider.engine.slots import open_slots
+from outrider.engine.verify import verify
+from outrider.protocol import clock
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.messages import (
     Close,
     Fault,
     Message,
@@ -32,11 +32,11 @@ from protocol.messages import (
     Shutdown,
     Verify,
 )
-from protocol.sparse import SparseQ, one_hot
-from protocol.worker_link import WorkerLink
-from target_worker.colocated import Colocated
-from target_worker.own_rounds import OwnRounds
-from target_worker.running import Running
+from outrider.protocol.sparse import SparseQ, one_hot
+from outrider.protocol.worker_link import WorkerLink
+from outrider.target_worker.colocated import Colocated
+from outrider.target_worker.own_rounds import OwnRounds
+from outrider.target_worker.running import Running
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 MIN_CHARACTERS = 200
 MAX_CHARACTERS = 400_000

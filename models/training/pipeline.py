@@ -27,7 +27,7 @@ from models.training.recipe import Recipe
 from models.training.record import Record, Trained
 from models.training.storage import Workspace, check_out, replacing, workspace
 from models.training.teacher import TeacherCache
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 _LONG_SHARE = 0.085  # of the target's tokens, the part seen at full context, after the cheap short windows
 

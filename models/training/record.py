@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from models.training.recipe import Recipe
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 FILE_NAME = "training.json"
 

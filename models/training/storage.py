@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 _IDENTITY = "run.json"
 _LOCK = "lock"

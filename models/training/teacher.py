@@ -21,7 +21,7 @@ from models.training.llama import Llama
 from models.training.loop import autocast
 from models.training.progress import Progress
 from models.training.storage import replacing
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 _FORWARD_TOKENS = 8192  # a forward's worth; bounds memory
 _FLUSH_EVERY = 16  # forwards

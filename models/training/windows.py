@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 
 @lru_cache(maxsize=4)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from orchestrator.cli.parser import Parser
-from orchestrator.machine.spawn import child_environment, python
-from protocol.errors import OutriderError
+from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.protocol.errors import OutriderError
 
 COMMANDS = {
     "generate": "complete a prompt",
@@ -27,7 +27,7 @@ COMMANDS = {
     "doctor": "what this machine has and what each placement would cost",
     "pairs": "model pairs that fit, or a check of one",
 }
-PROGRAMS = {"convert": "draft_worker.coreml.convert"}
+PROGRAMS = {"convert": "outrider.drafting.coreml.convert"}
 """Commands that are programs of another room, which may import MLX as this one may not: this process becomes them."""
 INTERRUPTED = 130
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _without_command(given)
     if given[0] in PROGRAMS:
         _become(PROGRAMS[given[0]], given[1:])
-    command = import_module(f"orchestrator.cli.{given[0]}")
+    command = import_module(f"outrider.orchestrator.cli.{given[0]}")
     parser = Parser(prog=f"outrider {given[0]}", description=command.__doc__)
     command.add_flags(parser)
     options = parser.parse_args(given[1:])
@@ -66,7 +66,7 @@ def _without_command(given: list[str]) -> int:
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     options = parser.parse_args(given)
     if options.version:
-        from protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
+        from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
 
         print(f"outrider {PACKAGE_VERSION} (protocol {PROTOCOL_VERSION})")
         return 0

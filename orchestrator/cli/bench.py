@@ -14,27 +14,35 @@ from typing import Any, TypeVar
 
 import zmq
 
-from orchestrator.cli import flags
-from orchestrator.cli.folder import writable
-from orchestrator.cli.screen import Screen
-from orchestrator.core.hub import Hub
-from orchestrator.machine import blas
-from orchestrator.pair.model_files import ROOT
-from orchestrator.pair.pairing import ChosenPair, choose_pair
-from orchestrator.pair.tokenizer import load_codec
-from orchestrator.settings import ServeSettings, check_draft_tokens, check_whole
-from orchestrator.study import bars, report
-from orchestrator.study.alone import Alone, Stopwatch
-from orchestrator.study.contention import Contention
-from orchestrator.study.contest import Contestant, Run, compete, read_prompts
-from orchestrator.study.explain import Subject, judge_all, lines, subjects_of
-from orchestrator.study.field import BASELINE, BOTH_CORES, Field, field, of_main_table, of_second_table, require_peer
-from orchestrator.study.workbench import Workbench
-from protocol.directory import private_directory
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.folder import writable
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.machine import blas
+from outrider.orchestrator.pair.model_files import PACKAGE
+from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import ServeSettings, check_draft_tokens, check_whole
+from outrider.orchestrator.study import bars, report
+from outrider.orchestrator.study.alone import Alone, Stopwatch
+from outrider.orchestrator.study.contention import Contention
+from outrider.orchestrator.study.contest import Contestant, Run, compete, read_prompts
+from outrider.orchestrator.study.explain import Subject, judge_all, lines, subjects_of
+from outrider.orchestrator.study.field import (
+    BASELINE,
+    BOTH_CORES,
+    Field,
+    field,
+    of_main_table,
+    of_second_table,
+    require_peer,
+)
+from outrider.orchestrator.study.workbench import Workbench
+from outrider.protocol.directory import private_directory
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
 
-PROMPTS = ROOT / "bench" / "prompts"
+PROMPTS = PACKAGE / "bench" / "prompts"
 N = TypeVar("N", int, float)
 
 
@@ -157,7 +165,7 @@ def _started(options: argparse.Namespace, plan: Plan, pair: ChosenPair, screen: 
         if settings.has_draft_worker:
             directory = stack.enter_context(private_directory())
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            bench = stack.enter_context(Workbench(Hub(context, settings, directory.path), screen.show))
+            bench = stack.enter_context(Workbench(WorkerPool(context, settings, directory.path), screen.show))
         conditions = ""
         if options.contended:
             conditions = "; " + stack.enter_context(Contention(settings)).describe()

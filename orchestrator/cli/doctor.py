@@ -7,14 +7,14 @@ import json
 import subprocess
 from typing import Any
 
-from orchestrator.cli import flags
-from orchestrator.cli.screen import Screen
-from orchestrator.machine import blas
-from orchestrator.machine.spawn import child_environment, python
-from orchestrator.pair.model_files import embedded_pair
-from protocol.errors import WorkerError
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pair.model_files import embedded_pair
+from outrider.protocol.errors import WorkerError
 
-DATA = "draft_worker.coreml.doctor"
+DATA = "outrider.drafting.coreml.doctor"
 GIBIBYTE = 2**30
 
 

@@ -9,9 +9,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from orchestrator.settings import BRANCH_DEPTHS, DRAFT_BACKENDS, FAN_OUTS, LOG_LEVELS, MODES, ServeSettings
-from protocol.errors import InvalidRequest
-from protocol.sampling import RULES, SamplingParams
+from outrider.orchestrator.settings import BRANCH_DEPTHS, DRAFT_BACKENDS, FAN_OUTS, LOG_LEVELS, MODES, ServeSettings
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import RULES, SamplingParams
 
 _DEFAULTS = ServeSettings()
 _SAMPLING = SamplingParams()

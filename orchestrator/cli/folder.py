@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 
 def writable(path: Path, instead: str) -> Path:

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from orchestrator.cli import flags
-from orchestrator.cli.screen import Screen
-from orchestrator.client.client import Client
-from orchestrator.client.cluster import LocalCluster
-from orchestrator.client.dialogue import Wish
-from orchestrator.client.result import GenerationResult
-from protocol.errors import InvalidRequest
-from protocol.messages import Timings
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.client.dialogue import Wish
+from outrider.orchestrator.client.result import GenerationResult
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Timings
 
 REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level")
 TIMINGS = (

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import zmq
 
-from orchestrator.cli import flags
-from orchestrator.cli.folder import writable
-from orchestrator.cli.generate import read_prompt
-from orchestrator.cli.screen import Screen
-from orchestrator.client.client import Client
-from orchestrator.client.cluster import LocalCluster
-from orchestrator.core.hub import Hub
-from orchestrator.pair.pairing import choose_pair
-from orchestrator.pair.tokenizer import load_codec
-from orchestrator.settings import ServeSettings
-from orchestrator.study.breakdown import breakdown, table
-from orchestrator.study.overlap import Overlap, measure
-from orchestrator.study.timeline import Bar, draw, read
-from orchestrator.study.workbench import Workbench
-from protocol.directory import private_directory
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.folder import writable
+from outrider.orchestrator.cli.generate import read_prompt
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.pair.pairing import choose_pair
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.study.breakdown import breakdown, table
+from outrider.orchestrator.study.overlap import Overlap, measure
+from outrider.orchestrator.study.timeline import Bar, draw, read
+from outrider.orchestrator.study.workbench import Workbench
+from outrider.protocol.directory import private_directory
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
 
 PROMPT = "def read_lines(path):\n"
 # The picture begins here: the first rounds of a request are its warm-up.
@@ -68,8 +68,8 @@ def _measure(settings: ServeSettings, prompt: str, rounds: int, screen: Screen) 
     tokens = load_codec(pair.target).encode(prompt)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with private_directory() as directory:
-        hub = Hub(context, pair.settings, directory.path)
-        with Workbench(hub, screen.show) as bench:
+        pool = WorkerPool(context, pair.settings, directory.path)
+        with Workbench(pool, screen.show) as bench:
             screen.show("timing rounds")
             return measure(bench, tokens, rounds, settings.num_draft_tokens, settings.branches)
 

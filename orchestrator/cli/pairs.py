@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from orchestrator.pair.known_pairs import BILLION, KNOWN_PAIRS
-from orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model
-from orchestrator.pair.tokenizer import load_codec
-from orchestrator.pair.vocabulary import compare
-from protocol.errors import InvalidRequest, ModelError
+from outrider.orchestrator.pair.known_pairs import BILLION, KNOWN_PAIRS
+from outrider.orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.pair.vocabulary import compare
+from outrider.protocol.errors import InvalidRequest, ModelError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 
 class Parser(argparse.ArgumentParser):

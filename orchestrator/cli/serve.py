@@ -8,15 +8,15 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from orchestrator.cli import flags
-from orchestrator.cli.screen import Screen
-from orchestrator.failure import kind_of
-from orchestrator.handshake import Announcement, Failure, Ready, Stage, announce
-from orchestrator.settings import ServeSettings
-from protocol.errors import OutriderError
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.failure import kind_of
+from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, announce
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import OutriderError
 
 if TYPE_CHECKING:
-    from orchestrator.front.loop import Front
+    from outrider.orchestrator.front.loop import Front
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from orchestrator import serve  # deferred: --help needs no sockets
+    from outrider.orchestrator import serve  # deferred: --help needs no sockets
 
     flags.set_up_logging(options)
     settings = ServeSettings(**flags.settings_of(options))
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _for_parent(settings: ServeSettings, parent: socket.socket) -> int:
     """Whoever started this process hears of everything on the inherited socket; nothing is printed."""
-    from orchestrator import serve
+    from outrider.orchestrator import serve
 
     try:
         serve.run(settings, lambda told: announce(parent, told), parent=parent)

@@ -9,23 +9,30 @@ from collections.abc import Sequence
 
 import zmq
 
-from orchestrator.cli import flags
-from orchestrator.cli.folder import writable
-from orchestrator.cli.screen import Screen
-from orchestrator.client.cluster import LocalCluster
-from orchestrator.core import tuning
-from orchestrator.core.hub import Hub
-from orchestrator.core.tuning import Choice, Tuning
-from orchestrator.machine import prompt_reader
-from orchestrator.pair.pairing import ChosenPair, choose_pair
-from orchestrator.pair.tokenizer import load_codec
-from orchestrator.settings import ServeSettings
-from orchestrator.study.forecast import Forecast, best_of, costs_in_turn, forecasts, most_gained, recommendation
-from orchestrator.study.probe import Probe, probe
-from orchestrator.study.workbench import Workbench
-from protocol.directory import private_directory
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.folder import writable
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.core import tuning
+from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.machine import prompt_reader
+from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.study.forecast import (
+    Forecast,
+    best_of,
+    costs_in_turn,
+    forecasts,
+    most_gained,
+    recommendation,
+)
+from outrider.orchestrator.study.probe import Probe, probe
+from outrider.orchestrator.study.workbench import Workbench
+from outrider.protocol.directory import private_directory
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
 
 PROMPTS = (
     "def read_lines(path):\n",
@@ -82,8 +89,10 @@ def run(options: argparse.Namespace) -> int:
 def _probe(pair: ChosenPair, sampling: SamplingParams, screen: Screen) -> Probe:
     codec = load_codec(pair.target)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with private_directory() as directory, Workbench(Hub(context, pair.settings, directory.path), screen.show) as bench:
-        return probe(bench, [codec.encode(text) for text in PROMPTS], sampling, DEPTHS, BRANCHES, screen.show)
+    with private_directory() as directory:
+        pool = WorkerPool(context, pair.settings, directory.path)
+        with Workbench(pool, screen.show) as bench:
+            return probe(bench, [codec.encode(text) for text in PROMPTS], sampling, DEPTHS, BRANCHES, screen.show)
 
 
 def _turnaround(options: argparse.Namespace, screen: Screen) -> float:

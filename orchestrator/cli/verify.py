@@ -12,16 +12,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from orchestrator.certify import certify
-from orchestrator.cli import flags
-from orchestrator.cli.generate import add_generation_flags, generate, wish_of
-from orchestrator.cli.screen import Screen
-from orchestrator.front.admission import prompt_tokens
-from orchestrator.pair.chat import chat_template
-from orchestrator.pair.model_files import find_model, read_json
-from orchestrator.pair.tokenizer import TextCodec, load_codec
-from protocol.certificate import Difference, Report
-from protocol.errors import InvalidRequest
+from outrider.orchestrator.certify import certify
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.generate import add_generation_flags, generate, wish_of
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.front.admission import prompt_tokens
+from outrider.orchestrator.pair.chat import chat_template
+from outrider.orchestrator.pair.model_files import find_model, read_json
+from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.protocol.certificate import Difference, Report
+from outrider.protocol.errors import InvalidRequest
 
 NOT_CERTIFIED = 1
 

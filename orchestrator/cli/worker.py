@@ -6,13 +6,13 @@ import argparse
 import os
 import socket
 
-from orchestrator.cli import flags
-from orchestrator.machine import blas
-from orchestrator.machine.spawn import MODULES, child_environment, worker_command
-from orchestrator.pair.pairing import choose_pair
-from orchestrator.settings import ServeSettings
-from protocol.endpoints import parse
-from protocol.errors import InvalidRequest
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine.spawn import MODULES, child_environment, worker_command
+from outrider.orchestrator.pair.pairing import choose_pair
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.endpoints import parse
+from outrider.protocol.errors import InvalidRequest
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
-from orchestrator.client.dialogue import ASK_AFTER_SECONDS, Dialogue, Patience, Wish
-from orchestrator.client.result import Chunk, GenerationResult
-from orchestrator.client_key import client_key
-from protocol.codec import decode, encode
-from protocol.endpoints import connect
-from protocol.errors import EndpointError
-from protocol.messages import Message, Stats
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.client.dialogue import ASK_AFTER_SECONDS, Dialogue, Patience, Wish
+from outrider.orchestrator.client.result import Chunk, GenerationResult
+from outrider.orchestrator.client_key import client_key
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.endpoints import connect
+from outrider.protocol.errors import EndpointError
+from outrider.protocol.messages import Message, Stats
+from outrider.protocol.sampling import SamplingParams
 
 FLUSH_MS = 1000
 

@@ -1,4 +1,4 @@
-"""A cluster of one's own: starts `python -m orchestrator serve` as a process, waits until it is ready, ends it.
+"""A cluster of one's own: starts `python -m outrider serve` as a process, waits until it is ready, ends it.
 
 The server ends with this process, however this process ends. Knows the handshake; knows nothing of workers.
 """
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from orchestrator.client.async_client import AsyncClient
-from orchestrator.client.client import Client
-from orchestrator.failure import as_error
-from orchestrator.handshake import Failure, Ready, Stage, announcements
-from orchestrator.machine.spawn import child_environment, python
-from orchestrator.settings import ServeSettings, flags
-from protocol.errors import WorkerError
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.failure import as_error
+from outrider.orchestrator.handshake import Failure, Ready, Stage, announcements
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.settings import ServeSettings, flags
+from outrider.protocol.errors import WorkerError
 
 END_SECONDS = 12.0
 
@@ -38,7 +38,7 @@ class LocalCluster:
         self._line, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                python("-m", "orchestrator", "serve", *flags(checked), "--parent-fd", str(theirs.fileno())),
+                python("-m", "outrider", "serve", *flags(checked), "--parent-fd", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=child_environment(),

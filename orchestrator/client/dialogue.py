@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orchestrator.client.result import Chunk, GenerationResult
-from orchestrator.failure import as_error
-from orchestrator.settings import MODES, check_branches, check_draft_tokens, check_word
-from protocol import messages
-from protocol.errors import EndpointError, InvalidRequest
-from protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, Started, StatsQuery
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.client.result import Chunk, GenerationResult
+from outrider.orchestrator.failure import as_error
+from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens, check_word
+from outrider.protocol import messages
+from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, Started, StatsQuery
+from outrider.protocol.sampling import SamplingParams
 
 ASK_AFTER_SECONDS = 1.0
 MAX_TOKEN = 2**31 - 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.messages import Timings
+from outrider.protocol.messages import Timings
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from orchestrator.core.proposal import Proposal, Source
-from protocol.clock import MILLISECOND_NS
-from protocol.messages import Outcome, Timings
+from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import Outcome, Timings
 
 # A request tells at most this many single turnarounds; the sums go on.
 MAX_TURNAROUNDS = 10_000

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from orchestrator.core.estimates import Estimates
-from orchestrator.core.speedup import Costs, Odds, ar_rate, sd_rate, ssd_rate
-from orchestrator.core.tuning import Choice
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.speedup import Costs, Odds, ar_rate, sd_rate, ssd_rate
+from outrider.orchestrator.core.tuning import Choice
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 # An episode is long enough to be measured: rounds are kept in one mode for this many.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.core.estimates import Estimates
-from orchestrator.core.ngram import Copy, NgramIndex
-from orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.ngram import Copy, NgramIndex
+from outrider.orchestrator.core.proposal import Proposal, Source
 
 LONGEST_COPY = 12
 

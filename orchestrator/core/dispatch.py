@@ -10,10 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from orchestrator.core.limits import growth
-from orchestrator.core.request import Request
-from protocol.fields import MAX_COMMIT
-from protocol.messages import Close, Commit, Message, Open, Prepare, Verify
+from outrider.orchestrator.core.limits import growth
+from outrider.orchestrator.core.request import Request
+from outrider.protocol.fields import MAX_COMMIT
+from outrider.protocol.messages import Close, Commit, Message, Open, Prepare, Verify
 
 
 class Workers(Protocol):

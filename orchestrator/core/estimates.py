@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from orchestrator.core.tuning import Tuning
+from outrider.orchestrator.core.tuning import Tuning
 
 SMOOTHING = 0.1
 PRIOR_WEIGHT = 8.0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.core.copies import Tail
-from orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.copies import Tail
+from outrider.orchestrator.core.estimates import Estimates
 
 
 @dataclass(frozen=True, slots=True)

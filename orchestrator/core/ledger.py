@@ -5,15 +5,15 @@ The rounds tell it what was sent and what came; it never sends anything.
 
 from __future__ import annotations
 
-from orchestrator.core.controller import EPISODE_ROUNDS, NOTICE_ROUNDS, Controller, Plan
-from orchestrator.core.estimates import Estimates
-from orchestrator.core.proposal import Proposal, Source
-from orchestrator.core.request import Request, Round, RoundSettings, Waiting
-from orchestrator.core.trace import Trace
-from orchestrator.core.tuning import Tuning
-from orchestrator.events import Admit
-from protocol.clock import MILLISECOND_NS
-from protocol.messages import Branches, Drafted, Outcome, Span
+from outrider.orchestrator.core.controller import EPISODE_ROUNDS, NOTICE_ROUNDS, Controller, Plan
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.request import Request, Round, RoundSettings, Waiting
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.tuning import Tuning
+from outrider.orchestrator.events import Admit
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import Branches, Drafted, Outcome, Span
 
 ORCHESTRATOR = "orchestrator"
 TARGET = "target"

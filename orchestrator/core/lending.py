@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.core.limits import room, up_to_end
-from orchestrator.core.proposal import Proposal
-from orchestrator.core.proposals import Proposer
-from orchestrator.core.request import Request
-from orchestrator.core.speculation_cache import Outcome
+from outrider.orchestrator.core.limits import room, up_to_end
+from outrider.orchestrator.core.proposal import Proposal
+from outrider.orchestrator.core.proposals import Proposer
+from outrider.orchestrator.core.request import Request
+from outrider.orchestrator.core.speculation_cache import Outcome
 
 
 def may_lend(request: Request) -> bool:

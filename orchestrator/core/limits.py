@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.core.request import Request
+from outrider.orchestrator.core.request import Request
 
 
 def growth(request: Request, context: int) -> int:

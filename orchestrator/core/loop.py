@@ -1,4 +1,4 @@
-"""The core thread: waits on the workers' socket and on the front, and hands each thing to the hub or the rounds.
+"""The core thread: waits on the workers' socket and on the front, and hands each thing to the pool or the rounds.
 
 Owns no state but the loop. Everything here must answer in microseconds.
 """
@@ -12,17 +12,17 @@ from pathlib import Path
 
 import zmq
 
-from orchestrator.core import tuning
-from orchestrator.core.hub import Hub, Loss
-from orchestrator.core.request import RoundSettings
-from orchestrator.core.rounds import Rounds
-from orchestrator.core.trace import Trace
-from orchestrator.events import Admit, Broke, Quit, Stop, ToCore, ToFront, WorkersChanged
-from orchestrator.mailbox import Mailbox
-from orchestrator.settings import ServeSettings
-from protocol import clock
-from protocol.clock import MILLISECOND_NS
-from protocol.messages import Fault, Hello, Loading, Outcome, Pong
+from outrider.orchestrator.core import tuning
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.worker_pool import Loss, WorkerPool
+from outrider.orchestrator.events import Admit, Broke, Quit, Stop, ToCore, ToFront, WorkersChanged
+from outrider.orchestrator.mailbox import Mailbox
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import clock
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import Fault, Hello, Loading, Outcome, Pong
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ class Core:
         self._inbox = inbox
         self._outbox = outbox
         self._trace = Trace(settings.trace)
-        self._hub = Hub(context, settings, run_dir)
+        self._pool = WorkerPool(context, settings, run_dir)
         self._rounds = Rounds(
-            self._hub,
+            self._pool,
             RoundSettings(
                 settings.num_draft_tokens,
                 settings.branches,
@@ -61,7 +61,7 @@ class Core:
 
     @property
     def workers_endpoint(self) -> str:
-        return self._hub.endpoint
+        return self._pool.endpoint
 
     @property
     def stale_messages(self) -> int:
@@ -69,16 +69,16 @@ class Core:
 
     @property
     def rejected_frames(self) -> int:
-        return self._hub.rejected
+        return self._pool.rejected
 
     def run(self) -> None:
         """Runs until Quit; always ends the workers it started."""
         gc.freeze()  # what was loaded by now is never searched again: a full collection takes milliseconds
         poller = zmq.Poller()
-        poller.register(self._hub.socket, zmq.POLLIN)
+        poller.register(self._pool.socket, zmq.POLLIN)
         poller.register(self._inbox.wake, zmq.POLLIN)
         try:
-            self._hub.start()
+            self._pool.start()
             going = True
             while going:
                 poller.poll(self._timeout_ms())
@@ -87,7 +87,7 @@ class Core:
                 self._keep_watch()
         finally:
             self._rounds.close()
-            self._hub.close()
+            self._pool.close()
             self._trace.close()
 
     def _timeout_ms(self) -> int:
@@ -98,28 +98,28 @@ class Core:
 
     def _hear_workers(self) -> None:
         """Takes in all that has arrived, BRANCHES before OUTCOMEs, so that a lookup sees what came in time."""
-        arrived = list(self._hub.receive())
+        arrived = list(self._pool.receive())
         arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
         for name, message in arrived:
             now_ns = clock.now()
             match message:
                 case Hello():
-                    self._hub.hello(name, message, now_ns)
+                    self._pool.hello(name, message, now_ns)
                     self._tell_workers()
                 case Loading():
-                    self._hub.loading(message)
+                    self._pool.loading(message)
                     self._tell_workers()
                 case Pong():
-                    self._hub.pong(name, message, now_ns)
+                    self._pool.pong(name, message, now_ns)
                 case Fault(request=None):
-                    self._hub.fault(name, message)
+                    self._pool.fault(name, message)
                 case _:
                     self._rounds.handle(name, message, now_ns)
 
     def _hear_front(self) -> bool:
         for event in self._inbox.take():
             match event:
-                case Admit() if self._hub.has_target():
+                case Admit() if self._pool.has_target():
                     self._rounds.begin(event, clock.now())
                 case Admit():
                     self._outbox.put(
@@ -134,8 +134,8 @@ class Core:
     def _keep_watch(self) -> None:
         now_ns = clock.now()
         self._rounds.on_time(now_ns)
-        self._hub.ping(now_ns)
-        for loss in self._hub.losses(now_ns):
+        self._pool.ping(now_ns)
+        for loss in self._pool.losses(now_ns):
             self._on_loss(loss, now_ns)
 
     def _on_loss(self, loss: Loss, now_ns: int) -> None:
@@ -148,4 +148,4 @@ class Core:
         self._tell_workers(fatal)
 
     def _tell_workers(self, fatal: str = "") -> None:
-        self._outbox.put(WorkersChanged(self._hub.stats(), self._hub.ready, self._hub.stage, fatal))
+        self._outbox.put(WorkersChanged(self._pool.stats(), self._pool.ready, self._pool.stage, fatal))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from protocol.messages import Outcome
-from protocol.sampling import SamplingParams
-from protocol.sparse import SparseQ
+from outrider.protocol.messages import Outcome
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ
 
 
 class Source(Enum):

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.core.controller import EPISODE_ROUNDS, NOTICE_ROUNDS, TRY_ROUNDS
-from orchestrator.core.copies import best_tail, copied, filled, longest_copy
-from orchestrator.core.estimates import Estimates
-from orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
-from orchestrator.core.proposal import Proposal, Source
-from orchestrator.core.request import Request
-from orchestrator.core.speculation_cache import Prepared
-from protocol.clock import MILLISECOND_NS
-from protocol.messages import Drafted
-from protocol.sparse import SparseQ
+from outrider.orchestrator.core.controller import EPISODE_ROUNDS, NOTICE_ROUNDS, TRY_ROUNDS
+from outrider.orchestrator.core.copies import best_tail, copied, filled, longest_copy
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
+from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.request import Request
+from outrider.orchestrator.core.speculation_cache import Prepared
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import Drafted
+from outrider.protocol.sparse import SparseQ
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from orchestrator.core.account import Account
-from orchestrator.core.controller import Plan
-from orchestrator.core.ngram import NgramIndex
-from orchestrator.core.proposal import Proposal, Source
-from orchestrator.core.speculation_cache import SpeculationCache
-from orchestrator.events import Admit
-from protocol.messages import Outcome
+from outrider.orchestrator.core.account import Account
+from outrider.orchestrator.core.controller import Plan
+from outrider.orchestrator.core.ngram import NgramIndex
+from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.speculation_cache import SpeculationCache
+from outrider.orchestrator.events import Admit
+from outrider.protocol.messages import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from orchestrator.core.account import Account
-from orchestrator.core.dispatch import Dispatch, Workers
-from orchestrator.core.ledger import Ledger
-from orchestrator.core.lending import lent, may_lend
-from orchestrator.core.limits import room, up_to_end
-from orchestrator.core.ngram import NgramIndex
-from orchestrator.core.proposal import Proposal, Source
-from orchestrator.core.proposals import Ask, Linger, Proposer, Step
-from orchestrator.core.request import Request, RoundSettings
-from orchestrator.core.speculation_cache import is_sound
-from orchestrator.core.trace import Trace
-from orchestrator.core.tuning import Tuning
-from orchestrator.core.waits import wait_for_branch, wait_for_chain
-from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
-from protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
+from outrider.orchestrator.core.account import Account
+from outrider.orchestrator.core.dispatch import Dispatch, Workers
+from outrider.orchestrator.core.ledger import Ledger
+from outrider.orchestrator.core.lending import lent, may_lend
+from outrider.orchestrator.core.limits import room, up_to_end
+from outrider.orchestrator.core.ngram import NgramIndex
+from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
+from outrider.orchestrator.core.request import Request, RoundSettings
+from outrider.orchestrator.core.speculation_cache import is_sound
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.tuning import Tuning
+from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
+from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
+from outrider.protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from protocol.messages import Branches, Drafted
-from protocol.sparse import SparseQ
+from outrider.protocol.messages import Branches, Drafted
+from outrider.protocol.sparse import SparseQ
 
 Outcome = tuple[int, int]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import InvalidRequest
-from protocol.messages import Span
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from orchestrator.settings import ServeSettings
-from protocol.errors import InvalidRequest
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator.core.estimates import Estimates
-from orchestrator.core.fallback import longest_wait_ms
-from orchestrator.core.proposals import Ask, Linger
-from orchestrator.core.request import Request, Waiting
-from protocol.clock import MILLISECOND_NS
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.fallback import longest_wait_ms
+from outrider.orchestrator.core.proposals import Ask, Linger
+from outrider.orchestrator.core.request import Request, Waiting
+from outrider.protocol.clock import MILLISECOND_NS
 
 # A wait that may include a drafter's first work, or that full depth asks for, gets this long before the target goes on.
 PATIENCE_MS = 2000.0

@@ -8,15 +8,15 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 
-from orchestrator.events import Admit
-from orchestrator.front.text import TextStream
-from orchestrator.pair.chat import as_chat
-from orchestrator.pair.pairing import PairText
-from orchestrator.pair.tokenizer import TextCodec
-from orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
-from protocol.errors import InvalidRequest
-from protocol.messages import Generate
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.events import Admit
+from outrider.orchestrator.front.text import TextStream
+from outrider.orchestrator.pair.chat import as_chat
+from outrider.orchestrator.pair.pairing import PairText
+from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Generate
+from outrider.protocol.sampling import SamplingParams
 
 SEEDS = 2**32
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import zmq
 
-from orchestrator.failure import kind_of
-from protocol.codec import decode, encode, request_of
-from protocol.endpoints import bind
-from protocol.errors import EndpointError, OutriderError, ProtocolError
-from protocol.messages import Failed, Message
+from outrider.orchestrator.failure import kind_of
+from outrider.protocol.codec import decode, encode, request_of
+from outrider.protocol.endpoints import bind
+from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError
+from outrider.protocol.messages import Failed, Message
 
 UNREAD_MESSAGES = 20_000
 FLUSH_MS = 500

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-from orchestrator.client_key import client_of
-from orchestrator.events import Began, Broke, Committed, Ended, PrefillAt, Stop, ToFront, WorkersChanged
-from orchestrator.failure import kind_of
-from orchestrator.front import totals
-from orchestrator.front.admission import Accepted, Admission
-from orchestrator.front.client_socket import ClientSocket, Letter
-from orchestrator.front.text import Piece
-from orchestrator.front.waiting import FairQueue
-from orchestrator.handshake import Announcement, Failure, Ready, Stage
-from orchestrator.lines import CoreFacts, Lines
-from orchestrator.pair.pairing import ChosenPair
-from protocol.errors import InvalidRequest, OutriderError
-from protocol.messages import (
+from outrider.orchestrator.client_key import client_of
+from outrider.orchestrator.events import Began, Broke, Committed, Ended, PrefillAt, Stop, ToFront, WorkersChanged
+from outrider.orchestrator.failure import kind_of
+from outrider.orchestrator.front import totals
+from outrider.orchestrator.front.admission import Accepted, Admission
+from outrider.orchestrator.front.client_socket import ClientSocket, Letter
+from outrider.orchestrator.front.text import Piece
+from outrider.orchestrator.front.waiting import FairQueue
+from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage
+from outrider.orchestrator.lines import CoreFacts, Lines
+from outrider.orchestrator.pair.pairing import ChosenPair
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.messages import (
     Cancel,
     Chunk,
     Done,
@@ -40,7 +40,7 @@ from protocol.messages import (
     Timings,
     WorkerStats,
 )
-from protocol.version import PACKAGE_VERSION
+from outrider.protocol.version import PACKAGE_VERSION
 
 LETTERS_PER_TURN = 64
 STOPPED = "the server was stopped before the text was complete; ask again when it runs"

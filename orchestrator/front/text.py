@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.pair.tokenizer import TextCodec
 
 CONTEXT_TOKENS = 6
 BROKEN = "\ufffd"

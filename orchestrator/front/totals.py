@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import zip_longest
 
-from protocol.messages import Timings
+from outrider.protocol.messages import Timings
 
 
 def add(total: Timings, one: Timings) -> Timings:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 MISSING = (
     "no OpenBLAS was found, so verifying M tokens costs M times one token instead of 1.2 to 1.4 times;"

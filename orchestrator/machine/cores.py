@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from orchestrator.settings import ServeSettings
+from outrider.orchestrator.settings import ServeSettings
 
 GIVEN = sorted(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else []
 """The cores this process was given."""

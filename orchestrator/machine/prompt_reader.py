@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 
-from orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.machine.spawn import child_environment, python
 
 SECONDS = 1200.0
 
@@ -18,7 +18,7 @@ def measured(draft_model: str) -> str | None:
     """A sentence that says who reads which prompts, or why that is not known; None where there is no Core ML."""
     if sys.platform != "darwin":
         return None
-    command = python("-m", "draft_worker.coreml.prompts", "--model", draft_model)
+    command = python("-m", "outrider.drafting.coreml.prompts", "--model", draft_model)
     try:
         done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:

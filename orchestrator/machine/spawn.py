@@ -12,14 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestrator.machine import blas, cores
-from orchestrator.pair.model_files import ROOT
-from orchestrator.settings import ServeSettings
-from protocol.errors import WorkerError
+from outrider.orchestrator.machine import blas, cores
+from outrider.orchestrator.pair.model_files import PACKAGE
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import WorkerError
 
 TAIL_BYTES = 4096
 TAIL_LINES = 3
-MODULES = {"target": "target_worker", "draft": "draft_worker"}
+MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker"}
 
 
 class SpawnedWorker:
@@ -132,5 +132,5 @@ def python(*arguments: str) -> list[str]:
 
 def child_environment() -> dict[str, str]:
     """This process's environment, in which our rooms are found wherever it was started."""
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [str(PACKAGE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "TOKENIZERS_PARALLELISM": "false"}

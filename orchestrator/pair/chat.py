@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from orchestrator.pair.model_files import read_json
-from protocol.errors import ModelError
+from outrider.orchestrator.pair.model_files import read_json
+from outrider.protocol.errors import ModelError
 
 JINJA_FILE = "chat_template.jinja"
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import ModelError
+from outrider.protocol.errors import ModelError
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-EMBEDDED_TARGET = ROOT / "models" / "target"
-EMBEDDED_DRAFT = ROOT / "models" / "draft"
+PACKAGE = Path(__file__).absolute().parents[2]
+"""The package `outrider`: in a checkout its rooms are links to the folders beside it."""
+EMBEDDED_TARGET = PACKAGE / "models" / "target"
+EMBEDDED_DRAFT = PACKAGE / "models" / "draft"
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.pair.chat import chat_template
-from orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model
-from orchestrator.pair.tokenizer import TextCodec, load_codec
-from orchestrator.pair.vocabulary import require_same
-from orchestrator.settings import ServeSettings
-from protocol.errors import ModelError
-from protocol.profile import Profile
+from outrider.orchestrator.pair.chat import chat_template
+from outrider.orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model
+from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pair.vocabulary import require_same
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import ModelError
+from outrider.protocol.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)

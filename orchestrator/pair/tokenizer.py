@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from orchestrator.pair.model_files import ModelFiles, read_json
-from protocol.errors import ModelError
+from outrider.orchestrator.pair.model_files import ModelFiles, read_json
+from outrider.protocol.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from orchestrator.pair.tokenizer import TextCodec
-from protocol.errors import ModelError
+from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.protocol.errors import ModelError
 
 SAMPLES = 3
 _FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*control_\d|^\W*pad\W*$", re.IGNORECASE)

@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.core.speedup import Costs, Kind, ar_rate, mixed_rate
-from orchestrator.study.alone import Alone
-from protocol.messages import Timings
+from outrider.orchestrator.core.speedup import Costs, Kind, ar_rate, mixed_rate
+from outrider.orchestrator.study.alone import Alone
+from outrider.protocol.messages import Timings
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.core.speedup import Costs
-from orchestrator.study.curve import Curve, medians, milliseconds
-from orchestrator.study.probe import cadence
-from orchestrator.study.workbench import Workbench
-from protocol.messages import Span
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.core.speedup import Costs
+from outrider.orchestrator.study.curve import Curve, medians, milliseconds
+from outrider.orchestrator.study.probe import cadence
+from outrider.orchestrator.study.workbench import Workbench
+from outrider.protocol.messages import Span
+from outrider.protocol.sampling import SamplingParams
 
 # Rounds of each kind in a sample; the one before them, cold caches included, is not counted.
 ROUNDS = 2

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.study.report import Section
-from protocol.errors import InvalidRequest
+from outrider.orchestrator.study.report import Section
+from outrider.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

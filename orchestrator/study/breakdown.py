@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from orchestrator.study.timeline import Bar
-from protocol.errors import InvalidRequest
+from outrider.orchestrator.study.timeline import Bar
+from outrider.protocol.errors import InvalidRequest
 
 # What the target waited for before a verify, by where its chain came from.
 PARTS = {"hit": "turnaround", "late": "waiting", "drafter": "waiting"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from orchestrator.machine import cores
-from orchestrator.machine.spawn import child_environment, python
-from orchestrator.settings import ServeSettings
-from protocol.errors import WorkerError
+from outrider.orchestrator.machine import cores
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import WorkerError
 
 
 class Contention:
@@ -19,7 +19,7 @@ class Contention:
         self._on_gpu = sys.platform == "darwin"
         device = "gpu" if self._on_gpu else "cpu"
         self._process = subprocess.Popen(
-            python("-m", "target_worker.busy", device),
+            python("-m", "outrider.target_worker.busy", device),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**child_environment(), "OMP_NUM_THREADS": "1"},

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.client.client import Client
-from orchestrator.machine import blas, cores
-from orchestrator.machine.spawn import child_environment, python
-from orchestrator.settings import ServeSettings
-from orchestrator.study.statistics import Timed
-from protocol.errors import WorkerError
-from protocol.messages import Timings
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.machine import blas, cores
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.study.statistics import Timed
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.messages import Timings
+from outrider.protocol.sampling import SamplingParams
 
 # In the name of a contestant whose draft lives in the target's process.
 COLOCATED = "colocated"
@@ -67,7 +67,7 @@ class PeerProcess:
 
     def __init__(self, settings: ServeSettings) -> None:
         """`settings` must name folders (see `pairing`)."""
-        command = python("-m", "target_worker.peers", "--model", str(settings.model))
+        command = python("-m", "outrider.target_worker.peers", "--model", str(settings.model))
         draft = ["--draft-model", settings.draft_model] if settings.draft_model is not None else []
         self._process = subprocess.Popen(
             [*command, *draft],

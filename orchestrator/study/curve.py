@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.messages import Span
+from outrider.protocol.messages import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.study.account import Account, Judged, account, judge, judge_plain, times_of_drafting
-from orchestrator.study.alone import Alone
-from orchestrator.study.contest import COLOCATED, Contestant, Ours, Run
+from outrider.orchestrator.study.account import Account, Judged, account, judge, judge_plain, times_of_drafting
+from outrider.orchestrator.study.alone import Alone
+from outrider.orchestrator.study.contest import COLOCATED, Contestant, Ours, Run
 
 GIGA = 1e9
 # A share of fewer outcomes than this says nothing.

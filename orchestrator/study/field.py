@@ -12,15 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from orchestrator.client.client import Client
-from orchestrator.client.cluster import LocalCluster
-from orchestrator.machine import cores
-from orchestrator.settings import ServeSettings
-from orchestrator.study.contest import COLOCATED, Contestant, Ours, Peer, PeerProcess, Run, compete
-from orchestrator.study.statistics import total_rate
-from protocol.errors import InvalidRequest
-from protocol.messages import WorkerStats
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine import cores
+from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.study.contest import COLOCATED, Contestant, Ours, Peer, PeerProcess, Run, compete
+from outrider.orchestrator.study.statistics import total_rate
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import WorkerStats
+from outrider.protocol.sampling import SamplingParams
 
 BASELINE = "ar"
 # What a contestant's name ends with when both cores are its.

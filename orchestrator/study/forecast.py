@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from orchestrator.core.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
-from orchestrator.study.probe import Probe
-from orchestrator.study.trial import Trial
+from outrider.orchestrator.core.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
+from outrider.orchestrator.study.probe import Probe
+from outrider.orchestrator.study.trial import Trial
 
 # Gains below this are not worth another process: the recommendation stays with plain decoding.
 WORTH_IT = 1.03

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from orchestrator.study.workbench import Workbench
-from protocol.messages import Span
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.study.workbench import Workbench
+from outrider.protocol.messages import Span
+from outrider.protocol.sampling import SamplingParams
 
 WARM_UP_ROUNDS = 3
 GREEDY = SamplingParams(max_tokens=1 << 20, ignore_eos=True)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from orchestrator.study.curve import Curve, medians, milliseconds
-from orchestrator.study.trial import Text, Trial, trial
-from orchestrator.study.workbench import Workbench
-from protocol.messages import Span
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.study.curve import Curve, medians, milliseconds
+from outrider.orchestrator.study.trial import Text, Trial, trial
+from outrider.orchestrator.study.workbench import Workbench
+from outrider.protocol.messages import Span
+from outrider.protocol.sampling import SamplingParams
 
 VERIFY_ROWS = (*range(1, 17),)
 REPEATS = 12

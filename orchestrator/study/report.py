@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.study.account import Judged
-from orchestrator.study.contest import Run
-from orchestrator.study.statistics import Interval, median_rate, ratio, repeated_share
+from outrider.orchestrator.study.account import Judged
+from outrider.orchestrator.study.contest import Run
+from outrider.orchestrator.study.statistics import Interval, median_rate, ratio, repeated_share
 
 
 @dataclass(frozen=True, slots=True)

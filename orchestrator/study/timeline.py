@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

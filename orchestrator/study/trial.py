@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from orchestrator.study.curve import milliseconds
-from orchestrator.study.workbench import Workbench
-from protocol.messages import Branch, Branches
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.study.curve import milliseconds
+from outrider.orchestrator.study.workbench import Workbench
+from outrider.protocol.messages import Branch, Branches
+from outrider.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from typing import TypeVar
 import numpy as np
 import zmq
 
-from orchestrator.core.hub import Hub
-from protocol import clock
-from protocol.errors import WorkerError
-from protocol.messages import (
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.protocol import clock
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.messages import (
     Branch,
     Branches,
     Close,
@@ -32,7 +32,7 @@ from protocol.messages import (
     Span,
     Verify,
 )
-from protocol.sampling import SamplingParams
+from outrider.protocol.sampling import SamplingParams
 
 REQUEST = "bench"
 PATIENCE_MS = 120_000
@@ -56,38 +56,38 @@ class Together:
 
 
 class Workbench:
-    """Starts and owns the workers of `hub`; a context manager. One request at a time: `open`, rounds, `close`."""
+    """Starts and owns the workers of `pool`; a context manager. One request at a time: `open`, rounds, `close`."""
 
-    def __init__(self, hub: Hub, tell: Callable[[str], None]) -> None:
-        self._hub = hub
+    def __init__(self, pool: WorkerPool, tell: Callable[[str], None]) -> None:
+        self._pool = pool
         self._tell = tell
         self._arrived: deque[Message] = deque()
         self._poller = zmq.Poller()
-        self._poller.register(hub.socket, zmq.POLLIN)
+        self._poller.register(pool.socket, zmq.POLLIN)
 
     def __enter__(self) -> Workbench:
-        self._hub.start()
-        while not self._hub.ready:
+        self._pool.start()
+        while not self._pool.ready:
             self._wait(Hello)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._hub.close()
+        self._pool.close()
 
     def need_drafter(self) -> None:
         """
         Raises:
             WorkerError: this cluster has no draft worker.
         """
-        if not self._hub.drafters():
+        if not self._pool.drafters():
             raise WorkerError("this measurement needs a draft worker; choose a draft backend other than ngram and none")
 
     def rouse(self) -> None:
         """Hears from every worker again after a pause in which nobody listened: that silence was not theirs."""
-        silent = {TARGET, *self._hub.drafters()}
+        silent = {TARGET, *self._pool.drafters()}
         deadline_ns = clock.now() + ROUSE_MS * 1_000_000
         while silent and clock.now() < deadline_ns:
-            self._hub.ping(clock.now())
+            self._pool.ping(clock.now())
             self._poller.poll(250)
             for message in self._arrivals():
                 if isinstance(message, Pong):
@@ -103,18 +103,18 @@ class Workbench:
             self._to_drafters(opening)
         if not target:
             return None
-        self._hub.send_target(opening)
+        self._pool.send_target(opening)
         return self._wait(Outcome).bonus
 
     def close(self) -> None:
-        self._hub.send_target(Close(REQUEST))
+        self._pool.send_target(Close(REQUEST))
         self._to_drafters(Close(REQUEST))
 
     def text(self, prompt: Sequence[int], length: int, sampling: SamplingParams) -> tuple[tuple[int, ...], list[Span]]:
         """The prompt and `length` tokens that the target says after it, and the span of each run-ahead step."""
         first = self.open(prompt, sampling, target=True, drafter=False)
         text, spans = [*prompt, first or 0], []
-        self._hub.send_target(Verify(REQUEST, 0, 1, len(text), (), run_ahead=length - 2))
+        self._pool.send_target(Verify(REQUEST, 0, 1, len(text), (), run_ahead=length - 2))
         while len(text) < len(prompt) + length:
             outcome = self._wait(Outcome)
             text.append(outcome.bonus)
@@ -126,7 +126,7 @@ class Workbench:
 
     def verify(self, number: int, base_len: int, chain: Sequence[int]) -> Outcome:
         """One VERIFY by itself."""
-        self._hub.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
+        self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         return self._wait(Outcome)
 
     def work_ahead(
@@ -147,7 +147,7 @@ class Workbench:
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
     ) -> Together:
         """VERIFY and COMMIT at once, until both are through."""
-        self._hub.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
+        self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         self._commit(number, base_len, new, tuple(chain), depth, branches)
         verified: Outcome | None = None
         pieces: list[Branches] = []
@@ -172,8 +172,8 @@ class Workbench:
         self._to_drafters(Commit(REQUEST, 0, number, base_len, tuple(new), chain, depth, branches))
 
     def _to_drafters(self, message: Message) -> None:
-        for name in self._hub.drafters():
-            self._hub.send_drafter(name, message)
+        for name in self._pool.drafters():
+            self._pool.send_drafter(name, message)
 
     # --- waiting --------------------------------------------------------------------------------------------------
 
@@ -191,24 +191,24 @@ class Workbench:
                     return message
             self._poller.poll(250)
             self._arrived += self._arrivals()
-            for loss in self._hub.losses(clock.now()):
+            for loss in self._pool.losses(clock.now()):
                 raise WorkerError(loss.why)
         raise WorkerError(f"no answer from the workers within {PATIENCE_MS // 1000} s")
 
     def _arrivals(self) -> Iterator[Message]:
         now_ns = clock.now()
-        for name, message in self._hub.receive():
+        for name, message in self._pool.receive():
             match message:
                 case Hello():
-                    self._hub.hello(name, message, now_ns)
+                    self._pool.hello(name, message, now_ns)
                 case Loading():
-                    self._hub.loading(message)
-                    self._tell(self._hub.stage)
+                    self._pool.loading(message)
+                    self._tell(self._pool.stage)
                 case Pong():
-                    self._hub.pong(name, message, now_ns)
+                    self._pool.pong(name, message, now_ns)
                 case Fault(request=None):
-                    self._hub.fault(name, message)
+                    self._pool.fault(name, message)
                 case Fault():
                     raise WorkerError(message.message)
             yield message
-        self._hub.ping(now_ns)
+        self._pool.ping(now_ns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.messages.clients import (
+from outrider.protocol.messages.clients import (
     Cancel,
     Chunk,
     Done,
@@ -15,7 +15,7 @@ from protocol.messages.clients import (
     Timings,
     WorkerStats,
 )
-from protocol.messages.rounds import (
+from outrider.protocol.messages.rounds import (
     Branch,
     Branches,
     Close,
@@ -29,7 +29,7 @@ from protocol.messages.rounds import (
     Span,
     Verify,
 )
-from protocol.messages.workers import (
+from outrider.protocol.messages.workers import (
     Fault,
     Hello,
     Loading,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.fields import (
+from outrider.protocol.fields import (
     Choice,
     Count,
     Mode,
@@ -16,7 +16,7 @@ from protocol.fields import (
     Text,
     Tokens,
 )
-from protocol.sampling import SamplingParams
+from outrider.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

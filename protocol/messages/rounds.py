@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.fields import (
+from outrider.protocol.fields import (
     MAX_BRANCHES,
     Chain,
     Choice,
@@ -24,8 +24,8 @@ from protocol.fields import (
     Token,
     Tokens,
 )
-from protocol.sampling import SamplingParams
-from protocol.sparse import SparseQ
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.fields import (
+from outrider.protocol.fields import (
     Count,
     Name,
     RequestId,

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from bench import identity
-from bench.identity import HOUSES, SETTINGS, Case, Judge, Way, table
-from bench.prompts import Prompt
-from bench.scrambled import scrambled
-from orchestrator.pair.model_files import EMBEDDED_DRAFT
-from orchestrator.settings import ServeSettings
-from protocol.certificate import Difference, Report
-from protocol.sampling import SamplingParams
+from outrider.bench import identity
+from outrider.bench.identity import HOUSES, SETTINGS, Case, Judge, Way, table
+from outrider.bench.prompts import Prompt
+from outrider.bench.scrambled import scrambled
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.certificate import Difference, Report
+from outrider.protocol.sampling import SamplingParams
 
 CASE = Case(Prompt("code", 0, "x"), (1, 2), SamplingParams(max_tokens=3))
 DIFFERENCE = Difference(3, 6, 5, 0.5)

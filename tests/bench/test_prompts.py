@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.prompts import CLASSES, load, mixed
-from orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from orchestrator.pair.tokenizer import load_codec
-from protocol.errors import InvalidRequest
+from outrider.bench.prompts import CLASSES, load, mixed
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.protocol.errors import InvalidRequest
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench.rounds import Round, read_rounds
-from orchestrator.core.ledger import ORCHESTRATOR, TARGET
-from orchestrator.core.trace import Trace
-from protocol.errors import InvalidRequest
-from protocol.messages import Span
+from outrider.bench.rounds import Round, read_rounds
+from outrider.orchestrator.core.ledger import ORCHESTRATOR, TARGET
+from outrider.orchestrator.core.trace import Trace
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Span
 
 
 def write(path: Path, *events: tuple[str, str, dict[str, Any]]) -> Path:

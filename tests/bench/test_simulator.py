@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.odds import BEYOND_RANKS, Luck
-from bench.simulator import Policy, Simulator
-from bench.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
-from draft_worker.replay import ReplayDrafter, Script
-from orchestrator.core.controller import EPISODE_ROUNDS
-from protocol.errors import InvalidRequest
-from protocol.messages import Message, Verify
-from protocol.profile import Latency, Profile
-from protocol.sampling import SamplingParams
+from outrider.bench.odds import BEYOND_RANKS, Luck
+from outrider.bench.simulator import Policy, Simulator
+from outrider.bench.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
+from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.orchestrator.core.controller import EPISODE_ROUNDS
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Message, Verify
+from outrider.protocol.profile import Latency, Profile
+from outrider.protocol.sampling import SamplingParams
 
 PROFILES = Path(__file__).parents[2] / "bench" / "profiles"
 VERIFY_MS, STEP_MS = 10.0, 1.0

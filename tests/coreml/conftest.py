@@ -15,14 +15,14 @@ import pytest
 from mlx_lm.utils import dequantize_model, load_model
 from numpy.typing import NDArray
 
-from draft_worker.coreml.converter.converter import Options, convert
-from draft_worker.coreml.host.drafter import CoreMLDrafter
-from draft_worker.coreml.host.host import Host
-from draft_worker.coreml.host.line import Line
-from draft_worker.coreml.package.layout import Mode
-from draft_worker.coreml.package.package import Package, open_package
-from draft_worker.coreml.runtime.interpreter import NumpyRuntime
-from draft_worker.coreml.trials.trial import Trial
+from outrider.drafting.coreml.converter.converter import Options, convert
+from outrider.drafting.coreml.host.drafter import CoreMLDrafter
+from outrider.drafting.coreml.host.host import Host
+from outrider.drafting.coreml.host.line import Line
+from outrider.drafting.coreml.package.layout import Mode
+from outrider.drafting.coreml.package.package import Package, open_package
+from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafting.coreml.trials.trial import Trial
 
 MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
 GOOD = Trial("CPU_AND_NE", 1.5, 0.5, 300, 1.0, 0.001, MS, {"q1": 0.97})

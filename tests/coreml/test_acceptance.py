@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from draft_worker.coreml.converter.converter import Options, convert
-from draft_worker.coreml.host.drafter import CoreMLDrafter
-from draft_worker.coreml.host.prefill import PackageReader
-from draft_worker.coreml.package.package import Package, open_package
-from draft_worker.coreml.runtime.interpreter import NumpyRuntime
-from draft_worker.drafter import Drafter
-from draft_worker.mlx import MlxDrafter
-from engine.loading import LoadedModel, load
-from orchestrator.pair.model_files import embedded_pair
-from protocol.sampling import SamplingParams
+from outrider.drafting.coreml.converter.converter import Options, convert
+from outrider.drafting.coreml.host.drafter import CoreMLDrafter
+from outrider.drafting.coreml.host.prefill import PackageReader
+from outrider.drafting.coreml.package.package import Package, open_package
+from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafting.drafter import Drafter
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel, load
+from outrider.orchestrator.pair.model_files import embedded_pair
+from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import Cluster, Run
 from tests.system.links import VirtualClock
 
@@ -65,7 +65,7 @@ def ran(pair: tuple[LoadedModel, LoadedModel], drafters: dict[str, Drafter]) -> 
             sampling = SamplingParams(max_tokens=40, temp=temp, seed=5, ignore_eos=True)
             with pytest.MonkeyPatch.context() as patch:
                 clock = VirtualClock()
-                patch.setattr("protocol.clock.now", clock)
+                patch.setattr("outrider.protocol.clock.now", clock)
                 cluster = Cluster(pair[0], drafters.get(drafter), clock, depth=4, ngrams=False)
                 made[drafter, mode, temp] = [cluster.run(prompt, sampling, mode) for prompt in prompts]
         return made[drafter, mode, temp]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from draft_worker.coreml.package import saved
-from draft_worker.coreml.package.saved import Constant, SavedFunction, SavedModel
+from outrider.drafting.coreml.package import saved
+from outrider.drafting.coreml.package.saved import Constant, SavedFunction, SavedModel
 from tests.coreml.conftest import Bench
 
 PLAIN = {

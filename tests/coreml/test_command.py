@@ -1,4 +1,4 @@
-"""`python -m draft_worker.coreml.convert`, what `outrider convert` runs: output, exit codes, no torch, no noise."""
+"""`python -m outrider.drafting.coreml.convert`, what `outrider convert` runs: output, exit codes, no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from draft_worker.coreml import convert
-from draft_worker.coreml.package.package import open_package
+from outrider.drafting.coreml import convert
+from outrider.drafting.coreml.package.package import open_package
 from tests.coreml.conftest import SIZES
 
 
-def run(*arguments: str, program: str = "draft_worker.coreml.convert") -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, program: str = "outrider.drafting.coreml.convert") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", program, *arguments], capture_output=True, text=True, timeout=200, check=False
     )
@@ -51,9 +51,9 @@ def test_bad_input_is_one_sentence_and_an_exit_code(
 def test_torch_and_tensorflow_are_never_imported() -> None:
     program = (
         "import sys\n"
-        "from draft_worker.coreml import load\n"
-        "from draft_worker.coreml.converter import converter, mlpackage\n"
-        "from draft_worker.coreml.package import quiet\n"
+        "from drafting.coreml import load\n"
+        "from drafting.coreml.converter import converter, mlpackage\n"
+        "from drafting.coreml.package import quiet\n"
         "quiet.coremltools(), quiet.mil(), quiet.model_proto()\n"
         "sys.exit(', '.join({'torch', 'tensorflow'} & set(sys.modules)) or 0)\n"
     )

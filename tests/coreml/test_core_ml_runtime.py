@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_worker.coreml import load
-from draft_worker.coreml.host.drafter import CoreMLDrafter
-from draft_worker.coreml.package import quiet
-from draft_worker.coreml.package.package import MLPACKAGE
-from draft_worker.coreml.runtime import coreml_runtime
-from draft_worker.coreml.runtime.coreml_runtime import CoreMLRuntime
-from draft_worker.coreml.runtime.interpreter import NumpyRuntime
-from draft_worker.coreml.runtime.runtime import RuntimeFault
-from draft_worker.coreml.trials import selection, trial
-from draft_worker.coreml.trials.packages import OnePackage
-from draft_worker.coreml.trials.selection import Selection
-from draft_worker.mlx import MlxDrafter
-from protocol.errors import ModelError
-from protocol.sampling import SamplingParams
+from outrider.drafting.coreml import load
+from outrider.drafting.coreml.host.drafter import CoreMLDrafter
+from outrider.drafting.coreml.package import quiet
+from outrider.drafting.coreml.package.package import MLPACKAGE
+from outrider.drafting.coreml.runtime import coreml_runtime
+from outrider.drafting.coreml.runtime.coreml_runtime import CoreMLRuntime
+from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafting.coreml.runtime.runtime import RuntimeFault
+from outrider.drafting.coreml.trials import selection, trial
+from outrider.drafting.coreml.trials.packages import OnePackage
+from outrider.drafting.coreml.trials.selection import Selection
+from outrider.drafting.mlx import MlxDrafter
+from outrider.protocol.errors import ModelError
+from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
 
 

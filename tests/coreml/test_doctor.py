@@ -13,21 +13,25 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from draft_worker.coreml import doctor, placements, prompts, survey
-from draft_worker.coreml.converter.converter import Options
-from draft_worker.coreml.package.manifest import Manifest
-from draft_worker.coreml.package.package import Package
-from draft_worker.coreml.trials import machine, probe, verdicts
-from draft_worker.coreml.trials.packages import OfCheckpoint
-from draft_worker.coreml.trials.probe import Verdict
-from draft_worker.coreml.trials.sacrifice import Ending
-from draft_worker.coreml.trials.verdicts import Tried, Verdicts
+from outrider.drafting.coreml import doctor, placements, prompts, survey
+from outrider.drafting.coreml.converter.converter import Options
+from outrider.drafting.coreml.package.manifest import Manifest
+from outrider.drafting.coreml.package.package import Package
+from outrider.drafting.coreml.trials import machine, probe, verdicts
+from outrider.drafting.coreml.trials.packages import OfCheckpoint
+from outrider.drafting.coreml.trials.probe import Verdict
+from outrider.drafting.coreml.trials.sacrifice import Ending
+from outrider.drafting.coreml.trials.verdicts import Tried, Verdicts
 from tests.coreml.conftest import GOOD, SIZES, Bench
 
 
 def test_the_machine_in_json(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "draft_worker.coreml.doctor"], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-m", "outrider.drafting.coreml.doctor"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0 and done.stderr == ""
     found: dict[str, Any] = json.loads(done.stdout)

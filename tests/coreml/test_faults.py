@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from draft_worker.coreml.host.drafter import CoreMLDrafter
-from draft_worker.coreml.runtime.interpreter import NumpyRuntime
-from draft_worker.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
-from engine.loading import load
-from protocol.sampling import SamplingParams
+from outrider.drafting.coreml.host.drafter import CoreMLDrafter
+from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafting.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
+from outrider.engine.loading import load
+from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
 from tests.system.cluster import Cluster
 from tests.system.links import VirtualClock
@@ -50,7 +50,7 @@ def test_the_request_goes_on_without_it(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, text: list[int], how: str, after: int
 ) -> None:
     made, clock = bench("llama"), VirtualClock()
-    monkeypatch.setattr("protocol.clock.now", clock)
+    monkeypatch.setattr("outrider.protocol.clock.now", clock)
     target = load(made.model_path)
     alone = Cluster(target, None, clock, ngrams=False).run(text[:12], SAMPLING, "ar")
     runtime = Failing(made, after, how)

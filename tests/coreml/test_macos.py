@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from draft_worker.coreml import prompts
-from draft_worker.coreml.host.drafter import CoreMLDrafter
-from draft_worker.coreml.host.host import Host
-from draft_worker.coreml.host.line import Line
-from draft_worker.coreml.host.prefill import PackageReader
-from draft_worker.coreml.runtime import compute_plan
-from draft_worker.coreml.runtime.coreml_runtime import CoreMLRuntime
-from draft_worker.coreml.runtime.interpreter import NumpyRuntime
-from draft_worker.coreml.runtime.runtime import Runtime
-from draft_worker.coreml.trials import probe
-from draft_worker.coreml.trials.trial import agreement
-from protocol.sampling import SamplingParams
+from outrider.drafting.coreml import prompts
+from outrider.drafting.coreml.host.drafter import CoreMLDrafter
+from outrider.drafting.coreml.host.host import Host
+from outrider.drafting.coreml.host.line import Line
+from outrider.drafting.coreml.host.prefill import PackageReader
+from outrider.drafting.coreml.runtime import compute_plan
+from outrider.drafting.coreml.runtime.coreml_runtime import CoreMLRuntime
+from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafting.coreml.runtime.runtime import Runtime
+from outrider.drafting.coreml.trials import probe
+from outrider.drafting.coreml.trials.trial import agreement
+from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
 
 pytestmark = [

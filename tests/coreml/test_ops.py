@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from draft_worker.coreml.host.line import Line
-from draft_worker.coreml.package import blobs, quiet, saved
-from draft_worker.coreml.package.saved import Constant
-from draft_worker.coreml.runtime import ops
-from draft_worker.coreml.runtime.interpreter import NumpyRuntime
-from draft_worker.coreml.runtime.runtime import RuntimeFault
-from protocol.errors import ModelError
+from outrider.drafting.coreml.host.line import Line
+from outrider.drafting.coreml.package import blobs, quiet, saved
+from outrider.drafting.coreml.package.saved import Constant
+from outrider.drafting.coreml.runtime import ops
+from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafting.coreml.runtime.runtime import RuntimeFault
+from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 
 WITHOUT_INFERENCE = {"conv", "silu", "split"}  # of split, coremltools takes sizes for places

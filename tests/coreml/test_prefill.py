@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from draft_worker.backends import make
-from draft_worker.coreml import prompts, readers
-from draft_worker.coreml.converter import store
-from draft_worker.coreml.host.prefill import PackageReader
-from draft_worker.coreml.runtime.interpreter import NumpyRuntime
-from draft_worker.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
-from draft_worker.coreml.trials.sacrifice import Ending
-from draft_worker.mlx import MlxDrafter
-from engine.columns import KeysValues, OneRow
-from engine.host import HostRow
-from engine.loading import load
-from engine.nodes import Tree
-from engine.reading import ReadColumns, ReadingFault
-from engine.sampling import Sampler
-from protocol.errors import InvalidRequest, ModelError
-from protocol.sampling import SamplingParams
+from outrider.drafting.backends import make
+from outrider.drafting.coreml import prompts, readers
+from outrider.drafting.coreml.converter import store
+from outrider.drafting.coreml.host.prefill import PackageReader
+from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafting.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
+from outrider.drafting.coreml.trials.sacrifice import Ending
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.columns import KeysValues, OneRow
+from outrider.engine.loading import load
+from outrider.engine.numpy_model import NumpyRow
+from outrider.engine.reading import ReadColumns, ReadingFault
+from outrider.engine.sampling import Sampler
+from outrider.engine.tree import Tree
+from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import SIZES, VOCAB, Bench
 
 Figure = Callable[[str, float], None]
@@ -69,10 +69,10 @@ def test_mlx_goes_on_from_it(
     assert ((best - second)[missed] <= noise).all()
 
 
-@pytest.mark.parametrize("form", [HostRow, OneRow])
+@pytest.mark.parametrize("form", [NumpyRow, OneRow])
 @pytest.mark.parametrize(("weights", "prompt_length"), [("fp32", 150), ("fp16", 150), ("fp16", 340)])
 def test_a_tree_grows_on_it(
-    bench: Callable[..., Bench], text: list[int], form: type[HostRow | OneRow], weights: str, prompt_length: int
+    bench: Callable[..., Bench], text: list[int], form: type[NumpyRow | OneRow], weights: str, prompt_length: int
 ) -> None:
     """Both forms of columns; of a prompt beyond the package's context of 256 tokens the model reads the rest."""
     made = bench("llama", weights=weights, max_position_embeddings=1024)

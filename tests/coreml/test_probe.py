@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_worker.coreml.package import quiet
-from draft_worker.coreml.runtime import compute_plan
-from draft_worker.coreml.runtime.runtime import DeviceAbsent
-from draft_worker.coreml.trials import probe, sacrifice, trial
-from draft_worker.coreml.trials.trial import Trial
-from protocol.errors import ModelError
+from outrider.drafting.coreml.package import quiet
+from outrider.drafting.coreml.runtime import compute_plan
+from outrider.drafting.coreml.runtime.runtime import DeviceAbsent
+from outrider.drafting.coreml.trials import probe, sacrifice, trial
+from outrider.drafting.coreml.trials.trial import Trial
+from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, Bench
 
 
@@ -42,7 +42,7 @@ def test_a_trial_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path)
     """The interpreter tried against itself stands for a device; a folder of the user's may be named like a room."""
     package = bench("llama").package
     result = tmp_path / "trial.json"
-    (tmp_path / "draft_worker.py").write_text("raise SystemExit('the wrong one')")
+    (tmp_path / "outrider.py").write_text("raise SystemExit('the wrong one')")
     arguments = [*probe.arguments(package, "REFERENCE", 4), "--result", str(result)]
     done = subprocess.run(
         sacrifice.command(probe.MODULE, *arguments), cwd=tmp_path, env=sacrifice.environment(),

@@ -16,14 +16,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from numpy.typing import NDArray
 
-from draft_worker.coreml.converter import quantize
-from draft_worker.coreml.converter.converter import Options, convert
-from draft_worker.coreml.converter.quantize import GROUP, Int4, Int8
-from draft_worker.coreml.package import saved
-from draft_worker.coreml.package.package import open_package
-from draft_worker.coreml.package.saved import Constant, Operation, SavedModel
-from draft_worker.coreml.runtime import ops
-from protocol.errors import ModelError
+from outrider.drafting.coreml.converter import quantize
+from outrider.drafting.coreml.converter.converter import Options, convert
+from outrider.drafting.coreml.converter.quantize import GROUP, Int4, Int8
+from outrider.drafting.coreml.package import saved
+from outrider.drafting.coreml.package.package import open_package
+from outrider.drafting.coreml.package.saved import Constant, Operation, SavedModel
+from outrider.drafting.coreml.runtime import ops
+from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 
 

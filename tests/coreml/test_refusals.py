@@ -14,13 +14,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from draft_worker.coreml.converter import mlpackage, store
-from draft_worker.coreml.converter.converter import Options, convert
-from draft_worker.coreml.converter.weights import WeightReader
-from draft_worker.coreml.package import saved
-from draft_worker.coreml.package.layout import Mode
-from draft_worker.coreml.package.package import EMBEDDING, MLPACKAGE, open_package
-from protocol.errors import InvalidRequest, ModelError, OutriderError
+from outrider.drafting.coreml.converter import mlpackage, store
+from outrider.drafting.coreml.converter.converter import Options, convert
+from outrider.drafting.coreml.converter.weights import WeightReader
+from outrider.drafting.coreml.package import saved
+from outrider.drafting.coreml.package.layout import Mode
+from outrider.drafting.coreml.package.package import EMBEDDING, MLPACKAGE, open_package
+from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
 from tests.coreml.conftest import SIZES, Bench
 
 Model = Callable[..., Path]

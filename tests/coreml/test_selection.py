@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from draft_worker.coreml.package.layout import Mode
-from draft_worker.coreml.package.package import Package
-from draft_worker.coreml.trials import selection, verdicts
-from draft_worker.coreml.trials.packages import VARIANTS, OfCheckpoint, OnePackage
-from draft_worker.coreml.trials.probe import Verdict
-from draft_worker.coreml.trials.selection import Selection
-from draft_worker.coreml.trials.trial import Trial
-from draft_worker.coreml.trials.verdicts import Tried, Variant, Verdicts
-from protocol.errors import ModelError
+from outrider.drafting.coreml.package.layout import Mode
+from outrider.drafting.coreml.package.package import Package
+from outrider.drafting.coreml.trials import selection, verdicts
+from outrider.drafting.coreml.trials.packages import VARIANTS, OfCheckpoint, OnePackage
+from outrider.drafting.coreml.trials.probe import Verdict
+from outrider.drafting.coreml.trials.selection import Selection
+from outrider.drafting.coreml.trials.trial import Trial
+from outrider.drafting.coreml.trials.verdicts import Tried, Variant, Verdicts
+from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, Bench
 
 NAMES = [str(variant) for variant in VARIANTS]

@@ -11,18 +11,18 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from draft_worker.calibration import Calibration
-from draft_worker.coreml.host.drafter import CoreMLDrafter
-from draft_worker.coreml.host.tree import CoreMLTree
-from draft_worker.coreml.runtime.interpreter import NumpyRuntime
-from draft_worker.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
-from draft_worker.drafter import DrafterFault, DrawingDrafter, TokenTree
-from draft_worker.fan_out import POLICIES
-from draft_worker.mlx import MlxDrafter
-from draft_worker.work_ahead import WorkAhead
-from engine.sampling import Sampler
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
+from outrider.drafting.calibration import Calibration
+from outrider.drafting.coreml.host.drafter import CoreMLDrafter
+from outrider.drafting.coreml.host.tree import CoreMLTree
+from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafting.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
+from outrider.drafting.drafter import DrafterFault, DrawingDrafter, TokenTree
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.mlx import MlxDrafter
+from outrider.drafting.work_ahead import WorkAhead
+from outrider.engine.sampling import Sampler
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import CONTEXT, VOCAB, Bench
 
 Figure = Callable[[str, float], None]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.loading import LoadedModel, load
+from outrider.engine.loading import LoadedModel, load
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from engine.draws import Draws, Keys, draw
-from engine.loading import LoadedModel
-from engine.nodes import Tree
-from engine.sampling import warp
-from engine.tree import open_tree
-from protocol.sampling import SamplingParams
+from outrider.engine.draws import Draws, Keys, draw
+from outrider.engine.loading import LoadedModel
+from outrider.engine.open_tree import open_tree
+from outrider.engine.sampling import warp
+from outrider.engine.tree import Tree
+from outrider.protocol.sampling import SamplingParams
 
 PROMPT = [40, 41, 42, 43, 44, 60, 61, 40, 41]
 PARAMS = SamplingParams(temp=0.9, seed=6, rule="residual", q_width=8)

@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine import filters
-from engine.sampling import warp
-from protocol.sampling import SamplingParams
+from outrider.engine import filters
+from outrider.engine.sampling import warp
+from outrider.protocol.sampling import SamplingParams
 
 
 @pytest.mark.parametrize("vocab_size", [8, 300, 4097])

@@ -16,9 +16,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model, save_model
 
-from engine import memory
-from engine.loading import load
-from protocol.errors import ModelError
+from outrider.engine import memory
+from outrider.engine.loading import load
+from outrider.protocol.errors import ModelError
 from tests.tiny import HYBRIDS, VOCAB_SIZE
 
 TinyModel = Callable[..., Path]

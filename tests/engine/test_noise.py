@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from engine import noise
-from engine.noise import Purpose, gumbel, gumbel_numpy, stream
+from outrider.engine import noise
+from outrider.engine.noise import Purpose, gumbel, gumbel_numpy, stream
 
 KNOWN = [
     # seed, position, token, 24-bit integer, G

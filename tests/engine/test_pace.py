@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from engine.pace import Pace, sleep
-from protocol.errors import WorkerError
-from protocol.profile import Latency
+from outrider.engine.pace import Pace, sleep
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.profile import Latency
 
 LATENCY = Latency(((1, 10.0), (5, 14.0)))
 

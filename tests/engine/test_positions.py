@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import load_model
 
-from engine.positions import RopeTable, TokenRope, install
+from outrider.engine.positions import RopeTable, TokenRope, install
 
 POSITIONS = [7, 3, 3, 900, 0, 55]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from engine.columns import KeysValues
-from engine.reading import ReadColumns, ReadingFault
+from outrider.engine.columns import KeysValues
+from outrider.engine.reading import ReadColumns, ReadingFault
 
 
 class Watched:

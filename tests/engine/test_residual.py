@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from engine import residual
-from engine.draws import Draws, Keys, draw
-from engine.loading import LoadedModel
-from engine.noise import Purpose, stream
-from engine.residual import ResidualSampler
-from engine.sampling import warp
-from engine.slots import open_slots
-from engine.verify import RunAhead, verify
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
-from protocol.sparse import SparseQ, one_hot
+from outrider.engine import residual
+from outrider.engine.draws import Draws, Keys, draw
+from outrider.engine.loading import LoadedModel
+from outrider.engine.noise import Purpose, stream
+from outrider.engine.residual import ResidualSampler
+from outrider.engine.sampling import warp
+from outrider.engine.slots import open_slots
+from outrider.engine.verify import RunAhead, verify
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ, one_hot
 
 V = 5
 TOKENS = 3000

@@ -8,10 +8,10 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 from scipy import stats
 
-from engine.noise import gumbel_numpy
-from engine.sampling import Sampler, warp
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
+from outrider.engine.noise import gumbel_numpy
+from outrider.engine.sampling import Sampler, warp
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
 
 V = 50
 

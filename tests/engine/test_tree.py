@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from engine.columns import OneRow
-from engine.loading import LoadedModel
-from engine.nodes import Tree
-from engine.rows import Rows
-from engine.sampling import Sampler
-from engine.slots import open_slots
-from engine.tree import open_tree, tree_form
-from engine.verify import verify
-from protocol.errors import InvalidRequest, ModelError
-from protocol.sampling import SamplingParams
+from outrider.engine.columns import OneRow
+from outrider.engine.loading import LoadedModel
+from outrider.engine.open_tree import open_tree, tree_form
+from outrider.engine.rows import Rows
+from outrider.engine.sampling import Sampler
+from outrider.engine.slots import open_slots
+from outrider.engine.tree import Tree
+from outrider.engine.verify import verify
+from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.sampling import SamplingParams
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
@@ -170,7 +170,7 @@ def test_pure_attention_works_as_rows_too(loaded: Loaded) -> None:
 
 
 def test_forms(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.host.FAMILIES", ())
+    monkeypatch.setattr("outrider.engine.numpy_model.FAMILIES", ())
     for family in FAMILIES:
         assert tree_form(loaded(family, seed=6)) is (Rows if family in HYBRIDS else OneRow)
 
@@ -288,10 +288,10 @@ def one_position_a_row(rope: Callable[..., mx.array], x: mx.array, offset: int |
 
 def test_a_model_that_ignores_the_tree_is_found_out(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the mask nothing works; without a position for each token, a row for each token still does."""
-    monkeypatch.setattr("engine.host.FAMILIES", ())
+    monkeypatch.setattr("outrider.engine.numpy_model.FAMILIES", ())
     model = loaded("llama", seed=77)
     with monkeypatch.context() as patch:
-        patch.setattr("engine.columns.Frame.mask", lambda *_: None)
+        patch.setattr("outrider.engine.columns.Frame.mask", lambda *_: None)
         with pytest.raises(ModelError, match="choose another"):
             tree_form(model)
     for layer in model.model.layers:

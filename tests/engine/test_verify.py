@@ -11,13 +11,13 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache
 from mlx_lm.sample_utils import make_logits_processors
 
-from engine.cache import History, LengthCache, RollbackError
-from engine.loading import LoadedModel
-from engine.slots import Slot, open_slots
-from engine.verify import RunAhead, verify
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
-from protocol.sparse import one_hot
+from outrider.engine.cache import KVState, LengthCache, RollbackError
+from outrider.engine.loading import LoadedModel
+from outrider.engine.slots import Slot, open_slots
+from outrider.engine.verify import RunAhead, verify
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import one_hot
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
@@ -47,9 +47,9 @@ def spoilt(truth: list[int], right: int) -> list[int]:
 
 def check_slot(slot: Slot) -> None:
     assert slot.fed < len(slot.tokens)
-    if slot.history.exact:
+    if slot.kv.exact:
         assert slot.fed == len(slot.tokens) - 1
-        assert all(cache.offset == slot.fed for cache in slot.history.caches)
+        assert all(cache.offset == slot.fed for cache in slot.kv.caches)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -198,17 +198,17 @@ def test_the_buffer_grows_past_every_boundary(loaded: Loaded) -> None:
         check_rows = slot.forward(mx.array(slot.unfed))[-1]
         whole = model.model(mx.array([slot.tokens]))[0, -1]
         assert mx.allclose(check_rows, whole, atol=1e-4)
-        slot.history.roll_back(len(slot.tokens) - 1)
+        slot.kv.roll_back(len(slot.tokens) - 1)
 
 
 def test_rollback_never_fails_in_silence(loaded: Loaded) -> None:
     slot = slot_of(loaded("llama"))
     with pytest.raises(RollbackError, match="only 8"):
-        slot.history.roll_back(9)
+        slot.kv.roll_back(9)
 
     hybrid = slot_of(loaded("qwen3_5"))
     with pytest.raises(RollbackError, match="no state was marked"):
-        hybrid.history.roll_back(4)
+        hybrid.kv.roll_back(4)
 
 
 class Chunked:
@@ -226,7 +226,7 @@ class Nested:
 
 
 def test_a_cache_that_cannot_be_rolled_back_says_so() -> None:
-    history = History(Chunked())
+    history = KVState(Chunked())
     history.length = 5
     assert not history.can_roll_back
     history.roll_back(5)
@@ -235,7 +235,7 @@ def test_a_cache_that_cannot_be_rolled_back_says_so() -> None:
 
 
 def test_nested_caches_are_rolled_back_too() -> None:
-    history = History(Nested())
+    history = KVState(Nested())
     state, keys = history.caches[0].caches
     state[0] = mx.array([1.0])
     history.length = keys.offset = 3

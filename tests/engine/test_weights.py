@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from engine import weights
+from outrider.engine import weights
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "qwen3_next"])

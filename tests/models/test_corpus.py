@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from models.training.corpus import gather
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 
 def write(folder: Path, name: str, text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from models.training.recipe import PRESETS, Phase, Shape, preset
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from models.training.storage import replacing, workspace
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 IDENTITY: dict[str, object] = {"seed": 1}
 

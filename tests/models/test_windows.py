@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.training import windows
-from protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 STREAM = np.arange(1000, dtype=np.uint16)
 

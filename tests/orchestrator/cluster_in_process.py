@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from draft_worker.fan_out import POLICIES
-from draft_worker.replay import ReplayDrafter, Script
-from draft_worker.worker import DraftWorker
-from orchestrator.core.request import RoundSettings
-from orchestrator.core.rounds import Rounds
-from orchestrator.core.trace import Trace
-from orchestrator.events import Admit, Committed, Ended, ToFront
-from protocol.codec import decode, encode
-from protocol.messages import Close, Message, Open, Outcome, Prepare, Resync, Span, Verify
-from protocol.sampling import SamplingParams
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.messages import Close, Message, Open, Outcome, Prepare, Resync, Span, Verify
+from outrider.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams()
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from orchestrator.pair.pairing import choose_pair, read_pair
-from orchestrator.pair.tokenizer import TextCodec, load_codec
-from orchestrator.settings import ServeSettings
-from protocol.directory import private_directory
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.pairing import choose_pair, read_pair
+from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.directory import private_directory
 from tests.orchestrator.stand import Stand
 
 

@@ -8,17 +8,17 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from orchestrator.client.client import Client
-from orchestrator.events import Admit, Began, Committed, Ended, Quit, Stop, ToCore, ToFront, WorkersChanged
-from orchestrator.front.admission import Admission
-from orchestrator.front.client_socket import ClientSocket
-from orchestrator.front.loop import Front
-from orchestrator.handshake import Announcement
-from orchestrator.lines import End, Lines
-from orchestrator.mailbox import Mailbox
-from orchestrator.pair.pairing import PairText
-from orchestrator.pair.tokenizer import TextCodec
-from protocol.messages import Timings, WorkerStats
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.events import Admit, Began, Committed, Ended, Quit, Stop, ToCore, ToFront, WorkersChanged
+from outrider.orchestrator.front.admission import Admission
+from outrider.orchestrator.front.client_socket import ClientSocket
+from outrider.orchestrator.front.loop import Front
+from outrider.orchestrator.handshake import Announcement
+from outrider.orchestrator.lines import End, Lines
+from outrider.orchestrator.mailbox import Mailbox
+from outrider.orchestrator.pair.pairing import PairText
+from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.protocol.messages import Timings, WorkerStats
 
 JOIN_SECONDS = 20.0
 Play = Callable[[Admit], list[ToFront]]

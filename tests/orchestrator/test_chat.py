@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from orchestrator.front.admission import prompt_tokens
-from orchestrator.pair.chat import as_chat, chat_template
-from orchestrator.pair.model_files import find_model
-from orchestrator.pair.tokenizer import load_codec
-from protocol.errors import ModelError
+from outrider.orchestrator.front.admission import prompt_tokens
+from outrider.orchestrator.pair.chat import as_chat, chat_template
+from outrider.orchestrator.pair.model_files import find_model
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.protocol.errors import ModelError
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if message.role not in ['user'] %}{{ raise_exception('only users') }}{% endif %}

@@ -10,10 +10,10 @@ from dataclasses import fields
 
 import pytest
 
-from orchestrator.cli import COMMANDS, PROGRAMS, main
-from orchestrator.events import Admit
-from protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main
+from outrider.orchestrator.events import Admit
+from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
+from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import says
 
 
@@ -184,7 +184,7 @@ def test_one_interrupt_ends_a_stream(stand, codec, monkeypatch, run):
         raise KeyboardInterrupt
 
     stand.core.play = says(codec, "x")
-    monkeypatch.setattr("orchestrator.cli.generate.Screen.clear", interrupt)
+    monkeypatch.setattr("outrider.orchestrator.cli.generate.Screen.clear", interrupt)
     assert run("generate", "-p", "x", "--connect", stand.endpoint) == (130, "", "")
     assert threading.active_count() < 20
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import outrider
-from orchestrator import AsyncClient, Client
-from orchestrator.client.dialogue import Patience
-from orchestrator.client.result import GenerationResult
-from orchestrator.events import Admit, Began, Committed, Stop
-from protocol.errors import EndpointError, InvalidRequest, WorkerError
-from protocol.messages import StatsQuery, Timings
-from protocol.sampling import SamplingParams
+from outrider.orchestrator import AsyncClient, Client
+from outrider.orchestrator.client.dialogue import Patience
+from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.events import Admit, Began, Committed, Stop
+from outrider.protocol.errors import EndpointError, InvalidRequest, WorkerError
+from outrider.protocol.messages import StatsQuery, Timings
+from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import says
 
 SILENCE = 0.3
@@ -77,7 +77,7 @@ def test_nobody_there_is_an_error_and_no_hang():
 
 def test_patience_ends_when_nothing_was_heard_for_too_long(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("orchestrator.client.dialogue.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("outrider.orchestrator.client.dialogue.time.monotonic", lambda: now[0])
     patience = Patience("ipc:///x", 10.0)
     for _ in range(3):
         now[0] += 9.0
@@ -91,7 +91,7 @@ def test_patience_ends_when_nothing_was_heard_for_too_long(monkeypatch):
 def test_a_server_that_is_only_busy_is_heard(stand, codec, monkeypatch):
     """The core is silent; the front's answers to the client's questions show that the server lives."""
     heard = threading.Semaphore(0)
-    monkeypatch.setattr("orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
     monkeypatch.setattr(Patience, "heard", lambda self: heard.release() or setattr(self, "_heard_at", 1e18))
     results: list[GenerationResult] = []
     thread = threading.Thread(target=lambda: results.append(stand.client().generate("x")))

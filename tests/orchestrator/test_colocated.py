@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import zmq
 
-from orchestrator.core.hub import Hub
-from orchestrator.core.request import RoundSettings
-from orchestrator.core.rounds import Rounds
-from orchestrator.core.trace import Trace
-from orchestrator.events import Admit, Ended
-from orchestrator.settings import ServeSettings
-from protocol.directory import private_directory
-from protocol.messages import Close, Hello, Outcome, Shutdown, Span, Verify
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.events import Admit, Ended
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.directory import private_directory
+from outrider.protocol.messages import Close, Hello, Outcome, Shutdown, Span, Verify
+from outrider.protocol.sampling import SamplingParams
 
 MS = 1_000_000
 
@@ -161,8 +161,8 @@ def test_a_drafter_that_joins_a_cluster_whose_target_drafts_is_sent_away() -> No
     for colocate in (True, False):
         sent: list[Any] = []
         with private_directory() as directory:
-            hub = Hub(zmq.Context.instance(), ServeSettings(colocate=colocate), directory.path)
-            hub._send = lambda name, message, sent=sent: sent.append(message)  # type: ignore[misc]
-            hub.hello("draft-7", Hello("draft", "draft-7", 0, 1, "mlx", "m", 10, 10, 1, 1), 0)
-            assert (sent, hub.drafters()) == (([Shutdown()], set()) if colocate else ([], {"draft-7"}))
-            hub.close()
+            pool = WorkerPool(zmq.Context.instance(), ServeSettings(colocate=colocate), directory.path)
+            pool._send = lambda name, message, sent=sent: sent.append(message)  # type: ignore[misc]
+            pool.hello("draft-7", Hello("draft", "draft-7", 0, 1, "mlx", "m", 10, 10, 1, 1), 0)
+            assert (sent, pool.drafters()) == (([Shutdown()], set()) if colocate else ([], {"draft-7"}))
+            pool.close()

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from orchestrator.core.controller import EPISODE_ROUNDS, Controller, Plan
-from orchestrator.core.estimates import Estimates
-from orchestrator.core.tuning import Choice
+from outrider.orchestrator.core.controller import EPISODE_ROUNDS, Controller, Plan
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.tuning import Choice
 
 MODES = ("ar", "sd", "ssd")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core.copies import LONGEST_COPY, best_tail, copied, filled, longest_copy
-from orchestrator.core.estimates import Estimates
-from orchestrator.core.ngram import Copy, NgramIndex
-from orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.copies import LONGEST_COPY, best_tail, copied, filled, longest_copy
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.ngram import Copy, NgramIndex
+from outrider.orchestrator.core.proposal import Proposal, Source
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)

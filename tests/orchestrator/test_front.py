@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import zmq
 
-from orchestrator.client_key import client_key
-from orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, Stop, WorkersChanged
-from orchestrator.failure import as_error
-from orchestrator.handshake import Failure, Ready, Stage
-from protocol.codec import decode, encode
-from protocol.errors import InvalidRequest, ModelError, OutriderError, WorkerError
-from protocol.messages import Cancel, Chunk, Done, Failed, Generate, Hello, Started, Stats, StatsQuery, Timings
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.client_key import client_key
+from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, Stop, WorkersChanged
+from outrider.orchestrator.failure import as_error
+from outrider.orchestrator.handshake import Failure, Ready, Stage
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, WorkerError
+from outrider.protocol.messages import Cancel, Chunk, Done, Failed, Generate, Hello, Started, Stats, StatsQuery, Timings
+from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import says, worker_stats
 
 WAIT_MS = 20_000

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core.copies import Tail
-from orchestrator.core.estimates import Estimates
-from orchestrator.core.fallback import after_miss, longest_wait_ms, worth_hoping
-from orchestrator.core.request import RoundSettings
-from orchestrator.core.rounds import Rounds
-from orchestrator.core.speculation_cache import SpeculationCache
-from orchestrator.core.trace import Trace
-from orchestrator.events import Admit, Ended, ToFront
-from protocol.clock import MILLISECOND_NS
-from protocol.messages import Branch, Branches, Message, Outcome, Span, Verify
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.core.copies import Tail
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.fallback import after_miss, longest_wait_ms, worth_hoping
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.speculation_cache import SpeculationCache
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.events import Admit, Ended, ToFront
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import Branch, Branches, Message, Outcome, Span, Verify
+from outrider.protocol.sampling import SamplingParams
 
 VERIFY_MS, DEPTH_MS, STEP_MS = 20.0, 5.0, 4.0
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, embedded_pair, find_model
-from orchestrator.pair.pairing import choose_pair, read_pair
-from orchestrator.settings import ServeSettings
-from protocol.errors import ModelError
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, embedded_pair, find_model
+from outrider.orchestrator.pair.pairing import choose_pair, read_pair
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import ModelError
 
 
 @pytest.fixture(autouse=True)

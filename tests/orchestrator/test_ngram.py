@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.ngram import LONGEST, SHORTEST, Copy, NgramIndex
+from outrider.orchestrator.core.ngram import LONGEST, SHORTEST, Copy, NgramIndex
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.machine import prompt_reader
-from orchestrator.machine.prompt_reader import measured
+from outrider.orchestrator.machine import prompt_reader
+from outrider.orchestrator.machine.prompt_reader import measured
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str = "") -> list[list[str]]:
@@ -27,7 +27,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str = "
 def test_the_measurement_is_asked_about_the_draft_and_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, 0, json.dumps({"least": 128, "sentence": "from 128 tokens on", "times": None}))
     assert measured("models/draft") == "from 128 tokens on"
-    assert asked[0][-3:] == ["draft_worker.coreml.prompts", "--model", "models/draft"]
+    assert asked[0][-3:] == ["outrider.drafting.coreml.prompts", "--model", "models/draft"]
 
 
 def test_a_measurement_that_fails_leaves_prompts_with_mlx_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

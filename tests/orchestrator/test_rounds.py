@@ -11,9 +11,21 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster_in_process import Cluster, Script
 
-from orchestrator.events import Admit, Broke
-from protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Open, Prepare, Resync, Span, Verify
-from protocol.sampling import SamplingParams
+from outrider.orchestrator.events import Admit, Broke
+from outrider.protocol.messages import (
+    Branch,
+    Branches,
+    Commit,
+    Drafted,
+    Fault,
+    Message,
+    Open,
+    Prepare,
+    Resync,
+    Span,
+    Verify,
+)
+from outrider.protocol.sampling import SamplingParams
 
 VOCAB = 200
 PROMPT = tuple(range(10, 20))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import flags, serve
-from orchestrator.cli.parser import Parser
-from orchestrator.settings import ServeSettings
-from orchestrator.settings import flags as as_flags
-from protocol.errors import InvalidRequest
+from outrider.orchestrator.cli import flags, serve
+from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.settings import flags as as_flags
+from outrider.protocol.errors import InvalidRequest
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.machine import blas, cores, spawn
-from orchestrator.machine.sweeper import Sweeper
-from orchestrator.settings import ServeSettings
-from protocol.errors import InvalidRequest, WorkerError
+from outrider.orchestrator.machine import blas, cores, spawn
+from outrider.orchestrator.machine.sweeper import Sweeper
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest, WorkerError
 
 SETTINGS = ServeSettings(model="/m", draft_model="/d", log_level="info", fan_out="uniform")
 WAITS = "import os, sys; fd = int(sys.argv[1]); print('up', flush=True); os.read(fd, 1)"

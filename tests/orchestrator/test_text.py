@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.front.text import BROKEN, StopFinder, TextStream
-from orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.front.text import BROKEN, StopFinder, TextStream
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.tokenizer import load_codec
 
 CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))
 NO_ENDS: frozenset[int] = frozenset()

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from orchestrator.pair.model_files import find_model
-from orchestrator.pair.tokenizer import load_codec
-from protocol.errors import ModelError
+from outrider.orchestrator.pair.model_files import find_model
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.protocol.errors import ModelError
 
 TEXTS = ["def f(x):\n    return x\n", " leading", "héllo 你好 👩‍🔬", "<|endoftext|>tail", ""]
 

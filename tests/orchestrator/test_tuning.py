@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core import tuning
-from orchestrator.core.tuning import Choice, Tuning
-from orchestrator.settings import ServeSettings
-from protocol.errors import InvalidRequest
+from outrider.orchestrator.core import tuning
+from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest
 
 RECORD = Tuning(
     10.0,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, models
 
-from orchestrator.pair.vocabulary import compare, require_same
-from protocol.errors import ModelError
+from outrider.orchestrator.pair.vocabulary import compare, require_same
+from outrider.protocol.errors import ModelError
 
 WORDS = ["a", "b", "c", "<|end|>"]
 

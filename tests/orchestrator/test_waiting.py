@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.front.waiting import FairQueue
+from outrider.orchestrator.front.waiting import FairQueue
 
 
 def drain(queue):

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from protocol.sampling import MAX_SEED, RULES, SamplingParams
-from protocol.schema import Fixed, Flag, Many, Maybe, Raw, Real, Record, Shape, String, Whole, Word, fields_of
+from outrider.protocol.sampling import MAX_SEED, RULES, SamplingParams
+from outrider.protocol.schema import Fixed, Flag, Many, Maybe, Raw, Real, Record, Shape, String, Whole, Word, fields_of
 
 
 def of_shape(shape: Shape) -> st.SearchStrategy[Any]:

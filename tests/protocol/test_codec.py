@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import MESSAGES, decode, encode, request_of
-from protocol.errors import ProtocolError
-from protocol.messages import Branch, Branches, Chunk, Close, Commit, Drafted, Generate, Outcome, Span, Verify
-from protocol.sampling import SamplingParams
-from protocol.sparse import SparseQ
+from outrider.protocol.codec import MESSAGES, decode, encode, request_of
+from outrider.protocol.errors import ProtocolError
+from outrider.protocol.messages import Branch, Branches, Chunk, Close, Commit, Drafted, Generate, Outcome, Span, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ
 
 SPAN = Span(1, 2)
 VERIFY = Verify("r", 1, 2, 30, (4, 5, 6))

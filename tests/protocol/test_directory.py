@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from protocol import directory
-from protocol.directory import private_directory
-from protocol.endpoints import MAX_PATH, parse
+from outrider.protocol import directory
+from outrider.protocol.directory import private_directory
+from outrider.protocol.endpoints import MAX_PATH, parse
 
 KILLED = """
 import os, signal, sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from protocol.directory import private_directory
+from outrider.protocol.directory import private_directory
 open(private_directory().path / "s.lock", "w")
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -9,9 +9,9 @@ import threading
 import pytest
 import zmq
 
-from protocol import claim, endpoints
-from protocol.endpoints import MAX_PATH, Ipc, Tcp, bind, connect, parse
-from protocol.errors import EndpointError
+from outrider.protocol import claim, endpoints
+from outrider.protocol.endpoints import MAX_PATH, Ipc, Tcp, bind, connect, parse
+from outrider.protocol.errors import EndpointError
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_closing_leaves_no_file_and_frees_the_path(sockets, ipc, short):
 
 KILLED = """
 import os, signal, sys, zmq
-from protocol.endpoints import bind
+from outrider.protocol.endpoints import bind
 bound = bind(zmq.Context().socket(zmq.ROUTER), sys.argv[1])
 os.kill(os.getpid(), signal.SIGKILL)
 """

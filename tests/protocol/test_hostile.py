@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import MESSAGES, decode, encode, request_of
-from protocol.errors import InvalidRequest, ProtocolError, RefusedRequest
-from protocol.messages import Branch, Branches, Chunk, Generate, Outcome, Span, Timings
-from protocol.sampling import SamplingParams
-from protocol.version import PROTOCOL_VERSION
+from outrider.protocol.codec import MESSAGES, decode, encode, request_of
+from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest
+from outrider.protocol.messages import Branch, Branches, Chunk, Generate, Outcome, Span, Timings
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.version import PROTOCOL_VERSION
 
 QUIET = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OUTCOME = Outcome("r", 1, 2, 30, 2, 7, Span(5, 6))

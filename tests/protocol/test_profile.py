@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import InvalidRequest
-from protocol.profile import Latency, Profile, Published
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.profile import Latency, Profile, Published
 
 GOOD: dict[str, Any] = {
     "name": "a machine",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
 
 
 def test_presets_grow_bolder() -> None:

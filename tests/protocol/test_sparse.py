@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.codec import decode, encode
-from protocol.errors import InvalidRequest
-from protocol.messages import Branch, Branches, Span
-from protocol.sampling import SamplingParams
-from protocol.sparse import SparseQ, one_hot
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Branch, Branches, Span
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ, one_hot
 
 Q = SparseQ(np.array([[4, 9], [2, 4], [9, 1]], np.int32), np.array([[0.25, 0.75], [1, 0], [0.5, 0.5]], np.float32))
 

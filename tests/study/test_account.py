@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.study.account import Judged, account, judge, judge_plain, kinds_of
-from orchestrator.study.alone import Alone
-from orchestrator.study.curve import Curve
-from orchestrator.study.explain import Subject, lines
-from protocol.messages import Timings
+from outrider.orchestrator.study.account import Judged, account, judge, judge_plain, kinds_of
+from outrider.orchestrator.study.alone import Alone
+from outrider.orchestrator.study.curve import Curve
+from outrider.orchestrator.study.explain import Subject, lines
+from outrider.protocol.messages import Timings
 
 VERIFY = Curve(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))
 ALONE = Alone(10.0, VERIFY, Curve(((1, 3.0), (3, 5.0))), Curve(((1, 4.0), (3, 8.0))), 0.5)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli import main, tune
-from orchestrator.core import tuning
-from orchestrator.core.tuning import Choice, Tuning
-from protocol.errors import InvalidRequest, ModelError
+from outrider.orchestrator.cli import main, tune
+from outrider.orchestrator.core import tuning
+from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.protocol.errors import InvalidRequest, ModelError
 
 Captured = pytest.CaptureFixture[str]
 
@@ -23,7 +23,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def started(*_: Any, **__: Any) -> None:
         pytest.fail("processes were started")
 
-    monkeypatch.setattr("orchestrator.study.field.LocalCluster", started)
+    monkeypatch.setattr("outrider.orchestrator.study.field.LocalCluster", started)
     monkeypatch.setattr(tune, "LocalCluster", started)
     monkeypatch.setattr(tune, "_probe", started)
     monkeypatch.chdir(tmp_path)
@@ -68,7 +68,7 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(capsys: Capt
 
 
 def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.study.field.find_spec", lambda name: None)
+    monkeypatch.setattr("outrider.orchestrator.study.field.find_spec", lambda name: None)
     code, said = complaint(capsys, "bench", "--prompts", "1")
     assert (code, said) == (
         InvalidRequest.exit_code,
@@ -77,7 +77,7 @@ def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: py
 
 
 def test_without_peers_none_need_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.study.field.find_spec", lambda name: None)
+    monkeypatch.setattr("outrider.orchestrator.study.field.find_spec", lambda name: None)
     with pytest.raises(pytest.fail.Exception, match="processes were started"):
         main(["bench", "--prompts", "1", "--no-peers"])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.study.breakdown import breakdown, table
-from orchestrator.study.timeline import Bar
-from protocol.errors import InvalidRequest
+from outrider.orchestrator.study.breakdown import breakdown, table
+from outrider.orchestrator.study.timeline import Bar
+from outrider.protocol.errors import InvalidRequest
 
 
 def verify(number: int, start: float, length: float = 10.0) -> Bar:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.machine import cores
-from orchestrator.machine.spawn import child_environment, python
-from orchestrator.settings import ServeSettings
-from orchestrator.study.contention import Contention
-from orchestrator.study.field import keep_on
-from protocol.errors import WorkerError
+from outrider.orchestrator.machine import cores
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.study.contention import Contention
+from outrider.orchestrator.study.field import keep_on
+from outrider.protocol.errors import WorkerError
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +47,7 @@ def test_it_ends_when_the_bench_fails() -> None:
 def test_it_ends_when_whoever_started_it_is_killed() -> None:
     """Its stdin is a pipe that ends then."""
     process = subprocess.Popen(
-        python("-m", "target_worker.busy", "cpu"),
+        python("-m", "outrider.target_worker.busy", "cpu"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=child_environment(),
@@ -79,7 +79,7 @@ def test_a_target_that_was_left_free_comes_to_the_core_of_the_others_with_all_it
 
 def test_one_that_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "orchestrator.study.contention.python", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"]
+        "outrider.orchestrator.study.contention.python", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"]
     )
     with pytest.raises(WorkerError, match="ended at once"), Contention(ServeSettings()):
         os.kill(os.getpid(), signal.SIGTERM)  # never reached

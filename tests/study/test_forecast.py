@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.study.curve import Curve
-from orchestrator.study.forecast import Forecast, best_of, forecasts, most_gained, recommendation, slowdown
-from orchestrator.study.probe import Probe
-from orchestrator.study.trial import Trial, Tried, agreeing
+from outrider.orchestrator.study.curve import Curve
+from outrider.orchestrator.study.forecast import Forecast, best_of, forecasts, most_gained, recommendation, slowdown
+from outrider.orchestrator.study.probe import Probe
+from outrider.orchestrator.study.trial import Trial, Tried, agreeing
 
 FLAT = Curve(((1, 10.0), (4, 12.5)))
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.study import bars, report
-from orchestrator.study.account import Judged
-from orchestrator.study.contest import Run
-from orchestrator.study.field import BOTH_CORES, of_main_table, of_second_table
-from orchestrator.study.statistics import Timed
-from protocol.errors import InvalidRequest
+from outrider.orchestrator.study import bars, report
+from outrider.orchestrator.study.account import Judged
+from outrider.orchestrator.study.contest import Run
+from outrider.orchestrator.study.field import BOTH_CORES, of_main_table, of_second_table
+from outrider.orchestrator.study.statistics import Timed
+from outrider.protocol.errors import InvalidRequest
 
 NAMES = ("ar", "sd model K=3", "ssd K=3", "auto", "mlx-lm", "ar, both cores", "mlx-lm sd K=3, both cores")
 RUNS = {name: [Run(tuple(range(65)), Timed(64, 1.0 / (1 + at)))] * 3 for at, name in enumerate(NAMES)}

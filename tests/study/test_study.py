@@ -9,12 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core.speedup import Costs, Kind, Odds, ar_rate, ceiling, mixed_rate, round_ms, sd_rate, ssd_rate
-from orchestrator.core.trace import Trace
-from orchestrator.study.statistics import Timed, bootstrap, ratio, repeated_share
-from orchestrator.study.timeline import draw, read
-from protocol.errors import InvalidRequest
-from protocol.messages import Span
+from outrider.orchestrator.core.speedup import (
+    Costs,
+    Kind,
+    Odds,
+    ar_rate,
+    ceiling,
+    mixed_rate,
+    round_ms,
+    sd_rate,
+    ssd_rate,
+)
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.study.statistics import Timed, bootstrap, ratio, repeated_share
+from outrider.orchestrator.study.timeline import draw, read
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Span
 
 FLAT = Costs(10.0, lambda rows: 10.0, lambda depth: 4.0, lambda depth: 9.0, 0.0)
 

@@ -8,16 +8,16 @@ from typing import Any, cast
 import pytest
 import zmq
 
-from orchestrator.core.hub import Hub, Loss
-from orchestrator.study.workbench import Workbench
-from protocol.errors import WorkerError
-from protocol.messages import Message, Outcome, Pong
+from outrider.orchestrator.core.worker_pool import Loss, WorkerPool
+from outrider.orchestrator.study.workbench import Workbench
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.messages import Message, Outcome, Pong
 
 NAMES = ("target-0", "draft-0")
 
 
 class Silent:
-    """A hub whose workers were not listened to for long: they count as lost until each has answered a ping."""
+    """A pool whose workers were not listened to for long: they count as lost until each has answered a ping."""
 
     def __init__(self, answers: tuple[str, ...]) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -49,16 +49,16 @@ class Silent:
 
 
 def test_it_hears_from_all_before_it_goes_on() -> None:
-    hub = Silent(NAMES)
-    bench = Workbench(cast("Hub", hub), lambda stage: None)
+    pool = Silent(NAMES)
+    bench = Workbench(cast("WorkerPool", pool), lambda stage: None)
     bench.rouse()
-    assert hub.heard == set(NAMES)
-    assert hub.losses(0) == []
+    assert pool.heard == set(NAMES)
+    assert pool.losses(0) == []
 
 
 def test_one_that_stays_silent_is_told_by_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.study.workbench.ROUSE_MS", 10)
-    bench = Workbench(cast("Hub", Silent(("draft-0",))), lambda stage: None)
+    monkeypatch.setattr("outrider.orchestrator.study.workbench.ROUSE_MS", 10)
+    bench = Workbench(cast("WorkerPool", Silent(("draft-0",))), lambda stage: None)
     bench.rouse()
     with pytest.raises(WorkerError, match=r"'target-0'. have not answered"):
         bench._wait(Outcome)

@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draft_worker.drafter import Drafter, DrawingDrafter, TokenTree
-from draft_worker.fan_out import POLICIES
-from draft_worker.worker import DraftWorker
-from engine.loading import LoadedModel
-from orchestrator.core.ledger import ORCHESTRATOR
-from orchestrator.core.request import RoundSettings
-from orchestrator.core.rounds import Rounds
-from orchestrator.core.trace import Trace
-from orchestrator.events import Admit, Broke, Committed, Ended, ToFront
-from protocol.messages import Message, Outcome, Span, Timings, Verify
-from protocol.sampling import SamplingParams
-from target_worker.colocated import Colocated
-from target_worker.worker import TargetWorker
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafting.drafter import Drafter, DrawingDrafter, TokenTree
+from outrider.drafting.fan_out import POLICIES
+from outrider.engine.loading import LoadedModel
+from outrider.orchestrator.core.ledger import ORCHESTRATOR
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
+from outrider.protocol.messages import Message, Outcome, Span, Timings, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.colocated import Colocated
+from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, Idle, VirtualClock, through_the_codec
 
 UNTIL_IDLE = 10_000

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from draft_worker.drafter import Drafter
-from draft_worker.mlx import MlxDrafter
-from engine.loading import LoadedModel, load
-from engine.slots import open_slots
-from engine.verify import verify
-from protocol.sampling import SamplingParams
+from outrider.drafting.drafter import Drafter
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.slots import open_slots
+from outrider.engine.verify import verify
+from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import Cluster
 from tests.system.links import VirtualClock
 from tests.system.small import NOISES, SMALL
@@ -55,7 +55,7 @@ def make_cluster(
     `config` is the models'; `target`: another target than the small pair's; `colocated`: what that drafts with itself.
     """
     clock = VirtualClock()
-    monkeypatch.setattr("protocol.clock.now", clock)
+    monkeypatch.setattr("outrider.protocol.clock.now", clock)
 
     def make(
         draft: str | Drafter | None,

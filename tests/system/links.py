@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from protocol.codec import decode, encode
-from protocol.messages import Message
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.messages import Message
 
 
 class VirtualClock:

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from scipy.stats import chi2
 
-from engine.loading import LoadedModel
+from outrider.engine.loading import LoadedModel
 
 Table = np.ndarray[Any, np.dtype[np.float32]]
 LEAST_EXPECTED = 5.0

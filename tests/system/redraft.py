@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from engine.loading import LoadedModel
-from engine.sampling import Sampler
-from protocol.sampling import SamplingParams
+from outrider.engine.loading import LoadedModel
+from outrider.engine.sampling import Sampler
+from outrider.protocol.sampling import SamplingParams
 
 TIE = 1e-4
 

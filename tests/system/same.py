@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.loading import LoadedModel
-from protocol.sampling import SamplingParams
-from target_worker.certificate import Claim, certify
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.certificate import Claim, certify
 
 PROCESS_MAPS = Path("/proc/self/maps")
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from draft_worker.drafter import TokenTree
-from draft_worker.mlx import MlxDrafter
-from engine.loading import LoadedModel
-from protocol.messages import Branches, Message
-from protocol.sampling import SamplingParams
+from outrider.drafting.drafter import TokenTree
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.messages import Branches, Message
+from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import AMPLE, MIXED, UNTIL_IDLE, Cluster, Schedule
 from tests.system.redraft import TIE, doubts, fresh_scores, only_ties
 from tests.system.small import TOY

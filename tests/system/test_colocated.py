@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.loading import LoadedModel
-from orchestrator import LocalCluster
-from protocol.messages import Message, Verify
-from protocol.sampling import SamplingParams
+from outrider.engine.loading import LoadedModel
+from outrider.orchestrator import LocalCluster
+from outrider.protocol.messages import Message, Verify
+from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import Cluster, Run
 from tests.system.markov import markov, p_values
 from tests.system.redraft import doubts, only_ties
@@ -216,7 +216,7 @@ def test_residual_texts_have_the_targets_distribution(make_cluster: Make, saguar
 
 def test_a_q_that_the_chain_was_not_drawn_from_is_caught(make_cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above proves nothing."""
-    from target_worker import colocated
+    from outrider.target_worker import colocated
 
     propose = colocated.Drafting.propose
 

@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from draft_worker.mlx import MlxDrafter
-from engine.sampling import Sampler
-from protocol.sampling import SamplingParams
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.sampling import Sampler
+from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.markov import markov, p_values
 

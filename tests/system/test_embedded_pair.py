@@ -11,13 +11,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
-from bench.prompts import Prompt, mixed
-from engine.loading import LoadedModel, load
-from orchestrator import Client, LocalCluster, SamplingParams
-from orchestrator.core.copies import LONGEST_COPY
-from orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from orchestrator.pair.tokenizer import TextCodec, load_codec
-from target_worker.certificate import Claim, certify
+from outrider.bench.prompts import Prompt, mixed
+from outrider.engine.loading import LoadedModel, load
+from outrider.orchestrator import Client, LocalCluster, SamplingParams
+from outrider.orchestrator.core.copies import LONGEST_COPY
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.target_worker.certificate import Claim, certify
 
 LIMIT_SECONDS = 60.0
 PROMPTS = mixed(4)

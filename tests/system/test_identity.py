@@ -10,10 +10,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
-from draft_worker.fan_out import POLICIES
-from draft_worker.mlx import MlxDrafter
-from engine.loading import LoadedModel
-from protocol.sampling import SamplingParams
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.same import check_same
 from tests.system.small import LOOPING

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import Client, LocalCluster, SamplingParams
-from orchestrator.machine.spawn import child_environment, python
-from protocol.errors import EndpointError, OutriderError, WorkerError
+from outrider.orchestrator import Client, LocalCluster, SamplingParams
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
 
 LIMIT = 60.0
 PROMPT = "def fibonacci(n):"

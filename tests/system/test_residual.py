@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_worker.drafter import TokenTree
-from draft_worker.mlx import MlxDrafter
-from engine.loading import LoadedModel
-from protocol.messages import Branches, Drafted, Message, Verify
-from protocol.sampling import SamplingParams
-from protocol.sparse import SparseQ, one_hot
+from outrider.drafting.drafter import TokenTree
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.messages import Branches, Drafted, Message, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ, one_hot
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.markov import markov, p_values
 

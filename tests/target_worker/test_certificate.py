@@ -10,13 +10,13 @@ from dataclasses import asdict, replace
 import mlx.core as mx
 import pytest
 
-from engine.loading import load
-from engine.sampling import Sampler
-from engine.slots import open_slots
-from engine.verify import verify
-from protocol.errors import InvalidRequest, ModelError
-from protocol.sampling import SamplingParams
-from target_worker.certificate import Claim, certify
+from outrider.engine.loading import load
+from outrider.engine.sampling import Sampler
+from outrider.engine.slots import open_slots
+from outrider.engine.verify import verify
+from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.certificate import Claim, certify
 
 PROMPT = (5, 9, 17, 4)
 LENGTH = 24
@@ -118,7 +118,11 @@ def test_tokens_the_model_does_not_have_are_a_sentence(model, claim):
 
 def ask(text):
     done = subprocess.run(
-        [sys.executable, "-m", "target_worker.certificate"], input=text, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "outrider.target_worker.certificate"],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     return done, [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.messages import Close, Fault, Open, Outcome, Resync, Verify
-from protocol.sampling import SamplingParams
-from target_worker.colocated import Colocated
-from target_worker.worker import TargetWorker
+from outrider.protocol.messages import Close, Fault, Open, Outcome, Resync, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.colocated import Colocated
+from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.messages import Fault, Message, Open, Outcome, Verify
-from protocol.sampling import SamplingParams
-from protocol.sparse import SparseQ, one_hot
-from target_worker.worker import TargetWorker
+from outrider.protocol.messages import Fault, Message, Open, Outcome, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ, one_hot
+from outrider.target_worker.worker import TargetWorker
 from tests.system.markov import markov
 
 TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)

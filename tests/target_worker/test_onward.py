@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.messages import Branch, Close, Message, Open, Outcome, Prepare, Verify
-from protocol.sampling import SamplingParams
-from target_worker.worker import TargetWorker
+from outrider.protocol.messages import Branch, Close, Message, Open, Outcome, Prepare, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, Idle
 from tests.system.markov import markov
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import verify
-from protocol.messages import Close, Open, Outcome, Resync, Verify
-from protocol.sampling import SamplingParams
-from target_worker.worker import TargetWorker
+from outrider.engine import verify
+from outrider.protocol.messages import Close, Open, Outcome, Resync, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
 

@@ -1,0 +1,44 @@
+"""Which drafters there are, by name, and how each is made. A new one is a file, a line here and a name in settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from outrider.drafting.drafter import Drafter
+from outrider.protocol.errors import InvalidRequest
+
+Progress = Callable[[str], None]
+
+
+def _mlx(model: str, prefill: str, progress: Progress) -> Drafter:
+    from outrider.drafting.coreml.readers import reader_for
+    from outrider.drafting.mlx import MlxDrafter
+
+    return MlxDrafter.load(model, progress, reader_for(model, prefill, progress))
+
+
+def _replay(model: str, prefill: str, progress: Progress) -> Drafter:
+    from outrider.drafting.replay import ReplayDrafter, Script
+
+    return ReplayDrafter(Script.read(Path(model)))
+
+
+def _coreml(model: str, prefill: str, progress: Progress) -> Drafter:
+    from outrider.drafting.coreml.load import load
+
+    return load(model, progress)
+
+
+BACKENDS: dict[str, Callable[[str, str, Progress], Drafter]] = {"coreml": _coreml, "mlx": _mlx, "replay": _replay}
+
+
+def make(backend: str, model: str, progress: Progress, prefill: str = "auto") -> Drafter:
+    """The drafter `backend` for `model` (a model directory; for `replay` its script; `coreml` takes a package too).
+
+    Args:
+        prefill: who reads prompts for `mlx`, see `drafting.coreml.readers`.
+    """
+    if backend not in BACKENDS:
+        raise InvalidRequest(f"no drafter is called {backend!r}; there are {', '.join(sorted(BACKENDS))}")
+    return BACKENDS[backend](model, prefill, progress)

@@ -1,0 +1,180 @@
+"""The predict thread's side of a tree: which slot each node's keys lie in, what each row sees, and the scores.
+
+Nothing here is called from another thread. A node's ancestors are found by walking up, so a call's mask is made from
+the tree as it is at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.drafting.coreml.host.host import Fresh, Host, Rows
+from outrider.drafting.coreml.host.node import Node
+from outrider.drafting.coreml.host.scoring import Scorer
+from outrider.drafting.coreml.host.slots import SlotMap
+from outrider.drafting.coreml.package.layout import Function, Mode
+from outrider.drafting.drafter import DrafterFault
+from outrider.engine.draws import Draws
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
+
+
+class Columns:
+    """One request's cache on `host`."""
+
+    def __init__(self, host: Host, sampling: SamplingParams, draws: Draws | None = None) -> None:
+        self._host = host
+        self._layout = host.layout
+        self._cache = host.new_cache()
+        self._scorer = Scorer(sampling, self._layout.architecture.vocab_size, draws)
+        self._slots = SlotMap(self._layout.slots)
+        self._seen = np.zeros(self._layout.slots, bool)  # where committed keys lie
+        self._committed: list[Node] = []
+        self._pending: list[Node] = []
+        self._fault: OutriderError | None = None
+
+    def read(self, nodes: Sequence[Node]) -> None:
+        """Feeds the last committed tokens, few enough for logits; the very last gets its scores."""
+        fresh = self._feed_line(nodes, self._layout.smallest(len(nodes)) or self._layout.largest)
+        self._committed += nodes
+        self._score(nodes[-1:], None if fresh.logits is None else fresh.logits[-1:])
+
+    def read_unscored(self, nodes: Sequence[Node]) -> None:
+        """Feeds the next committed tokens for their keys alone."""
+        self._feed_line(nodes, self._layout.prefill)
+        self._committed += nodes
+
+    def grow(self, nodes: Sequence[Node]) -> None:
+        """Feeds new nodes behind their parents, except those that were dropped meanwhile.
+
+        Raises:
+            OutriderError: this call failed, or an earlier one did: its nodes' descendants can't be fed.
+        """
+        if self._fault is not None:
+            raise self._fault
+        try:
+            self._grow([node for node in nodes if not node.dropped])
+        except OutriderError as error:
+            self._fault = error
+            raise
+
+    def _grow(self, alive: Sequence[Node]) -> None:
+        for node in alive:
+            above = node.parent
+            if node.token is None and above is not None and above.step is not None:
+                node.token = above.step.best()[above.row]
+        most = self._layout.largest.rows
+        for first in range(0, len(alive), most):
+            batch = alive[first : first + most]
+            fresh = self._feed_tree(batch, self._layout.smallest(len(batch)) or self._layout.largest)
+            self._pending += batch
+            self._score(batch, fresh.logits)
+
+    def commit(self, path: Sequence[Node], lost: Sequence[Node]) -> None:
+        """Makes `path` committed and frees the slots of `lost`; of the committed, only the last keeps its scores."""
+        self._committed[-1].step = None
+        for node in path:
+            node.committed = True
+            self._seen[node.slot] = True
+            node.step = node.step if node is path[-1] else None
+        self._committed += path
+        gone = {id(node) for node in (*path, *lost)}
+        self._pending = [node for node in self._pending if id(node) not in gone]
+        self._slots.give_back(node.slot for node in lost if node.slot >= 0)
+        for node in lost:
+            node.slot, node.step = -1, None
+
+    def close(self) -> None:
+        self._host.give_back(self._cache)
+        self._committed.clear()
+        self._pending.clear()
+
+    def _feed_line(self, nodes: Sequence[Node], function: Function) -> Fresh:
+        """Feeds committed tokens, each seeing all before it."""
+        count = len(nodes)
+        self._place(nodes, function)
+        past = np.broadcast_to(self._seen, (count, self._seen.size))
+        fresh = self._forward(nodes, past, np.tri(count, dtype=bool), function)
+        for node in nodes:
+            node.committed = True
+            self._seen[node.slot] = True
+        return fresh
+
+    def _feed_tree(self, nodes: Sequence[Node], function: Function) -> Fresh:
+        """Feeds pending nodes, each seeing the committed tokens and its own ancestors."""
+        self._place(nodes, function)
+        rows = {id(node): row for row, node in enumerate(nodes)}
+        past = np.repeat(self._seen[None], len(nodes), axis=0)
+        own = np.zeros((len(nodes), len(nodes)), bool)
+        for row, node in enumerate(nodes):
+            above: Node | None = node
+            while above is not None and not above.committed:
+                if id(above) in rows:
+                    own[row, rows[id(above)]] = True
+                else:
+                    past[row, above.slot] = True
+                above = above.parent
+        return self._forward(nodes, past, own, function)
+
+    def _forward(
+        self, nodes: Sequence[Node], past: NDArray[np.bool_], own: NDArray[np.bool_], function: Function
+    ) -> Fresh:
+        tokens = [node.known_token for node in nodes]
+        if max(tokens) >= self._layout.architecture.vocab_size:
+            raise DrafterFault(
+                f"token {max(tokens)} is not in the draft's vocabulary of {self._layout.architecture.vocab_size}"
+            )
+        rows = Rows(tokens, [node.position for node in nodes], [node.slot for node in nodes], past, own)
+        return self._host.forward(rows, self._cache, function)
+
+    def _score(self, nodes: Sequence[Node], logits: NDArray[np.float32] | None) -> None:
+        if logits is None:
+            return
+        reach = self._scorer.reach
+        histories = [self._history(node, reach) for node in nodes] if reach else None
+        positions = [node.position + 1 for node in nodes]
+        step = self._scorer.step(logits, positions, histories, [node.fork for node in nodes])
+        for row, node in enumerate(nodes):
+            node.step, node.row = step, row
+
+    def _history(self, node: Node, reach: int) -> list[int]:
+        """The last `reach` tokens down to `node`."""
+        path: list[int] = []
+        above: Node | None = node
+        while above is not None and len(path) < reach:
+            path.append(above.known_token)
+            above = above.parent
+        return path[::-1]
+
+    def _place(self, nodes: Sequence[Node], function: Function) -> None:
+        """Gives each node a slot: any free one, or a run of them where the mode writes runs."""
+        if self._layout.mode is Mode.HYBRID:
+            slots = self._slots.take_run(len(nodes), function.rows)
+            if slots is None and self._committed:
+                self._pack()
+                slots = self._slots.take_run(len(nodes), function.rows)
+        else:
+            slots = self._slots.take(len(nodes))
+        if slots is None:
+            raise DrafterFault(
+                f"the draft's cache of {self._layout.slots} slots has no {len(nodes)} left; "
+                "no drafting for this request"
+            )
+        for node, slot in zip(nodes, slots, strict=True):
+            node.slot = slot
+
+    def _pack(self) -> None:
+        """Feeds everything again without gaps: freed slots lie scattered, and a run of them is needed."""
+        committed, self._committed = self._committed, []
+        pending = sorted((node for node in self._pending if not node.dropped), key=lambda node: node.position)
+        self._slots.clear()
+        self._seen[:] = False
+        step = self._layout.prefill.rows
+        for first in range(0, len(committed), step):
+            self._feed_line(committed[first : first + step], self._layout.prefill)
+        for first in range(0, len(pending), step):
+            self._feed_tree(pending[first : first + step], self._layout.prefill)
+        self._committed = committed

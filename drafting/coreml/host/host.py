@@ -1,0 +1,141 @@
+"""Between tokens and a package's functions: embeds, rotates, masks, picks the function, keeps the caches.
+
+Which token sees which is the caller's to say, row by row, so trees, ragged lengths and rollback are only data here. One
+set of input buffers a function, made once and written to again and again. Everything runs on the caller's thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.drafting.coreml.package.layout import Function, Mode
+from outrider.drafting.coreml.package.package import Package
+from outrider.drafting.coreml.runtime.runtime import Outputs, Runtime, State
+from outrider.drafting.drafter import DrafterFault
+
+MASKED = -1e4  # float16 holds it, and exp() of it is 0
+
+
+@dataclass(slots=True)
+class Cache:
+    """One request's keys and values: `keys` and `values` [layers, kv_heads, slots, head_dim] here, or `state` there."""
+
+    keys: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    state: State | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What one call feeds, R tokens.
+
+    `slots`: where each one's keys and values go. `past` [R, slots]: which places each sees, as they were before the
+    call. `own` [R, R]: which rows of the call it sees, itself included.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    past: NDArray[np.bool_]
+    own: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """What a call gave: `logits` [R, vocab] where asked for; `keys` and `values` [layers, kv_heads, R, head_dim] where
+    the package hands them out."""
+
+    logits: NDArray[np.float32] | None
+    keys: NDArray[np.float32] | None
+    values: NDArray[np.float32] | None
+
+
+class Host:
+    """Runs `package` on `runtime`."""
+
+    def __init__(self, package: Package, runtime: Runtime) -> None:
+        self.package = package
+        self.layout = package.layout
+        self._runtime = runtime
+        self._buffers: dict[str, dict[str, NDArray[Any]]] = {}
+        self._spare: list[Cache] = []
+        rope = package.rope
+        self._cos = np.concatenate([rope.cos, rope.cos], axis=-1)
+        self._sin = np.concatenate([-rope.sin, rope.sin], axis=-1)  # the graph rotates by x cos + swap(x) sin
+
+    def new_cache(self) -> Cache:
+        """An empty cache. Buffers of closed ones are used again: a device may look at them after its call returned."""
+        if self.layout.mode.stateful:
+            return Cache(state=self._runtime.new_state())
+        if self._spare:
+            return self._spare.pop()
+        sizes = self.layout.architecture
+        shape = (sizes.layers, sizes.kv_heads, self.layout.slots, sizes.head_dim)
+        return Cache(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+
+    def give_back(self, cache: Cache) -> None:
+        if not self.layout.mode.stateful:
+            self._spare.append(cache)
+
+    def forward(self, rows: Rows, cache: Cache, function: Function) -> Fresh:
+        """Feeds `rows` (at most the function's) and writes their keys and values into `cache`.
+
+        Raises:
+            DrafterFault: the logits are no finite numbers.
+            RuntimeFault: the device failed.
+        """
+        buffers = self._filled(function, rows)
+        if self.layout.mode is Mode.STATELESS:
+            buffers |= {"k_past": cache.keys, "v_past": cache.values}
+        outputs = self._runtime.call(function.name, buffers, cache.state)
+        fresh = self._fresh(function, outputs, len(rows.tokens))
+        if self.layout.mode is Mode.STATELESS and cache.keys is not None and cache.values is not None:
+            cache.keys[:, :, rows.slots], cache.values[:, :, rows.slots] = fresh.keys, fresh.values
+        return fresh
+
+    def _filled(self, function: Function, rows: Rows) -> dict[str, Any]:
+        """The function's own buffers with `rows` in them; rows beyond are masked and written nowhere."""
+        if function.name not in self._buffers:
+            self._buffers[function.name] = self._new_buffers(function)
+        buffers, count, slots = self._buffers[function.name], len(rows.tokens), self.layout.slots
+        buffers["x"][:] = 0
+        buffers["x"][0, :, 0, :count] = self.package.embedding[rows.tokens].T
+        buffers["cos"][0, 0, :count] = self._cos[rows.positions]
+        buffers["sin"][0, 0, :count] = self._sin[rows.positions]
+        mask = buffers["mask"][0, 0]
+        mask[:] = MASKED
+        mask[:count, :slots][rows.past] = 0
+        mask[:count, slots : slots + count][rows.own] = 0
+        if self.layout.mode is Mode.HYBRID:
+            buffers["pos"][0] = rows.slots[0]
+        if self.layout.mode is Mode.ONEHOT:
+            buffers["write"][:] = 0
+            buffers["write"][0, 0, rows.slots, np.arange(count)] = 1
+        return dict(buffers)
+
+    def _new_buffers(self, function: Function) -> dict[str, NDArray[Any]]:
+        return {
+            tensor.name: np.zeros(tensor.shape, np.int32 if tensor.integer else np.float32)
+            for tensor in self.layout.inputs(function)
+            if not tensor.name.endswith("_past")
+        }
+
+    def _fresh(self, function: Function, outputs: Outputs, count: int) -> Fresh:
+        keys, values = outputs.get("k_new"), outputs.get("v_new")
+        logits = None
+        if function.logits:
+            chunks = range(len(self.layout.architecture.head_chunks))
+            logits = np.concatenate([outputs[f"logits_{chunk}"][0, :, 0, :count] for chunk in chunks]).T
+            if not np.isfinite(logits).all():
+                raise DrafterFault(
+                    f"{self._runtime.name} gave logits that are no finite numbers; no drafting for this request"
+                )
+        return Fresh(
+            logits,
+            None if keys is None else keys[:, :, :count],
+            None if values is None else values[:, :, :count],
+        )

@@ -1,0 +1,132 @@
+"""The interface of a drafter: anything that proposes tokens. A new drafter is one new file behind these two classes.
+
+A drafter deals in tokens and nodes; it knows nothing of sockets, rounds or which outcomes are worth preparing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from outrider.engine.candidate import Candidate
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ
+
+__all__ = ["Candidate", "Drafter", "DrafterFault", "DrawingDrafter", "DrawingTree", "TokenTree"]
+
+
+class TokenTree(Protocol):
+    """One request's committed tokens and the drafted tokens that grow from them.
+
+    A *node* is a token that has been fed, so that what follows it is known. Nodes are ints, numbered from 0 in feeding
+    order over the tree's life: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's
+    node. Scores are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling), or
+    without noise (residual sampling).
+    """
+
+    @property
+    def root(self) -> int: ...
+
+    @property
+    def next_node(self) -> int: ...
+
+    @property
+    def committed_len(self) -> int:
+        """Number of committed tokens, the root's included."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How many further positions fit behind the committed tokens before the context ends."""
+        ...
+
+    def column_tokens(self) -> list[int]:
+        """The token of every committed KV column, in order; must equal the committed tokens."""
+        ...
+
+    def child(self, node: int, token: int) -> int | None:
+        """The fed node for `token` right after `node`, if there is one. May evaluate."""
+        ...
+
+    def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        """Feeds one token behind each parent, all in one forward, and returns their nodes.
+
+        A token of None is the parent's own best continuation, kept on the device: feeding is lazy and never waits. A
+        parent may be a node of this same call if its token comes earlier in the list and the child's token is not None.
+        """
+        ...
+
+    def best(self, nodes: Sequence[int]) -> list[int]:
+        """Each node's own best continuation. Waits for it."""
+        ...
+
+    def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
+        """The `count` best continuations of each node, best first. Waits for them."""
+        ...
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Makes `path` (a child of the root and so on downwards) final; its last node becomes the root.
+
+        Descendants of the new root stay; every other pending node is dropped.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Drafter(Protocol):
+    """What proposes: opens one tree a request."""
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def parameters(self) -> int: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def note(self) -> str:
+        """What a person should know about how it runs; mostly nothing."""
+        ...
+
+    def open(
+        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> TokenTree:
+        """Prefills `tokens` (at least one) and returns the tree whose root is the last of them."""
+        ...
+
+
+class DrawingTree(TokenTree, Protocol):
+    """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q."""
+
+    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        """What each node's own continuation was drawn from, a row a node; None for no nodes. Waits for it."""
+        ...
+
+
+@runtime_checkable
+class DrawingDrafter(Drafter, Protocol):
+    """A drafter that can draw. One that can't proposes for residual sampling all the same, what it thinks best."""
+
+    def open_drawing(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        cached: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> DrawingTree:
+        """As `open`. `cached`: of how many continuations of a node Saguaro's factor lowers the weight."""
+        ...
+
+
+class DrafterFault(OutriderError):
+    """The drafter can't go on with this request; the target goes on alone."""

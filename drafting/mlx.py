@@ -1,0 +1,56 @@
+"""The drafter `mlx`: any mlx-lm model, drafting on this process's default device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from outrider.drafting.coreml.host.prefill import PackageReader
+from outrider.drafting.drafter import DrawingTree, TokenTree
+from outrider.engine.draws import Draws
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.open_tree import open_tree, tree_form
+from outrider.engine.reading import PromptReader
+from outrider.protocol.sampling import SamplingParams
+
+
+class MlxDrafter:
+    """A `Drafter` over a model in this process; the engine picks the tree that the model's caches allow."""
+
+    backend = "mlx"
+
+    def __init__(self, model: LoadedModel, reader: PromptReader | None = None, note: str = "") -> None:
+        self.model = model
+        self.note = note
+        self._reader = reader
+        self.vocab_size = model.vocab_size
+        self.context_length = model.context_length
+        self.parameters = model.parameters
+        self.weight_bytes = model.weight_bytes
+
+    @classmethod
+    def load(cls, path: str, progress: Callable[[str], None], reader: PackageReader | None = None) -> MlxDrafter:
+        """Loads the model and checks that branches reproduce its logits.
+
+        Args:
+            reader: reads prompts in the model's place where it is worth it.
+
+        Raises:
+            ModelError: there is no such model, or no tree of it is exact.
+        """
+        model = load(path, progress=progress)
+        tree_form(model)
+        return cls(model, reader, "" if reader is None else reader.note)
+
+    def open(
+        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> TokenTree:
+        return open_tree(self.model, tokens, sampling, progress, reader=self._reader)
+
+    def open_drawing(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        cached: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> DrawingTree:
+        return open_tree(self.model, tokens, sampling, progress, Draws.of(sampling, cached), self._reader)

@@ -1,0 +1,247 @@
+"""The drafter's work ahead for one request: which tokens to feed next, and what is ready to be pushed.
+
+Works on a `TokenTree` and on commits; knows nothing of sockets. One `advance` is one forward of the drafter, so that
+its caller can look for news between two. Paper sections 3 and 4; the words are docs/architecture.md's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafting.calibration import MAX_RANK, Calibration, Point
+from outrider.drafting.drafter import DrawingTree, TokenTree
+from outrider.drafting.fan_out import FanOut
+from outrider.protocol.messages import Branch
+from outrider.protocol.sparse import SparseQ
+
+
+@dataclass(slots=True)
+class Growing:
+    """A branch in the making: `tip` is its last fed node (None before the bonus token is fed), `chain` what follows.
+
+    `nodes[i]` is the node that chain token i follows.
+    """
+
+    accepted: int
+    bonus: int
+    tip: int | None = None
+    chain: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What one forward brought: branches to push, as deep as they are, and whether that is all of the round.
+
+    `q`: what the chains' tokens were drawn from, if they were.
+    """
+
+    entries: tuple[Branch, ...]
+    depth: int
+    final: bool
+    q: SparseQ | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What follows the committed text, and what it was drawn from, if it was."""
+
+    chain: tuple[int, ...] = ()
+    q: SparseQ | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The bonus tokens that may follow at a fork point, best first, and how they compare."""
+
+    bonuses: tuple[int, ...]
+    point: Point
+
+
+@dataclass(slots=True)
+class Plan:
+    """The work for one chain under verification.
+
+    `spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes as
+    far as they are fed; `unfed` is the rest of the chain. `thoughts[k]` are what the drafter would place there, None
+    until that was looked at. `counts[k]` is F_k, of `branches` in all; `unforked` are the k whose branches are not
+    begun.
+    """
+
+    chain: tuple[int, ...]
+    spine: list[int]
+    depth: int
+    branches: int
+    thoughts: list[Thought | None]
+    counts: list[int] = field(default_factory=list)
+    unfed: tuple[int, ...] = ()
+    unforked: list[int] = field(default_factory=list)
+    growing: list[Growing] = field(default_factory=list)
+    found: list[Growing] = field(default_factory=list)
+    begun: bool = False
+
+    def own(self, k: int) -> int | None:
+        """The chain's token after `k` accepted ones: it cannot be that outcome's bonus."""
+        return self.chain[k] if k < len(self.chain) else None
+
+
+class WorkAhead:
+    """Prepares the likely outcomes of the chain under verification, all branches one token deeper a forward."""
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        eos: Collection[int],
+        fan_out: FanOut,
+        calibration: Calibration,
+        drawing: DrawingTree | None = None,
+    ) -> None:
+        """`drawing`: `tree` itself, where its continuations are drawn."""
+        self.tree = tree
+        self._drawing = drawing
+        self._eos = frozenset(eos)
+        self._fan_out = fan_out
+        self._calibration = calibration
+        self._plan: Plan | None = None
+
+    @property
+    def busy(self) -> bool:
+        """True while there is a forward worth making, or it is still to be said that there is none."""
+        plan = self._plan
+        return plan is not None and bool(not plan.begun or plan.unfed or plan.unforked or plan.growing)
+
+    def commit(self, tokens: Sequence[int], verifying: Sequence[int] | None, depth: int, branches: int) -> None:
+        """Makes `tokens` final, then plans the outcomes of the chain `verifying`: `branches` of them, `depth` deep.
+
+        What was drafted along that path is kept, all else is dropped. Near the end of the context branches get shorter,
+        then none are prepared. `verifying` None plans nothing.
+        """
+        self._learn(tokens)
+        chain = tuple(verifying or ())
+        line = [*tokens, *chain]
+        known = self._walk(self.tree.root, line)
+        if len(known) < len(tokens):
+            known += self._feed_line(known[-1] if known else self.tree.root, line[len(known) :])
+        self.tree.commit(known[: len(tokens)])
+        self._plan = None if verifying is None else self._planned(chain, known[len(tokens) :], depth, branches)
+
+    def continuation(self, depth: int) -> Continuation:
+        """The `depth` tokens that follow the committed text, chained on the device and evaluated once (SD)."""
+        depth = min(depth, self.tree.room)
+        if depth < 1:
+            return Continuation()
+        nodes = [self.tree.root]
+        for _ in range(depth - 1):
+            nodes += self.tree.feed(nodes[-1:], [None])
+        return Continuation(tuple(self.tree.best(nodes)), self._drawn_from(nodes))
+
+    def advance(self) -> Ready:
+        """One forward: what the chain still lacks is fed, every branch grows one token, new forks begin."""
+        plan = self._plan
+        if plan is None:
+            return Ready((), 0, True)
+        plan.begun = True
+        self._fork(plan)
+        grown = plan.growing
+        for growing, token in zip(grown, self._feed(plan), strict=True):
+            growing.chain.append(token)
+        plan.growing = [growing for growing in grown if len(growing.chain) < plan.depth]
+        moved, plan.found = plan.found + grown, []
+        entries = tuple(Branch(g.accepted, g.bonus, tuple(g.chain[: plan.depth])) for g in moved)
+        q = self._drawn_from([node for g in moved for node in g.nodes[: plan.depth]])
+        return Ready(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
+
+    def _planned(self, chain: tuple[int, ...], known: list[int], depth: int, branches: int) -> Plan:
+        depth = min(depth, self.tree.room - len(chain) - 1)
+        plan = Plan(chain, [self.tree.root, *known], depth, branches, [None] * (len(chain) + 1))
+        if depth > 0 and branches > 0:
+            plan.unfed = chain[len(known) :]
+            plan.unforked = list(range(len(chain) + 1))
+        return plan
+
+    def _feed(self, plan: Plan) -> list[int]:
+        """The forward of `advance`: the unfed chain, and every growing branch's next token. Returns the bests."""
+        first, line = self.tree.next_node, plan.unfed
+        parents = [plan.spine[-1], *range(first, first + len(line) - 1)] if line else []
+        parents += [plan.spine[g.accepted] if g.tip is None else g.tip for g in plan.growing]
+        tokens = [*line, *(g.bonus if g.tip is None else None for g in plan.growing)]
+        if not tokens:
+            return []
+        nodes = self.tree.feed(parents, tokens)
+        plan.unfed = ()
+        plan.spine += nodes[: len(line)]
+        for growing, node in zip(plan.growing, nodes[len(line) :], strict=True):
+            growing.tip = node
+            growing.nodes.append(node)
+        return self.tree.best(nodes)[len(line) :]
+
+    def _fork(self, plan: Plan) -> None:
+        """Starts branches wherever the chain has been fed; the budget is shared out when the first are started."""
+        ready = [k for k in plan.unforked if k < len(plan.spine)]
+        if not ready:
+            return
+        plan.unforked = plan.unforked[len(ready) :]
+        self._look(plan, ready)
+        if not plan.counts:
+            points = [thought.point if thought else None for thought in plan.thoughts]
+            plan.counts = self._fan_out(points, plan.branches, self._calibration)
+        for k in ready:
+            thought = plan.thoughts[k]
+            for bonus in thought.bonuses[: plan.counts[k]] if thought else ():
+                self._begin(plan, k, bonus)
+
+    def _look(self, plan: Plan, points: Sequence[int]) -> None:
+        """What the drafter thinks at these fork points: never the chain's own token, never EOS."""
+        wide = max(plan.branches, MAX_RANK) + 1 + len(self._eos)
+        found = self.tree.candidates([plan.spine[k] for k in points], wide)
+        for k, candidates in zip(points, found, strict=True):
+            own = plan.own(k)
+            others = [c for c in candidates if c.token != own and c.token not in self._eos]
+            gaps = tuple(c.gap for c in others)
+            own_gap = None
+            if own is not None and others:
+                own_gap = gaps[0] - next((c.gap for c in candidates if c.token == own), gaps[-1])
+            plan.thoughts[k] = Thought(tuple(c.token for c in others), Point(own_gap, gaps))
+
+    def _begin(self, plan: Plan, accepted: int, bonus: int) -> None:
+        """A new branch; where an earlier round already fed its first tokens, they are taken over."""
+        growing = Growing(accepted, bonus, self.tree.child(plan.spine[accepted], bonus))
+        node = growing.tip
+        while node is not None:
+            growing.tip = node
+            growing.nodes.append(node)
+            growing.chain += self.tree.best([node])
+            node = self.tree.child(node, growing.chain[-1])
+        (plan.growing if len(growing.chain) < plan.depth else plan.found).append(growing)
+
+    def _drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        return self._drawing.drawn_from(nodes) if self._drawing is not None else None
+
+    def _walk(self, node: int, tokens: Sequence[int]) -> list[int]:
+        """The fed nodes along `tokens` from `node`, as far as they go."""
+        path: list[int] = []
+        for token in tokens:
+            child = self.tree.child(node, token)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def _feed_line(self, node: int, tokens: Sequence[int]) -> list[int]:
+        first = self.tree.next_node
+        return self.tree.feed([node, *range(first, first + len(tokens) - 1)], list(tokens))
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Counts what the outcome (k, t) of the prepared chain was, before the tree forgets it."""
+        plan, accepted = self._plan, len(tokens) - 1
+        if plan is None or not 0 <= accepted < len(plan.spine) or tuple(tokens[:-1]) != plan.chain[:accepted]:
+            return
+        unseen = [k for k in range(accepted + 1) if plan.thoughts[k] is None]
+        if unseen:
+            self._look(plan, unseen)
+        thoughts = [thought for thought in plan.thoughts[: accepted + 1] if thought is not None]
+        bonuses = thoughts[accepted].bonuses
+        rank = bonuses.index(tokens[-1]) if tokens[-1] in bonuses else None
+        self._calibration.learn([thought.point for thought in thoughts], len(plan.chain), accepted, rank)

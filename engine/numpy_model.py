@@ -1,0 +1,192 @@
+"""`Columns` of a small dense model on the CPU, computed with numpy: for drafters whose forwards are shorter than MLX's
+bookkeeping for them.
+
+Serves the Llama, Mistral, Qwen2 and Qwen3 families; whatever else a model is, `NumpyRow` refuses, and the check at load
+(`engine.selfcheck`) holds its logits to the model's own. Nothing here is lazy: a forward returns when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from outrider.engine.blocks import Dense, Floats, Norm, host
+from outrider.engine.columns import Bools, Ints, KeysValues
+from outrider.engine.loading import LoadedModel
+from outrider.engine.positions import RopeTable
+from outrider.protocol.errors import ModelError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Beyond this the weights no longer stay in a cache, and MLX's forwards are no longer mostly bookkeeping.
+_MOST_BYTES = 512 * 2**20
+_STEP = 256
+_PREFILL = 512
+_MASKED = np.float32(-1e30)
+
+
+class NumpyRow:
+    """`Columns` (see engine.columns) of one request; the weights are shared by all requests of a model."""
+
+    lazy = False
+
+    def __init__(self, model: LoadedModel) -> None:
+        """
+        Raises:
+            ModelError: the model is not of these families, too large, or not in float32 on a CPU.
+        """
+        self._net = _net_of(model)
+        self._keys = [np.zeros((layer.kv_heads, 0, layer.width), np.float32) for layer in self._net.layers]
+        self._values = [np.zeros((layer.kv_heads, 0, layer.width), np.float32) for layer in self._net.layers]
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        for first in range(start, len(tokens), _PREFILL):
+            chunk = np.array(tokens[first : first + _PREFILL])
+            positions = np.arange(first, first + len(chunk))
+            seen = np.arange(first + len(chunk)) <= positions[:, None]
+            self._forward(chunk, first, positions, seen)
+            if progress is not None and len(tokens) > _PREFILL:
+                progress(min(first + _PREFILL, len(tokens)), total)
+
+    def adopt(self, start: int, read: KeysValues) -> None:
+        """See `engine.reading.OpenColumns`."""
+        end = start + read.count
+        for index, (keys, values) in enumerate(zip(read.keys, read.values, strict=True)):
+            self._keys[index] = _with_room(self._keys[index], end)
+            self._values[index] = _with_room(self._values[index], end)
+            self._keys[index][:, start:end], self._values[index][:, start:end] = keys, values
+
+    def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
+        last = self._forward(np.array(tokens), start, positions[start:], seen)
+        return mx.array(self._net.head(self._net.norm(last)))
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        end = prefix + len(columns)
+        for buffer in (*self._keys, *self._values):
+            buffer[:, prefix:end] = buffer[:, columns]
+
+    def _forward(self, tokens: Any, start: int, positions: Any, seen: Bools) -> Floats:
+        """The last layer's output, [R, H]."""
+        x: Floats = self._net.embedding[tokens]
+        angles = self._net.rope.on_host(positions)
+        hidden = None if seen.all() else np.where(seen, np.float32(0), _MASKED)
+        end = start + len(tokens)
+        with np.errstate(over="ignore"):  # exp(-gate) of a closed gate
+            for index, layer in enumerate(self._net.layers):
+                self._keys[index] = _with_room(self._keys[index], end)
+                self._values[index] = _with_room(self._values[index], end)
+                x = layer(x, angles, hidden, self._keys[index], self._values[index], start, end)
+        return x
+
+
+class Layer:
+    """One transformer block: attention over columns 0..end, then a gated MLP."""
+
+    def __init__(self, block: nn.Module) -> None:
+        attention, mlp = block.self_attn, block.mlp
+        self._before, self._between = Norm(block.input_layernorm), Norm(block.post_attention_layernorm)
+        self._in = Dense([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._out = Dense([attention.o_proj])
+        self._up, self._down = Dense([mlp.gate_proj, mlp.up_proj]), Dense([mlp.down_proj])
+        self.heads, self.kv_heads = int(attention.n_heads), int(attention.n_kv_heads)
+        self.width = attention.o_proj.weight.shape[1] // self.heads
+        self._scale = np.float32(attention.scale)
+        self._q_norm = Norm(attention.q_norm) if "q_norm" in attention else None
+        self._k_norm = Norm(attention.k_norm) if "k_norm" in attention else None
+
+    def __call__(
+        self, x: Floats, angles: Floats, hidden: Floats | None, keys: Floats, values: Floats, start: int, end: int
+    ) -> Floats:
+        """Feeds x [R, H] as the columns start..end of `keys` and `values`.
+
+        Args:
+            angles: cosines and signed sines, [2, R, D]; see RopeTable.
+            hidden: what is added to the scores, [R, end]: 0 or very negative.
+        """
+        rows, heads, kv_heads, width = len(x), self.heads, self.kv_heads, self.width
+        read = self._in(self._before(x)).reshape(rows, heads + 2 * kv_heads, width)
+        queries, new = read[:, :heads], read[:, heads : heads + kv_heads]
+        if self._q_norm is not None and self._k_norm is not None:
+            queries, new = self._q_norm(queries), self._k_norm(new)
+        turned = _turn(np.concatenate([queries, new], axis=1), angles)
+        keys[:, start:end] = turned[:, heads:].transpose(1, 0, 2)
+        values[:, start:end] = read[:, heads + kv_heads :].transpose(1, 0, 2)
+        # Heads that share keys become rows of one product: [kv heads, heads a kv head x R, D].
+        asked = turned[:, :heads].reshape(rows, kv_heads, -1, width).transpose(1, 2, 0, 3).reshape(kv_heads, -1, width)
+        scores: Floats = asked @ keys[:, :end].transpose(0, 2, 1)
+        scores *= self._scale
+        if hidden is not None:
+            scores = scores.reshape(kv_heads, -1, rows, end)
+            scores += hidden
+            scores = scores.reshape(kv_heads, -1, end)
+        found: Floats = _softmax(scores) @ values[:, :end]
+        found = found.reshape(kv_heads, -1, rows, width).transpose(2, 0, 1, 3).reshape(rows, -1)
+        x = x + self._out(found)
+        gate, up = np.split(self._up(self._between(x)), 2, axis=1)
+        out: Floats = x + self._down(gate / (1 + np.exp(-gate)) * up)
+        return out
+
+
+class Net:
+    """A whole model's weights, laid out for the host."""
+
+    def __init__(self, model: nn.Module) -> None:
+        body = model.model
+        self.embedding = host(body.embed_tokens.weight)
+        self.layers = [Layer(block) for block in body.layers]
+        self.norm = Norm(body.norm)
+        self.head = Dense([model.lm_head if "lm_head" in model else body.embed_tokens])
+        rope = RopeTable.of(body.layers[0].self_attn.rope.inner, self.layers[0].width)
+        if rope is None or not rope.whole:
+            raise TypeError("its rope does not turn by tabulated angles")
+        self.rope = rope
+
+
+def _net_of(model: LoadedModel) -> Net:
+    """The model's weights for the host, made once a model and kept with it."""
+    if mx.default_device().type != mx.cpu:
+        raise ModelError("numpy would leave the GPU idle")
+    if model.model_type not in FAMILIES or model.weight_bytes > _MOST_BYTES:
+        raise ModelError(f"numpy serves {', '.join(FAMILIES)} up to {_MOST_BYTES // 2**20} MiB")
+    if model.config.get("sliding_window") and "sliding_attention" in (model.config.get("layer_types") or ()):
+        raise ModelError("numpy serves no sliding windows")
+    net: Net | None = getattr(model.model, "_host_net", None)
+    if net is None:
+        try:
+            net = Net(model.model)
+        except (AttributeError, TypeError, KeyError) as error:
+            raise ModelError(f"numpy can't serve this model: {error}") from error
+        object.__setattr__(model.model, "_host_net", net)
+    return net
+
+
+def _turn(x: Floats, angles: Floats) -> Floats:
+    """Ropes x [R, heads, D] by cosines and signed sines [2, R, D] whose halves turn together."""
+    cos, sin = angles[0][:, None], angles[1][:, None]
+    half = x.shape[-1] // 2
+    turned: Floats = x * cos
+    turned[..., :half] += x[..., half:] * sin[..., :half]
+    turned[..., half:] += x[..., :half] * sin[..., half:]
+    return turned
+
+
+def _softmax(scores: Floats) -> Floats:
+    """Over the last axis, in place."""
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores
+
+
+def _with_room(buffer: Floats, end: int) -> Floats:
+    if end <= buffer.shape[1]:
+        return buffer
+    columns = -(-(end + end // 2) // _STEP) * _STEP
+    grown = np.zeros((buffer.shape[0], columns, buffer.shape[2]), np.float32)
+    grown[:, : buffer.shape[1]] = buffer
+    return grown

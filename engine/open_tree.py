@@ -1,0 +1,101 @@
+"""A token tree for any model: `open_tree` chooses the columns that reproduce the model's logits, or refuses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from weakref import WeakKeyDictionary
+
+from outrider.engine.columns import Columns, OneRow
+from outrider.engine.draws import Draws
+from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_model import NumpyRow
+from outrider.engine.reading import PromptReader, ReadColumns
+from outrider.engine.rows import Rows
+from outrider.engine.sampling import Sampler
+from outrider.engine.selfcheck import agrees
+from outrider.engine.tree import Tree
+from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
+
+Form = type[NumpyRow] | type[OneRow] | type[Rows]
+
+_columns_of: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
+
+
+def open_tree(
+    model: LoadedModel,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    progress: Callable[[int, int], None] | None = None,
+    draws: Draws | None = None,
+    reader: PromptReader | None = None,
+) -> Tree:
+    """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
+
+    Args:
+        progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
+        draws: how nodes' own continuations are drawn, for residual sampling; None: they are the best.
+        reader: reads prompts in the model's place where it says so.
+
+    Raises:
+        InvalidRequest: no tokens, or one the model does not have.
+        ModelError: no form of tree reproduces this model's logits.
+    """
+    if not tokens:
+        raise InvalidRequest("the prompt has no tokens; expected at least one")
+    if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
+        raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the draft's vocabulary")
+    return _open(model, tree_form(model), params, progress, tokens, draws, reader)
+
+
+def tree_form(model: LoadedModel) -> Form:
+    """The columns that carry trees of this model; found by a self-check the first time it is asked, then remembered.
+
+    Raises:
+        ModelError: no form reproduces this model's logits.
+    """
+    if model not in _columns_of:
+        forms: list[Form] = [NumpyRow, OneRow, Rows] if model.attention_only else [Rows]
+        _columns_of[model] = _first_that_agrees(model, forms)
+    return _columns_of[model]
+
+
+def open_columns(model: LoadedModel, reader: PromptReader | None = None) -> Columns:
+    """Empty columns for one text; `reader` reads its prompt where it says so. Raises ModelError as `tree_form` does."""
+    return _columns(model, tree_form(model), reader)
+
+
+def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
+    for form in forms:
+        try:
+            if agrees(model, partial(_open, model, form, SamplingParams(), None)):
+                return form
+            reason = "its logits differ"
+        except (ModelError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
+        log.info("%s can't be drafted with as %s: %s", model.model_type, form.__name__, reason)
+    raise ModelError(f"a {model.model_type} model can't draft: branches don't reproduce its logits; choose another")
+
+
+def _open(
+    model: LoadedModel,
+    form: Form,
+    params: SamplingParams,
+    progress: Callable[[int, int], None] | None,
+    tokens: Sequence[int],
+    draws: Draws | None = None,
+    reader: PromptReader | None = None,
+) -> Tree:
+    sampler = Sampler(params, model.vocab_size, normalised=False)
+    return Tree(_columns(model, form, reader), sampler, model.context_length, tokens, progress, draws)
+
+
+def _columns(model: LoadedModel, form: Form, reader: PromptReader | None) -> Columns:
+    columns = form(model)
+    if reader is None or isinstance(columns, Rows):  # a recurrent state comes from the model alone
+        return columns
+    return ReadColumns(columns, reader)

@@ -1,0 +1,138 @@
+"""For residual sampling every chain comes with the q it was drawn from, and both are a fresh drafter's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafting.calibration import Calibration
+from outrider.drafting.drafter import DrawingDrafter
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.mlx import MlxDrafter
+from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.drafting.work_ahead import Continuation, WorkAhead
+from outrider.protocol.messages import Branches, Commit, Drafted, Message, Open
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sparse import SparseQ
+from tests.system.markov import markov
+
+V = 12
+TABLE = np.random.default_rng(4).normal(size=(V, V)).astype(np.float32)
+PROMPT = (1, 5, 2, 7)
+SAMPLING = SamplingParams(temp=1.0, seed=8, rule="residual", saguaro=0.5, q_width=6)
+
+
+@pytest.fixture(scope="module")
+def drafter() -> MlxDrafter:
+    return MlxDrafter(markov(TABLE))
+
+
+@pytest.fixture
+def begin(drafter: MlxDrafter) -> Callable[[tuple[int, ...]], WorkAhead]:
+    def at(tokens: tuple[int, ...]) -> WorkAhead:
+        tree = drafter.open_drawing(tokens, SAMPLING, 2)
+        return WorkAhead(tree, (), POLICIES["best-first"], Calibration(), tree)
+
+    return at
+
+
+def same(q: SparseQ | None, other: SparseQ | None) -> bool:
+    return q is not None and other is not None and bool((q.ids == other.ids).all() and (q.probs == other.probs).all())
+
+
+@pytest.mark.parametrize("forwards", [1, 2, 3, 10])
+def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
+    begin: Callable[[tuple[int, ...]], WorkAhead], forwards: int
+) -> None:
+    rng = random.Random(forwards)
+    work, committed, chain = begin(PROMPT), list(PROMPT), []
+    work.commit((), (), 3, 8)
+    checked = 0
+    for _ in range(20):
+        entries: dict[tuple[int, int], tuple[int, ...]] = {}
+        for _ in range(forwards):
+            if not work.busy:
+                continue
+            ready = work.advance()
+            if not ready.entries:
+                continue
+            assert ready.q is not None and ready.q.fits([token for e in ready.entries for token in e.chain])
+            end = 0
+            for entry in ready.entries:
+                start, end = end, end + len(entry.chain)
+                place = (*committed, *chain[: entry.accepted], entry.bonus)
+                fresh = begin(place).continuation(len(entry.chain))
+                assert fresh.chain == entry.chain and same(fresh.q, ready.q.part(start, end))
+                entries[entry.accepted, entry.bonus] = entry.chain
+                checked += 1
+        accepted, bonus = rng.choice(sorted(entries)) if entries and rng.random() < 0.7 else (0, rng.randrange(V))
+        new = [*chain[:accepted], bonus]
+        committed += new
+        chain = list(entries.get((accepted, bonus), ()))
+        work.commit(new, chain, 3, 8)
+    assert checked > 20
+
+
+def test_there_is_no_chain_without_room(begin: Callable[[tuple[int, ...]], WorkAhead]) -> None:
+    assert begin(PROMPT).continuation(0) == Continuation()
+
+
+# --- the worker -----------------------------------------------------------------------------------------------------
+
+
+class Wire:
+    name = "draft-0"
+
+    def __init__(self, *messages: Message) -> None:
+        self.inbox, self.sent = list(messages), []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def receive(self, wait: bool) -> Message | None:
+        return self.inbox.pop(0) if self.inbox else None
+
+
+def said(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> list[Any]:
+    """What a worker says of this kind when it is told to work ahead, then for the continuation."""
+    tokens = np.array(PROMPT, np.int32)
+    wire = Wire(Open("r", 0, 0, tokens, sampling, depth=2, branches=6, verifying=()))
+    worker = DraftWorker(wire, drafter, POLICIES["uniform"])
+    for _ in range(8):
+        worker.turn()
+    wire.inbox.append(Commit("r", 0, 1, len(PROMPT) + 1, (3,), None, 3, 6))
+    for _ in range(2):
+        worker.turn()
+    return [message for message in wire.sent if isinstance(message, kind)]
+
+
+@pytest.mark.parametrize("kind", [Branches, Drafted])
+def test_a_drawing_drafter_tells_q_for_residual_sampling_alone(drafter: MlxDrafter, kind: type[Message]) -> None:
+    coupled = replace(SAMPLING, rule="coupled", saguaro=1.0)
+    assert all(message.q is not None for message in said(drafter, SAMPLING, kind))
+    for sampling in (coupled, replace(SAMPLING, temp=0.0)):
+        messages = said(drafter, sampling, kind)
+        assert messages and all(message.q is None for message in messages)
+
+
+@pytest.mark.parametrize("kind", [Branches, Drafted])
+def test_a_drafter_that_cannot_draw_tells_none(kind: type[Message]) -> None:
+    replay = ReplayDrafter(Script(((*PROMPT, *range(64)),), (0.7,), (0.5,), 64))
+    assert not isinstance(replay, DrawingDrafter)
+    messages = said(replay, SAMPLING, kind)
+    assert messages and all(message.q is None for message in messages)
+
+
+def test_saguaros_factor_lowers_an_even_share_of_the_branches(drafter: MlxDrafter) -> None:
+    """Six branches over the three places of a chain of two: two tokens a place."""
+    found = said(drafter, replace(SAMPLING, q_width=V), Drafted)[0]
+    row = TABLE[3].astype(np.float64)
+    best = np.argsort(-row)[:2]
+    weight = np.exp(row) * np.where(np.isin(np.arange(V), best), SAMPLING.saguaro, 1.0)
+    assert np.allclose(found.q.probs[0], (weight / weight.sum())[found.q.ids[0]], atol=1e-6)
