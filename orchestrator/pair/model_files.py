@@ -16,8 +16,8 @@ from outrider.protocol.errors import ModelError
 
 PACKAGE = Path(__file__).absolute().parents[2]
 """The package `outrider`: in a checkout its rooms are links to the folders beside it."""
-EMBEDDED_TARGET = PACKAGE / "models" / "target"
-EMBEDDED_DRAFT = PACKAGE / "models" / "draft"
+EMBEDDED_TARGET = (PACKAGE / "models" / "target").resolve()
+EMBEDDED_DRAFT = (PACKAGE / "models" / "draft").resolve()
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")

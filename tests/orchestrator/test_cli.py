@@ -60,7 +60,7 @@ def test_a_program_of_another_room_is_handed_its_arguments(run, become, command)
 def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folder):
     folder = str(model_folder)
     code, _, _ = run("worker", "draft", "--connect", "ipc:///tmp/w", "--model", folder, "--draft-model", folder)
-    assert code == 99 and "draft_worker" in become[0] and "--parent-fd" not in become[0]
+    assert code == 99 and "outrider.draft_worker" in become[0] and "--parent-fd" not in become[0]
     assert become[0][become[0].index("--endpoint") + 1] == "ipc:///tmp/w"
     assert become[0][become[0].index("--model") + 1] == str(model_folder.resolve())
 

@@ -43,12 +43,12 @@ def spawned(monkeypatch, tmp_path):
 def test_commands_say_what_the_settings_say():
     target = spawn.worker_command("target", "target-0", "ipc:///e", SETTINGS, 9)
     assert target[1:] == [
-        "-P", "-m", "target_worker", "--endpoint", "ipc:///e", "--name", "target-0", "--model", "/m",
+        "-P", "-m", "outrider.target_worker", "--endpoint", "ipc:///e", "--name", "target-0", "--model", "/m",
         "--log-level", "info", "--parent-fd", "9",
     ]  # fmt: skip
     draft = spawn.worker_command("draft", "draft-0", "ipc:///e", SETTINGS)
     assert draft[3:] == [
-        "draft_worker", "--endpoint", "ipc:///e", "--name", "draft-0", "--model", "/d", "--log-level", "info",
+        "outrider.draft_worker", "--endpoint", "ipc:///e", "--name", "draft-0", "--model", "/d", "--log-level", "info",
         "--backend", "mlx", "--fan-out", "uniform",
     ]  # fmt: skip
     replay = ServeSettings(model="/m", draft_backend="replay", replay=Path("/script"))
