@@ -7,12 +7,12 @@ tokens and integers only. Time is passed in.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.dispatch import Dispatch, Workers
+from outrider.orchestrator.core.door import may_say
 from outrider.orchestrator.core.ledger import Ledger
 from outrider.orchestrator.core.lending import lent, may_lend
 from outrider.orchestrator.core.limits import room, up_to_end
@@ -26,8 +26,6 @@ from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
 from outrider.protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
-
-log = logging.getLogger(__name__)
 
 
 class Rounds:
@@ -99,13 +97,9 @@ class Rounds:
     # --- what workers say -----------------------------------------------------------------------------------------
 
     def handle(self, sender: str, message: Message, now_ns: int) -> None:
-        """A worker's message about a request. What is stale, or a given-up drafter's, is dropped and counted."""
+        """A worker's message about a request. What is stale, or not the sender's to say, is dropped and counted."""
         request = self._requests.get(getattr(message, "request", None) or "")
-        if (
-            request is None
-            or getattr(message, "epoch", request.epoch) != request.epoch
-            or (sender not in request.drafters and not self._workers.is_target(sender))
-        ):
+        if request is None or not may_say(request, self._workers.is_target(sender), sender, message):
             self.stale += 1
             return
         match message:
@@ -122,8 +116,6 @@ class Rounds:
                 self._on_resync(request, sender)
             case Fault():
                 self._on_fault(request, sender, message, now_ns)
-            case _:
-                log.warning("no use for %s from %s", type(message).__name__, sender)
 
     def next_deadline_ns(self) -> int | None:
         return min((r.waiting.deadline_ns for r in self._requests.values() if r.waiting), default=None)
@@ -141,7 +133,8 @@ class Rounds:
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> None:
         proposal = request.proposal.settled(outcome)
         chain = proposal.chain
-        if outcome.round != request.round or request.waiting or outcome.accepted > len(chain):
+        of_now = outcome.round == request.round and outcome.base_len == request.base_len
+        if not of_now or request.waiting or outcome.accepted > len(chain):
             self.stale += 1
             return
         request.proposal = proposal
@@ -180,7 +173,8 @@ class Rounds:
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
         waiting = request.waiting
-        if waiting is None or waiting.outcome or message.round != request.round + 1 or not is_sound(message):
+        of_next = message.round == request.round + 1 and message.base_len == len(request.tokens)
+        if waiting is None or waiting.outcome or not of_next or not is_sound(message):
             self.stale += 1
             return
         self._ledger.drafted(sender, message, waiting, now_ns)
