@@ -1,6 +1,6 @@
 """Where working ahead pays: SSD against the better of AR and SD, over acceptance, draft latency, link and batch.
 
-    python -m bench.heatmap bench/profiles/h100-llama-70b.json --out docs/where-ssd-pays.png
+    python -m outrider.bench.heatmap bench/profiles/h100-llama-70b.json --out docs/where-ssd-pays.png
 
 Keeps the profile's target, bonus ranks and the shape of its draft curve; each cell gives SD and SSD their best K. All
 from outrider.bench.simulator: arithmetic, no process.

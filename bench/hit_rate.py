@@ -1,7 +1,7 @@
 """How often the outcome was prepared for, against what a drafter with all the time in the world would have prepared.
 
-    python -m bench.hit_rate                 # K = 4, B = 12, T = 0 and 1, 24 prompts x 128 tokens: some minutes
-    python -m bench.hit_rate --prompts 4 --tokens 64
+    python -m outrider.bench.hit_rate         # K = 4, B = 12, T = 0 and 1, 24 prompts x 128 tokens: some minutes
+    python -m outrider.bench.hit_rate --prompts 4 --tokens 64
 
 The texts are made in `ssd` by the embedded pair in real processes, drafts by the model alone. Then bench.oracle
 goes through the very same rounds with the same fan-out and budget, each on a fresh tree. What it covers and the

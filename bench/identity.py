@@ -1,7 +1,7 @@
 """Whatever way a text is made, its tokens are the target's own: the embedded pair through the real processes.
 
-    python -m bench.identity                          # 50 prompts x 200 tokens: three hours on two cores
-    python -m bench.identity --prompts 4 --tokens 60  # minutes
+    python -m outrider.bench.identity                          # 50 prompts x 200 tokens: three hours on two cores
+    python -m outrider.bench.identity --prompts 4 --tokens 60  # minutes
 
 The reference is `ar` of the first cluster, and at temperature 0 mlx-lm's own plain decoding on the same weights. Every
 way below makes every prompt's text at temperature 0, and at 0.7 and 1.0 with top-p 0.95, penalties and a seed for each

@@ -1,7 +1,7 @@
 """Where speculation can't pay, `auto` must not cost: AR against auto, in turns, on the embedded target.
 
-    python -m bench.nothing_pays                 # 8 prompts x 128 tokens after 4 to warm up, T = 0 and 0.8: minutes
-    python -m bench.nothing_pays --prompts 24
+    python -m outrider.bench.nothing_pays          # 8 prompts x 128 tokens after 4 to warm up, T = 0 and 0.8: minutes
+    python -m outrider.bench.nothing_pays --prompts 24
 
 A draft of shuffled weights agrees with nothing; with the reference BLAS that MLX's wheel carries on Linux a verify of M
 tokens costs M times one. Without n-grams, which may pay all the same. The exit code is 1 when a lower bound lies under

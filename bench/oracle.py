@@ -1,4 +1,4 @@
-"""`python -m bench.oracle`: which outcomes a drafter with all the time in the world would have prepared for.
+"""`python -m outrider.bench.oracle`: which outcomes a drafter with all the time in the world would have prepared for.
 
 Reads one JSON object a line from stdin, {tokens, chain, accepted, bonus, branches, temp, seed}: the round that verified
 `chain` after `tokens` and ended with (accepted, bonus). Answers {covered, prepared}. Each round has a fresh tree on the

@@ -1,4 +1,4 @@
-"""`python -m bench.rules`: how often each rule of verification accepts, and how often the bonus token is foreseen.
+"""How often each rule of verification accepts and foresees the bonus token: `python -m outrider.bench.rules`.
 
 Reads one JSON object a line from stdin, {tokens, max_tokens, temp, seed, fan_out, saguaro: [C, ...], q_width}: the
 target writes `max_tokens` tokens after the prompt, then every place of that text is drafted and judged once by each

@@ -1,7 +1,7 @@
 """Coupled against residual sampling against mlx-lm's sample-match, on the embedded pair: a Markdown table.
 
-    python -m bench.sampling_rules                          # about three minutes
-    python -m bench.sampling_rules --prompts 24 --tokens 128 --speed-prompts 24 --saguaro 1 0.8 0.6 0.4 0.2
+    python -m outrider.bench.sampling_rules                          # about three minutes
+    python -m outrider.bench.sampling_rules --prompts 24 --tokens 128 --speed-prompts 24 --saguaro 1 0.8 0.6 0.4 0.2
 
 Acceptance and foreseen bonus tokens are measured offline (bench.rules). From them, for chains of K: the tokens a round,
 and the share of outcomes that F branches a place foresee. Tokens per second are of real processes: `ssd` with K and B,

@@ -1,6 +1,6 @@
 """Replays a profile's machine through the real processes: AR, SD and SSD beside what was published and predicted.
 
-    python -m bench.simulate bench/profiles/h100-llama-70b.json --prompts 12 --max-tokens 400
+    python -m outrider.bench.simulate bench/profiles/h100-llama-70b.json --prompts 12 --max-tokens 400
 
 The target is a small stand-in paced by sleeping, the drafter replays the target's own text with the profile's
 acceptance and bonus ranks. Real: processes, sockets, messages, rounds, work ahead, fan-out, fallback. A run whose real

@@ -1,6 +1,6 @@
 """How long one depth of a drafter's tree takes, by number of rows and by how evaluation is asked for.
 
-    LD_PRELOAD=libopenblas.so.0 OPENBLAS_NUM_THREADS=1 taskset -c 1 python -m bench.tree_step --model models/draft
+    LD_PRELOAD=libopenblas.so.0 OPENBLAS_NUM_THREADS=1 taskset -c 1 python -m outrider.bench.tree_step
 
 `lazy` chains the depths on the device and evaluates once; `each` reads every depth before the next is fed, as the
 work-ahead loop does. Milliseconds per depth, least and median.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from outrider.engine.loading import load
 from outrider.engine.open_tree import open_tree, tree_form
 from outrider.engine.tree import Tree
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT
 from outrider.protocol.sampling import SamplingParams
 
 Grow = Callable[[Tree, Sequence[int], int], None]
@@ -52,7 +53,7 @@ def seconds(tree: Tree, rows: int, depth: int, grow: Grow) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="models/draft")
+    parser.add_argument("--model", default=str(EMBEDDED_DRAFT))
     parser.add_argument("--context", type=int, default=200, help="tokens before the first round")
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=30)

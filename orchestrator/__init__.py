@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outrider.protocol.errors import (
+    EndpointError,
+    InvalidRequest,
+    ModelError,
+    OutriderError,
+    ProtocolError,
+    WorkerError,
+)
 
 if TYPE_CHECKING:
     from outrider.orchestrator.client.async_client import AsyncClient
@@ -12,7 +21,7 @@ if TYPE_CHECKING:
     from outrider.orchestrator.client.result import Chunk, GenerationResult
     from outrider.protocol.sampling import SamplingParams
 
-_PUBLIC = {
+_LATER = {
     "AsyncClient": "outrider.orchestrator.client.async_client",
     "Chunk": "outrider.orchestrator.client.result",
     "Client": "outrider.orchestrator.client.client",
@@ -21,10 +30,24 @@ _PUBLIC = {
     "SamplingParams": "outrider.protocol.sampling",
 }
 
-__all__ = ["AsyncClient", "Chunk", "Client", "GenerationResult", "LocalCluster", "SamplingParams"]
+__all__ = [
+    "AsyncClient",
+    "Chunk",
+    "Client",
+    "EndpointError",
+    "GenerationResult",
+    "InvalidRequest",
+    "LocalCluster",
+    "ModelError",
+    "OutriderError",
+    "ProtocolError",
+    "SamplingParams",
+    "WorkerError",
+]
 
+if not TYPE_CHECKING:  # a misspelt name is a type error, not Any
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_LATER[name]), name)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from outrider.orchestrator import AsyncClient, Chunk, Client, GenerationResult, LocalCluster, SamplingParams
+    from outrider.orchestrator import *  # noqa: F403
 
-__all__ = ["AsyncClient", "Chunk", "Client", "GenerationResult", "LocalCluster", "SamplingParams"]
+    __version__: str
+else:
+    from outrider.orchestrator import __all__
 
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from outrider.protocol.version import PACKAGE_VERSION
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from outrider.protocol.version import PACKAGE_VERSION
+            return PACKAGE_VERSION
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from outrider import orchestrator
 
-        return PACKAGE_VERSION
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("outrider.orchestrator"), name)
+        return getattr(orchestrator, name)

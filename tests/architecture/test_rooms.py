@@ -70,6 +70,15 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield room_of(f"{node.module}.{node.names[0].name}" if node.module == "outrider" else node.module)
 
 
+def top_level(tree: ast.AST) -> Iterator[str]:
+    """The first word of every absolute import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
+
+
 def room_of(module: str) -> str:
     return module.removeprefix("outrider.").partition(".")[0]
 
@@ -161,6 +170,13 @@ def test_mlx_stays_out_of_the_orchestrators_process():
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert loaded.returncode == 0, loaded.stderr
+
+
+@pytest.mark.parametrize("room", [*MAY_IMPORT, "bench"])
+def test_rooms_are_imported_below_outrider(room):
+    """What is installed has no other name, and a `protocol.py` of the user's is no room of ours."""
+    beside = (ROOMS | OUTSIDE) - {"outrider"}
+    assert not {path: names for path, tree in modules(room).items() if (names := set(top_level(tree)) & beside)}
 
 
 def test_every_room_has_its_name_below_outrider():

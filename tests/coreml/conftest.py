@@ -104,7 +104,7 @@ def bench(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Callable[[str, float], None]:
-    """`figure(name, value)`: a number a test found, for bench/coreml_figures.py to print."""
+    """`figure(name, value)`: a number a test found, for `figures.py` beside this file to print."""
     return lambda name, value: record_property(f"figure:{name}", float(value))
 
 

@@ -1,4 +1,4 @@
-"""The CoreML drafter's figures that need no Mac: `python -m bench.coreml_figures [--convert fp16 int8 int4]`.
+"""The CoreML drafter's figures that need no Mac: `python -m tests.coreml.figures [--convert fp16 int8 int4]`.
 
 Runs the tests that hold them and prints what they found; with --convert also makes a package of Qwen2.5-0.5B's shapes
 (random bfloat16 weights) in a process of its own, and prints its time and peak memory.
@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 
 from tests.tiny import write_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QWEN = {
     "hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864, "num_attention_heads": 14,
     "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1e6,
@@ -30,7 +30,7 @@ TESTS = ("test_parity.py", "test_tree.py", "test_prefill.py", "test_acceptance.p
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench.coreml_figures", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.coreml.figures", description=__doc__)
     parser.add_argument("--convert", nargs="*", default=[], choices=["fp16", "int8", "int4"])
     parser.add_argument("--skip-tests", action="store_true")
     options = parser.parse_args()

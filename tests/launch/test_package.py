@@ -1,0 +1,95 @@
+"""What is installed: one name, and with it all that a command needs; the same from the checkout and from the sdist.
+
+Weights are left empty here, so that nothing is compressed; `launch/check_wheel.sh` installs the real wheel and runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import outrider
+
+ROOT = Path(__file__).parents[2]
+PAIR = {f"outrider/models/{role}/{name}" for role in ("target", "draft")
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")}  # fmt: skip
+LEFT_OUT = shutil.ignore_patterns(".*", "*.safetensors", "__pycache__", "*.egg-info", "build", "dist", "out")
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
+
+
+def build(kind: str, tree: Path, where: Path) -> Path:
+    """The one file that the build backend leaves in `where`; it needs no network."""
+    where.mkdir()
+    done = subprocess.run([sys.executable, "-c", BUILD, kind, str(where)], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0 and "Package would be ignored" not in done.stderr, done.stderr
+    (built,) = where.iterdir()
+    return built
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """What is in the wheel of the checkout, and in that of its sdist."""
+    folder = tmp_path_factory.mktemp("package")
+    tree = shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=LEFT_OUT)
+    for role in ("target", "draft"):
+        (tree / "models" / role / "model.safetensors").touch()
+    sdist = build("sdist", tree, folder / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return contents(build("wheel", tree, folder / "wheel")), contents(build("wheel", unpacked, folder / "again"))
+
+
+def test_one_name_goes_into_site_packages(wheels):
+    names = {name.partition("/")[0] for name in wheels[0]}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"outrider"}
+
+
+def test_the_pair_its_licence_the_prompts_the_profiles_and_the_types_are_there(wheels):
+    found, bench = set(wheels[0]), ROOT / "bench"
+    texts = {f"outrider/bench/{path.relative_to(bench)}" for folder in ("prompts", "profiles")
+             for path in (bench / folder).iterdir()}  # fmt: skip
+    assert not (PAIR | texts | {"outrider/py.typed"}) - found
+    assert any(name.endswith("licenses/models/LICENSE-PSF") for name in found)
+
+
+def test_every_module_of_every_room_is_there_and_no_test_or_training(wheels):
+    rooms = [path for path in (ROOT / "outrider").iterdir() if path.is_symlink() and path.name != "models"]
+    modules = {f"outrider/{room.name}/{path.relative_to(room)}" for room in rooms for path in room.rglob("*.py")}
+    beside = {"outrider/__init__.py", "outrider/__main__.py"}
+    assert {name for name in wheels[0] if name.endswith(".py")} == modules | beside
+
+
+def test_the_sdist_builds_the_same_wheel(wheels):
+    assert wheels[0] == wheels[1]
+
+
+@pytest.mark.parametrize("name", ["LocalCluster", "Client", "SamplingParams", "InvalidRequest", "OutriderError"])
+def test_what_a_script_needs_comes_from_outrider(name):
+    assert name in outrider.__all__ and getattr(outrider, name).__name__ == name
+
+
+def test_every_public_name_is_there_and_no_other():
+    assert all(getattr(outrider, name) is not None for name in outrider.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Sampling'"):
+        outrider.Sampling  # noqa: B018
+
+
+def test_a_checkout_answers_by_its_folders_names_too():
+    """From its root, with nothing installed; and they are the same classes."""
+    script = "import outrider; from orchestrator import Client; raise SystemExit(Client is not outrider.Client)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
