@@ -6,14 +6,13 @@ Knows one request's tokens; knows nothing of sockets and rounds.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.orchestrator.pair.tokenizer import TextCodec
 
-CONTEXT_TOKENS = 6
-BROKEN = "\ufffd"
-MAY_MEND = 3  # bytes of a character that has not come to its end, so U+FFFD at most
+LONGEST_CHARACTER = 4  # bytes, so tokens at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Piece:
 
 
 class TextStream:
-    """One request's tokens as text. `prompt` gives the first token its surroundings; `ends` have no text."""
+    """One request's tokens as text. A character that `prompt` leaves unfinished is its own; `ends` have no text."""
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str], ends: frozenset[int]) -> None:
         self._detokenizer = Detokenizer(codec, prompt)
@@ -52,36 +51,22 @@ class TextStream:
 class Detokenizer:
     """Tokens to text, holding back a character whose bytes have not all come.
 
-    Decodes a window: the tokens shown last, which give the new ones their surroundings, and those not yet shown.
+    Bytes that can't become a character are U+FFFD once that is certain; so nothing given out ever changes.
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
-        self._codec = codec
-        self._window = list(prompt[-CONTEXT_TOKENS:])
-        self._shown = len(self._text().rstrip(BROKEN))
-        self._fresh = 0
+        self._spelling = codec.spelling
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in prompt[-LONGEST_CHARACTER:]:
+            self.feed(token)  # the prompt may end inside a character, which is then the output's
 
     def feed(self, token: int) -> str:
         """The text that `token` completes, often none."""
-        self._window.append(token)
-        self._fresh += 1
-        text = self._text()
-        end = len(text) - min(len(text) - len(text.rstrip(BROKEN)), MAY_MEND)
-        new = text[self._shown : end]
-        if new and end == len(text):
-            self._window = self._window[-self._fresh :]
-            self._fresh = 0
-            self._shown = len(self._text())
-        else:
-            self._shown += len(new)
-        return new
+        return self._characters.decode(self._spelling.of(token))
 
     def finish(self) -> str:
         """The bytes of a character that never came to its end, as U+FFFD."""
-        return self._text()[self._shown :] if self._fresh else ""
-
-    def _text(self) -> str:
-        return self._codec.decode(tuple(self._window))
+        return self._characters.decode(b"", final=True)
 
 
 class StopFinder:

@@ -13,17 +13,22 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from outrider.orchestrator.pair.model_files import ModelFiles, read_json
+from outrider.orchestrator.pair.spelling import Spelling
 from outrider.protocol.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
 class TextCodec:
-    """A model's tokenizer. `eos` ends a text; `special` are the texts of bos_token, eos_token and so on."""
+    """A model's tokenizer. `eos` ends a text; `special` are the texts of bos_token, eos_token and so on.
+
+    `decode` is the library's view of a whole text, `spelling` that of a text that is still being written.
+    """
 
     model: ModelFiles
     tokenizer: Tokenizer
     eos: frozenset[int]
     special: dict[str, str]
+    spelling: Spelling
 
     def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
         """The tokens of `text`. `special` adds what tokenizer.json wants around a text, if the text has it not yet."""
@@ -50,7 +55,7 @@ def load_codec(model: ModelFiles) -> TextCodec:
     ends = ends or _ids(read_json(model.folder / "config.json").get("eos_token_id"))
     if eos is not None:
         ends |= _ids(tokenizer.token_to_id(eos))
-    return TextCodec(model=model, tokenizer=tokenizer, eos=ends, special=special)
+    return TextCodec(model=model, tokenizer=tokenizer, eos=ends, special=special, spelling=Spelling(tokenizer))
 
 
 def _tokenizer(model: ModelFiles) -> Tokenizer:

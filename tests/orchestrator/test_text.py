@@ -6,12 +6,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outrider.orchestrator.front.text import BROKEN, StopFinder, TextStream
+from outrider.orchestrator.front.text import StopFinder, TextStream
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
+from tests.orchestrator.tiny_tokenizers import codec_of
 
 CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))
 NO_ENDS: frozenset[int] = frozenset()
+BROKEN = "\ufffd"
 
 
 def stream(stop=(), prompt=(0,), ends=NO_ENDS):
@@ -102,6 +104,15 @@ def test_a_prompt_that_ends_inside_a_character_gives_it_to_the_output():
     assert "".join(reader.feed([token]).text for token in tokens[1:]) == "你"
 
 
+def test_a_prompt_that_ends_in_a_replacement_character_does_not_show_it_again():
+    prompt = CODEC.encode(f"what is {BROKEN}", special=False)
+    assert stream(prompt=prompt).feed(CODEC.encode("?", special=False)).text == "?"
+
+
+def test_an_id_without_a_token_is_no_text():
+    assert stream().feed([CODEC.tokenizer.get_vocab_size() + 7]).text == ""
+
+
 @pytest.fixture
 def spm_codec():
     """A tokenizer of the SentencePiece kind: words carry their space, and decoding drops the first one."""
@@ -110,4 +121,4 @@ def spm_codec():
     tokenizer = Tokenizer(models.WordLevel({"▁hello": 0, "▁world": 1}, unk_token="▁hello"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    return type(CODEC)(CODEC.model, tokenizer, NO_ENDS, {})
+    return codec_of(tokenizer)

@@ -1,0 +1,119 @@
+"""Streams of chance through every layout of tokenizer: the very text, and nothing taken back.
+
+OUTRIDER_FUZZ=20000 makes that many streams of each kind; the usual number is for every day.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from random import Random
+
+import pytest
+
+from outrider.orchestrator.front.text import TextStream
+from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, LAYOUTS, Kind, kind, text
+
+STREAMS = int(os.environ.get("OUTRIDER_FUZZ", "240"))
+LEVEL = ("byte level", "embedded pair")
+NO_ENDS: frozenset[int] = frozenset()
+
+cached_kind = cache(kind)
+
+
+def streams(layout: str, share: float = 1.0) -> range:
+    """The seeds of a layout: byte-fallback layouts have STREAMS between them, and so have byte-level ones."""
+    layouts = LEVEL if layout in LEVEL else tuple(BYTE_FALLBACK)
+    return range(max(1, round(share * STREAMS / len(layouts))))
+
+
+def chunks(tokens: list[int], random: Random) -> list[list[int]]:
+    cuts = sorted(random.choices(range(len(tokens) + 1), k=random.randint(0, len(tokens))))
+    return [tokens[start:end] for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
+
+
+def read(one: Kind, prompt: list[int], groups: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[str, int, bool]:
+    """The text of a stream, how many tokens it took, and whether a stop string ended it."""
+    stream, shown, taken = TextStream(one.codec, prompt, stop, NO_ENDS), "", 0
+    for group in groups:
+        piece = stream.feed(group)
+        shown, taken = shown + piece.text, taken + len(piece.tokens)
+        if piece.stopped:
+            return shown, taken, True
+    last = stream.finish()
+    return shown + last.text, taken, last.stopped
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_valid_text_comes_out_as_it_is_however_it_is_spelled_and_cut(layout):
+    one = cached_kind(layout)
+    for seed in streams(layout):
+        random = Random(seed)
+        expected = text(random)
+        tokens = one.tokens_of(expected, random)
+        assert read(one, [1], chunks(tokens, random)) == (expected, len(tokens), False), (seed, tokens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_characters_are_shown_at_once_and_only_whole_ones(layout):
+    one = cached_kind(layout)
+    for seed in streams(layout, 0.2):
+        random = Random(seed)
+        tokens = one.tokens_of(text(random), random)
+        stream, shown = TextStream(one.codec, [1], (), NO_ENDS), ""
+        for count, token in enumerate(tokens, start=1):
+            shown += stream.feed([token]).text
+            assert shown == one.spell(tokens[:count], "ignore")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prompt_that_ends_anywhere_leaves_the_rest_to_the_output(layout):
+    one = cached_kind(layout)
+    for seed in streams(layout):
+        random = Random(seed)
+        whole = text(random)
+        tokens = one.tokens_of(whole, random)
+        at = random.randint(1, len(tokens))
+        before = one.spell(tokens[:at], "ignore")
+        assert before + read(one, tokens[:at], chunks(tokens[at:], random))[0] == whole, (seed, tokens, at)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stop_string_ends_the_text_at_every_place_and_every_split(layout):
+    one = cached_kind(layout)
+    for seed in streams(layout, 0.02):
+        random = Random(seed)
+        whole = text(random)[:8]
+        tokens = one.tokens_of(whole, random)
+        for start in range(len(whole)):
+            for end in range(start + 1, len(whole) + 1):
+                stop = whole[start:end]
+                taken = next(n for n in range(len(tokens) + 1) if stop in one.spell(tokens[:n], "ignore"))
+                for at in range(len(tokens) + 1):
+                    found = read(one, [1], [tokens[:at], tokens[at:]], (stop,))
+                    assert found == (whole[: whole.index(stop)], taken, True), (seed, tokens, at, stop)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_of_any_bytes_nothing_is_taken_back_or_shown_twice(layout):
+    """What a stream shows is always a beginning of what the bytes spell, each that is none once as U+FFFD."""
+    one = cached_kind(layout)
+    for seed in streams(layout):
+        random = Random(seed)
+        tokens = one.any_tokens(random)
+        stream, shown, whole = TextStream(one.codec, [1], (), NO_ENDS), "", one.spell(tokens)
+        for group in chunks(tokens, random):
+            shown += stream.feed(group).text
+            assert whole.startswith(shown), (seed, tokens)
+        assert shown + stream.finish().text == whole, (seed, tokens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_finished_text_is_what_the_library_decodes(layout):
+    """Behind a prompt, so that no space at a text's beginning is dropped."""
+    one = cached_kind(layout)
+    for seed in streams(layout):
+        random = Random(seed)
+        tokens = one.tokens_of(text(random), random) if layout in BYTE_FALLBACK else one.any_tokens(random)
+        before, whole = one.codec.decode((1,)), one.codec.decode((1, *tokens))
+        assert before + read(one, [1], [tokens])[0] == whole, (seed, tokens)
