@@ -22,7 +22,7 @@ class Spelling:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        kinds = _decoder_kinds(tokenizer)
+        kinds = decoder_kinds(tokenizer)
         self._alphabet = _alphabet() if "ByteLevel" in kinds else None
         self._has_byte_tokens = "ByteFallback" in kinds
         tokens = range(tokenizer.get_vocab_size())
@@ -44,7 +44,8 @@ class Spelling:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
-def _decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
+def decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
+    """The steps by which it decodes, as tokenizer.json names them."""
     if tokenizer.decoder is None:
         return frozenset()
     described: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())

@@ -1,4 +1,4 @@
-"""Text to tokens and which tokens end a text. Uses `tokenizers` alone where the model has a tokenizer.json.
+"""Text to tokens and which tokens end a text. Uses `tokenizers` alone for a byte-level tokenizer.json.
 
 Knows a model's folder; knows nothing of requests or streams (`text`) and of chat templates (`chat`).
 """
@@ -6,6 +6,7 @@ Knows a model's folder; knows nothing of requests or streams (`text`) and of cha
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from outrider.orchestrator.pair.model_files import ModelFiles, read_json
-from outrider.orchestrator.pair.spelling import Spelling
+from outrider.orchestrator.pair.spelling import Spelling, decoder_kinds
 from outrider.protocol.errors import ModelError
 
 
@@ -60,26 +61,38 @@ def load_codec(model: ModelFiles) -> TextCodec:
 
 def _tokenizer(model: ModelFiles) -> Tokenizer:
     path = model.folder / "tokenizer.json"
-    if not path.is_file():
-        return _converted(model)
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ModelError(f"{path} can't be read ({error}); expected a tokenizer of the tokenizers library") from None
+    if path.is_file():
+        tokenizer = _from_file(path)
+        if "ByteLevel" not in decoder_kinds(tokenizer):
+            with suppress(ModelError):  # then mlx-lm has no other tokens either
+                tokenizer = _by_transformers(model)
+    else:
+        tokenizer = _by_transformers(model)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def _converted(model: ModelFiles) -> Tokenizer:
-    """For a model without tokenizer.json: transformers makes one from the older files, if it can."""
+def _from_file(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ModelError(f"{path} can't be read ({error}); expected a tokenizer of the tokenizers library") from None
+
+
+def _by_transformers(model: ModelFiles) -> Tokenizer:
+    """What transformers, and so mlx-lm, takes for this model's tokenizer.
+
+    Of a tokenizer in SentencePiece's manner the family's class there takes the vocabulary alone and decides by itself
+    where spaces go; without a tokenizer.json one is made from older files, if that can be done.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import AutoTokenizer  # deferred: takes more than a second
 
     try:
-        loaded = AutoTokenizer.from_pretrained(str(model.folder))
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-        raise ModelError(f"{model.name} has no readable tokenizer ({str(error).splitlines()[0]})") from None
+        loaded = AutoTokenizer.from_pretrained(str(model.folder), trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{model.name} has no readable tokenizer ({str(error).partition(chr(10))[0]})") from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ModelError(f"{model.name} has a tokenizer without a tokenizer.json; convert it to one first")

@@ -9,6 +9,7 @@ import pytest
 from outrider.orchestrator.pair.model_files import find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.errors import ModelError
+from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, byte_fallback
 
 TEXTS = ["def f(x):\n    return x\n", " leading", "héllo 你好 👩‍🔬", "<|endoftext|>tail", ""]
 
@@ -32,6 +33,42 @@ def test_tokens_are_those_of_transformers(model_folder, add_bos):
         assert codec.encode(text) == tuple(expected)
         assert codec.encode(text, special=False) == tuple(theirs.encode(text, add_special_tokens=False))
         assert codec.decode(tuple(expected)) == theirs.decode(expected)
+
+
+SPACES = ["hello", " hello", "  hello", "x<s> hello", "x</s>hello", "\nhe", " ", "é 你"]
+
+
+@pytest.mark.parametrize("layout", BYTE_FALLBACK)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_class": "LlamaTokenizer"},
+        {"tokenizer_class": "LlamaTokenizerFast", "legacy": True},
+        {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False},
+        {"tokenizer_class": "GemmaTokenizer"},
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+        {},
+    ],
+)
+def test_leading_spaces_are_those_of_transformers_whatever_tokenizer_json_says(model_folder, layout, config):
+    """A family's own class there makes its tokenizer anew and takes no more than the vocabulary from the file."""
+    from transformers import AutoTokenizer
+
+    byte_fallback(BYTE_FALLBACK[layout]).save(str(model_folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (model_folder / "tokenizer_config.json").write_text(json.dumps({**named, **config}))
+    codec, theirs = load_codec(find_model(str(model_folder))), AutoTokenizer.from_pretrained(str(model_folder))
+    for text in SPACES:
+        assert codec.encode(text) == tuple(theirs.encode(text))
+        assert codec.encode(text, special=False) == tuple(theirs.encode(text, add_special_tokens=False))
+
+
+def test_a_tokenizer_that_transformers_refuses_is_taken_from_its_file(model_folder):
+    mine = byte_fallback(BYTE_FALLBACK["llama"])
+    mine.save(str(model_folder / "tokenizer.json"))
+    change(model_folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Slow", "own.Fast"]})
+    change(model_folder, "config.json", model_type="unheard_of")
+    assert load_codec(find_model(str(model_folder))).encode(" hello", special=False) == tuple(mine.encode(" hello").ids)
 
 
 def test_ends_come_from_generation_config_config_and_tokenizer(model_folder):
