@@ -108,9 +108,9 @@ class DrawnStep(Step):
 
 
 def draw(xp: Any, draws: Draws, keys: Keys, scores: Any) -> Drawn:
-    """One token a row of `scores` [R, V], unnormalised log-probabilities. `xp` is numpy, or mlx.core and lazy."""
+    """One token a row of `scores` [R, V], float32: log p up to a constant a row. `xp`: numpy, or mlx.core and lazy."""
     ids = _top(xp, scores, min(draws.width, scores.shape[1]))
-    weights = xp.take_along_axis(scores, ids, -1).astype(xp.float32)
+    weights = xp.take_along_axis(scores, ids, -1)
     if draws.saguaro < 1:
         least = xp.sort(weights, axis=-1)[:, -min(draws.cached, ids.shape[1])][:, None]
         weights = xp.where(weights >= least, weights + math.log(draws.saguaro), weights)

@@ -35,15 +35,8 @@ class ResidualSampler(Sampler):
     def noisy(self) -> bool:
         return True
 
-    def scores(
-        self, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None = None
-    ) -> mx.array:
-        """log p plus noise, up to a constant a row: the argmax is a draw from p. See `Sampler.scores`."""
-        return super().scores(logits.astype(mx.float32), positions, histories)
-
     def log_p(self, logits: mx.array, histories: Sequence[History] | None = None) -> Floats:
         """The target's own log-probabilities, as warped, normalised, [R, V]. Waits."""
-        logits = logits.astype(mx.float32)
         if self.filters:
             warped = warp(logits, histories, self.params)
         else:

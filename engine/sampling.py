@@ -1,8 +1,10 @@
 """The sampling contract: `warp` makes log-probabilities of logits, `Sampler` adds the request's noise.
 
 Both workers choose a token as the argmax of `Sampler.scores`, so verification is equality. The order of steps and the
-steps themselves are mlx-lm's (penalties and bias, log-softmax, top-p, min-p, top-k, temperature): greedy choices are
-bit-identical with `mlx_lm.generate`. Knows nothing of models, caches or where a logit row comes from.
+steps themselves are mlx-lm's (penalties and bias, log-softmax, top-p, min-p, top-k, temperature). With a temperature
+all of it is in float32, whatever the logits are in: half precision's steps are as large as the noise that decides.
+Greedy choices are made in the logits' own format and bit-identical with `mlx_lm.generate`. Knows nothing of models,
+caches or where a logit row comes from.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def warp(logits: mx.array, histories: Sequence[History] | None, params: Sampling
         params: temperature 0 means no filters and no temperature, as in mlx-lm.
 
     Returns:
-        [R, V] in the dtype of `logits`; with a temperature, normalised only before the filters.
+        [R, V]; with a temperature float32, and normalised only before the filters; without one in `logits`' format.
     """
     logits = _penalise(logits, histories, params)
     return _filter(logits - mx.logsumexp(logits, axis=-1, keepdims=True), params)
@@ -106,7 +108,7 @@ class Sampler:
         return scores + self.noise(positions) if self.noisy else scores
 
     def penalise(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
-        """`logits` after penalties and bias, the first step of `scores`. Lazy."""
+        """`logits` after penalties and bias, the first step of `scores`; float32 if there is a temperature. Lazy."""
         return _penalise(logits, histories, self.params)
 
     def noise(self, positions: Sequence[int]) -> mx.array:
@@ -135,6 +137,8 @@ class Sampler:
 
 
 def _penalise(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:
+    if params.temp > 0:
+        logits = logits.astype(mx.float32)  # nothing, where they are
     processors = _processors(params, logits.shape[-1])
     if not processors:
         return logits

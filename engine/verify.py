@@ -49,7 +49,7 @@ def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None) -> V
     known = [token if token < slot.sampler.vocab_size else 0 for token in chain]
     logits = slot.forward(mx.array(slot.unfed + known))[-len(chain) - 1 :]
     base = len(slot.tokens)
-    histories = [slot.tokens + chain[:i] for i in range(len(chain) + 1)] if slot.sampler.needs_history else None
+    histories = _histories(slot, chain) if slot.sampler.needs_history else None
     positions = range(base, base + len(chain) + 1)
     if chain and isinstance(slot.sampler, ResidualSampler):
         verdict = _by_residual(slot.sampler, slot.sampler.log_p(logits, histories), positions, chain, q)
@@ -58,6 +58,14 @@ def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None) -> V
     slot.tokens += [*chain[: verdict.accepted], verdict.bonus]
     slot.kv.roll_back(len(slot.tokens) - 1)
     return verdict
+
+
+def _histories(slot: Slot, chain: Sequence[int]) -> list[list[int]]:
+    """What penalties see before each choice: no more of the text than they reach."""
+    reach = slot.sampler.reach
+    line = [*slot.tokens[-reach:], *chain]
+    ends = range(len(line) - len(chain), len(line) + 1)
+    return [line[max(end - reach, 0) : end] for end in ends]
 
 
 def _by_equality(sampler: Sampler, scores: mx.array, chain: Sequence[int], q: SparseQ | None) -> Verdict:

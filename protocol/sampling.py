@@ -11,6 +11,7 @@ from typing import Any
 from outrider.protocol.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
+LEAST_TEMP = 1e-3
 RULES = ("coupled", "residual")
 
 
@@ -18,8 +19,10 @@ RULES = ("coupled", "residual")
 class SamplingParams:
     """How tokens are chosen and when generation ends.
 
-    `temp` 0 is greedy. `top_p` 1, `min_p` 0, `top_k` 0 and penalties of 0 are off; `repetition_penalty` 1 is off.
-    `seed` None means: draw one and report it. Penalties look at the last `*_context_size` tokens, prompt included.
+    `temp` 0 is greedy, and below `LEAST_TEMP` it becomes 0: float32 could no longer hold a score of logit / `temp` with
+    the noise that decides between near equals. `top_p` 1, `min_p` 0, `top_k` 0 and penalties of 0 are off;
+    `repetition_penalty` 1 is off. `seed` None means: draw one and report it. Penalties look at the last
+    `*_context_size` tokens, prompt included.
 
     `rule` is how proposals are verified above temperature 0: "coupled", or "residual" (docs/exactness.md). For residual
     sampling a draft proposes from its `q_width` likeliest tokens, with the weight of those that work ahead prepares for
@@ -55,6 +58,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_float("temp", self.temp, 0.0, 100.0)
+        if self.temp < LEAST_TEMP:
+            object.__setattr__(self, "temp", 0.0)
         _check_float("top_p", self.top_p, 0.0, 1.0)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_int("top_k", self.top_k, 0, 2**31 - 1)

@@ -70,6 +70,21 @@ def test_verified_text_is_the_decoded_text(loaded: Loaded, family: str, setting:
         check_slot(slot)
 
 
+def test_penalties_copy_no_more_of_the_text_than_they_see(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = slot_of(loaded("llama"), PENALISED, [2 + 7 * i % 250 for i in range(600)])
+    seen: list[int] = []
+    scores = slot.sampler.scores
+
+    def watched(logits: mx.array, positions: range, histories: list[list[int]]) -> mx.array:
+        seen.extend(map(len, histories))
+        assert histories == [(slot.tokens + [5, 6, 7][:i])[-slot.sampler.reach :] for i in range(4)]
+        return scores(logits, positions, histories)
+
+    monkeypatch.setattr(slot.sampler, "scores", watched)
+    verify(slot, [5, 6, 7])
+    assert seen == [slot.sampler.reach] * 4
+
+
 @pytest.mark.parametrize("length", range(9))
 def test_every_length_and_every_acceptance(loaded: Loaded, length: int) -> None:
     model = loaded("llama")

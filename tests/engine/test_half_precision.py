@@ -1,0 +1,146 @@
+"""A target in half precision is sampled from softmax(logits / T), made in float32 from its rounded logits on.
+
+`OUTRIDER_SEEDS=40000 pytest -s tests/engine/test_half_precision.py` prints the long form, beside mlx-lm's sampler.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_sampler
+from scipy import stats
+
+from outrider.engine.draws import Draws
+from outrider.engine.residual import target_sampler
+from outrider.engine.sampling import Sampler, warp
+from outrider.engine.steps import score
+from outrider.protocol.sampling import SamplingParams
+
+SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "500"))
+V = 64
+HALVES = {"bfloat16": mx.bfloat16, "float16": mx.float16}
+# Between 16 and 32, where the steps of bfloat16 are 0.125; the best dozen share most of the mass.
+LOGITS = np.clip(29.5 - np.abs(np.random.default_rng(11).normal(size=(1, V))) * 4, 16, 31).astype(np.float32)
+FILTERED = {"top_p": 0.9, "min_p": 0.01, "top_k": 20}
+PENALISED = {"repetition_penalty": 1.1, "presence_penalty": 0.3, "logit_bias": ((5, 0.7),)}
+HISTORY = [[3, 9, 9, 40, 5]]
+
+
+def half(kind: str) -> mx.array:
+    return mx.array(LOGITS).astype(HALVES[kind])
+
+
+def law(logits: mx.array, temp: float) -> np.ndarray:
+    """softmax(logits / temp) in float64, [V]."""
+    scaled = np.array(logits.astype(mx.float32)).astype(np.float64)[0] / temp
+    p = np.exp(scaled - scaled.max())
+    return p / p.sum()
+
+
+def variation(p: np.ndarray, q: np.ndarray) -> float:
+    return float(np.abs(p - q).sum() / 2)
+
+
+def p_value(counts: np.ndarray, p: np.ndarray) -> float:
+    """Chi-square; what is expected less than five times is taken together."""
+    expected = p * counts.sum()
+    common = expected >= 5
+    cells = np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())
+    seen, wanted = (cell[:-1] if cells[1][-1] < 5 else cell for cell in cells)
+    return float(stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue)
+
+
+def drawn(logits: mx.array, temp: float, rule: str, seeds: Sequence[int]) -> np.ndarray:
+    """How often each token is the target's choice, at a position a seed."""
+    counts = np.zeros(V)
+    for seed in seeds:
+        sampler = target_sampler(SamplingParams(temp=temp, seed=seed, rule=rule), V)
+        counts[int(mx.argmax(sampler.scores(logits, [seed % 97]), axis=-1).item())] += 1  # type: ignore[arg-type]
+    return counts
+
+
+@pytest.mark.parametrize("temp", [0.5, 0.7, 1.0])
+@pytest.mark.parametrize("kind", sorted(HALVES))
+def test_choices_have_the_probabilities_of_the_logits(kind: str, temp: float) -> None:
+    logits = half(kind)
+    p = law(logits, temp)
+    ours = drawn(logits, temp, "coupled", range(SEEDS))
+    mx.random.seed(1)
+    theirs = make_sampler(temp)(mx.repeat(logits - mx.logsumexp(logits, keepdims=True), SEEDS, axis=0))
+    peer = np.bincount(np.array(theirs), minlength=V)
+    print(
+        f"\n{kind} T = {temp}: {SEEDS} seeds, p = {p_value(ours, p):.3g}, variation {variation(ours / SEEDS, p):.2%};"
+        f" mlx-lm: p = {p_value(peer, p):.3g}, variation {variation(peer / SEEDS, p):.2%}"
+    )
+    assert p_value(ours, p) > 1e-3
+
+
+@pytest.mark.parametrize("temp", [0.05, 0.5, 0.7, 1.0])
+@pytest.mark.parametrize("kind", sorted(HALVES))
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("rule", ["coupled", "residual"])
+def test_scores_without_their_noise_are_the_logits_law(kind: str, temp: float, normalised: bool, rule: str) -> None:
+    """The distribution itself, not a sample of it."""
+    params, logits = SamplingParams(temp=temp, seed=4, rule=rule), half(kind)
+    sampler = target_sampler(params, V) if rule == "residual" else Sampler(params, V, normalised=normalised)
+    scores = sampler.scores(logits, [6])
+    assert scores.dtype == mx.float32
+    # A float32 score of 30 / 0.05 has steps of 6e-5.
+    assert variation(law(scores - sampler.noise([6]), 1.0), law(logits, temp)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", sorted(HALVES))
+@pytest.mark.parametrize("changes", [{}, FILTERED, PENALISED, {**FILTERED, **PENALISED}], ids=str)
+def test_every_path_scores_half_precision_as_float32(kind: str, changes: dict) -> None:
+    """Penalties and filters too; the target, the drafter's tree, its draws, and a residual target's p."""
+    logits = half(kind)
+    wide = logits.astype(mx.float32)
+    for rule in ("coupled", "residual"):
+        params = SamplingParams(temp=0.7, seed=9, rule=rule, **changes)
+        target, draft = target_sampler(params, V), Sampler(params, V, normalised=False)
+        assert mx.array_equal(warp(logits, HISTORY, params), warp(wide, HISTORY, params))
+        assert mx.array_equal(target.scores(logits, [3], HISTORY), target.scores(wide, [3], HISTORY))
+        ours, exact = (score(draft, given, [3], HISTORY).row(0) for given in (logits, wide))
+        assert mx.array_equal(ours, exact)
+    p = [target.log_p(given, HISTORY) for given in (logits, wide)]  # type: ignore[attr-defined]
+    assert np.array_equal(*p)
+    draws = Draws(seed=9, width=8, saguaro=0.5, cached=2)
+    for got, want in zip(*(draws.score(draft, g, [3], HISTORY, [3]).q(0) for g in (logits, wide)), strict=True):  # type: ignore[attr-defined]
+        assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("kind", sorted(HALVES))
+def test_greedy_scores_stay_mlx_lms(kind: str) -> None:
+    """Bit for bit, so that greedy choices round as `mlx_lm.generate` rounds them."""
+    logits = half(kind)
+    scores = target_sampler(SamplingParams(), V).scores(logits, [3])
+    assert mx.array_equal(scores, logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("kind", ["float32", *sorted(HALVES)])
+@pytest.mark.parametrize("temp", [1e-3, 1e-4, 1e-5, 1e-8, 1e-20, 1e-38, 1e-45, 5e-324])
+@pytest.mark.parametrize("changes", [{}, FILTERED])
+@pytest.mark.parametrize("rule", ["coupled", "residual"])
+def test_a_temperature_near_zero_is_greedy(kind: str, temp: float, changes: dict, rule: str) -> None:
+    logits = mx.array(LOGITS).astype(getattr(mx, kind))
+    logits[:, 17] = logits.max() + 1
+    params = SamplingParams(temp=temp, seed=2, rule=rule, **changes)
+    sampler = target_sampler(params, V)
+    assert mx.argmax(sampler.scores(logits, [8]), axis=-1).item() == 17
+    step = score(Sampler(params, V, normalised=False), logits, [8], None)
+    assert step.best() == [17]
+    if params.is_residual:
+        assert int(sampler.log_p(logits)[0].argmax()) == 17  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["float32", *sorted(HALVES)])
+def test_the_least_temperature_still_shares_between_equals(kind: str) -> None:
+    """Two best logits alike, as bfloat16 often makes them: either is chosen half the time."""
+    logits = mx.full((1, V), 16.0, getattr(mx, kind))
+    logits[:, [20, 40]] = mx.array(31.0, getattr(mx, kind))
+    counts = drawn(logits, 1e-3, "coupled", range(400))
+    assert counts[20] + counts[40] == 400 and stats.binomtest(int(counts[20]), 400).pvalue > 1e-3
