@@ -199,7 +199,7 @@ def main() -> int:
     parser.add_argument("--temps", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.0])
     parser.add_argument("--saguaro", type=float, nargs="+", default=[1.0, 0.7, 0.4], metavar="C")
     parser.add_argument("--depth", type=int, default=4, help="K")
-    parser.add_argument("--branches", type=int, default=ServeSettings().branches, help="B, of the speeds")
+    parser.add_argument("--branches", type=int, default=ServeSettings().breadth, help="B, of the speeds")
     parser.add_argument("--fan-out", type=int, default=3, help="F, of the foreseen bonus tokens")
     parser.add_argument("--q-width", type=int, default=SamplingParams().q_width, help="m")
     parser.add_argument("--prompts", type=int, default=8)

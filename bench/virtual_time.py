@@ -22,6 +22,7 @@ from outrider.engine.pace import Pace
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, WorkerError
@@ -190,6 +191,7 @@ class VirtualCluster:
         full_depth: bool = False,
         ngrams: bool = False,
         hop_ms: float = 0.0,
+        tunings: Sequence[Tuning] = (),
     ) -> None:
         self.world = World()
         self._profile, self._hop = profile, hop_ms / 1000
@@ -203,7 +205,7 @@ class VirtualCluster:
         drafter = PacedDrafter(ReplayDrafter(script), profile.name, pace, self.world.clock)
         self._drafter = DraftWorker(self._link, drafter, POLICIES[fan_out])
         settings = RoundSettings(depth, branches, full_depth, ngrams, simulated=True)
-        self.rounds = Rounds(self, settings, self._told.append, Trace(None))
+        self.rounds = Rounds(self, settings, self._told.append, Trace(None), tunings)
 
     # --- what the rounds see --------------------------------------------------------------------------------------
 

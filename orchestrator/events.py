@@ -19,7 +19,7 @@ class Admit:
     """Run this request now. `sampling.seed` is drawn already; `mode` is ar, sd, ssd or auto; `eos` is empty when
     ignored.
 
-    `num_draft_tokens` and `branches` None: as the core's settings say.
+    `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server.
     """
 
     request: str

@@ -18,6 +18,8 @@ DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 FAN_OUTS = ("best-first", "geometric", "uniform")
 BRANCH_DEPTHS = ("auto", "full")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+DRAFT_TOKENS = 4
+BRANCHES = 16
 MAX_DRAFT_TOKENS = 32
 MAX_BRANCHES_ASKED = 256
 NO_SSD_COLOCATED = (
@@ -31,7 +33,8 @@ class ServeSettings:
     """The settings of one cluster; every field is a flag of the command line by the same name.
 
     `model` and `draft_model` are Hugging Face ids or folders; both None: the embedded pair. `endpoint` is where clients
-    connect; None: a socket of its own in the run directory. `threads`: BLAS threads of each worker. `max_active`:
+    connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: what `outrider tune`
+    found in `auto`, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker. `max_active`:
     requests in flight at once. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the script
     of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
     `draft_prefill`: who reads prompts for a drafter on MLX (docs/coreml.md). `colocate`: the target drafts in its own
@@ -45,8 +48,8 @@ class ServeSettings:
     draft_model: str | None = None
     draft_backend: str = "mlx"
     draft_prefill: str = "auto"
-    num_draft_tokens: int = 4
-    branches: int = 16
+    num_draft_tokens: int | None = None
+    branches: int | None = None
     fan_out: str = "best-first"
     branch_depth: str = "auto"
     ngrams: bool = True
@@ -66,11 +69,21 @@ class ServeSettings:
         check_word("fan_out", self.fan_out, FAN_OUTS)
         check_word("branch_depth", self.branch_depth, BRANCH_DEPTHS)
         check_word("log_level", self.log_level, LOG_LEVELS)
-        check_draft_tokens(self.num_draft_tokens)
-        check_branches(self.branches)
+        check_draft_tokens(self.depth)
+        check_branches(self.breadth)
         check_whole("threads", self.threads, 1, 1024)
         check_whole("max_active", self.max_active, 1, 1024)
         self._check_together()
+
+    @property
+    def depth(self) -> int:
+        """K where a request names none and nothing was tuned."""
+        return DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
+
+    @property
+    def breadth(self) -> int:
+        """B, the same."""
+        return BRANCHES if self.branches is None else self.branches
 
     @property
     def has_draft_worker(self) -> bool:

@@ -129,7 +129,7 @@ class Arena:
     ) -> tuple[list[report.Section], dict[str, list[Run]]]:
         """The tables of one class at one temperature."""
         best = self.field.best(prompts, sampling, self.tell)
-        stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.branches) if self.bench else None
+        stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.breadth) if self.bench else None
         runs = compete(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
         alone = stopwatch.read() if stopwatch else None
         return self._sections(kind, sampling.temp, runs, best, alone), runs
@@ -152,7 +152,7 @@ class Arena:
     def _notes(self, alone: Alone | None, subjects: Sequence[Subject]) -> list[str]:
         if alone is None:
             return ["- no draft worker: nothing was timed alone, so the formula has no word"]
-        return lines(alone, subjects, self.settings.branches, self.field.weight_bytes)
+        return lines(alone, subjects, self.settings.breadth, self.field.weight_bytes)
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def _write(out: Path, sections: list[report.Section], settings: ServeSettings, r
         (out / "bench.json").write_text(json.dumps(report.record(sections, _machine(settings), raw), indent=1))
     except OSError as error:
         raise InvalidRequest(f"the results can't be written to {out}: {error.strerror}") from error
-    title = f"outrider bench: K chosen per family, B = {settings.branches}"
+    title = f"outrider bench: K chosen per family, B = {settings.breadth}"
     bars.draw(sections, out / "bench.png", title)
     print(f"{title}\nwritten: {out / 'bench.json'}, {out / 'bench.png'}")
 
@@ -219,5 +219,5 @@ def _machine(settings: ServeSettings) -> dict[str, Any]:
         "versions": {name: version(name) for name in ("mlx", "mlx-lm", "pyzmq", "numpy")},
         "blas": blas.notes(),
         "threads": settings.threads,
-        "branches": settings.branches,
+        "branches": settings.breadth,
     }

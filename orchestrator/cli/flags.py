@@ -9,7 +9,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from outrider.orchestrator.settings import BRANCH_DEPTHS, DRAFT_BACKENDS, FAN_OUTS, LOG_LEVELS, MODES, ServeSettings
+from outrider.orchestrator.settings import (
+    BRANCH_DEPTHS,
+    BRANCHES,
+    DRAFT_BACKENDS,
+    DRAFT_TOKENS,
+    FAN_OUTS,
+    LOG_LEVELS,
+    MODES,
+    ServeSettings,
+)
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import RULES, SamplingParams
 
@@ -23,9 +32,9 @@ def add_request_flags(parser: argparse.ArgumentParser, mode: bool = True, depth:
     if mode:
         group.add_argument("--mode", metavar="|".join(MODES), help=f"default {_DEFAULTS.mode}")
     if depth:
-        note = f"default {_DEFAULTS.num_draft_tokens}; what is copied from the text may be longer"
+        note = f"default {DRAFT_TOKENS}; what is copied from the text may be longer"
         group.add_argument("--num-draft-tokens", type=int, metavar="K", help=note)
-    group.add_argument("--branches", type=int, metavar="B", help=f"outcomes a round, default {_DEFAULTS.branches}")
+    group.add_argument("--branches", type=int, metavar="B", help=f"outcomes a round, default {BRANCHES}")
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     measured = _measure(settings, prompt, options.rounds, screen)
     bars = _real_rounds(options, prompt, out, screen)
     picture = out / "rounds.png"
-    title = f"SSD, K = {settings.num_draft_tokens}, B = {settings.branches}, T = {options.temp:g}"
+    title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
     draw(bars, picture, title, FIRST_ROUND, 10)
     screen.clear()
     print(_table(measured))
@@ -71,7 +71,7 @@ def _measure(settings: ServeSettings, prompt: str, rounds: int, screen: Screen) 
         pool = WorkerPool(context, pair.settings, directory.path)
         with Workbench(pool, screen.show) as bench:
             screen.show("timing rounds")
-            return measure(bench, tokens, rounds, settings.num_draft_tokens, settings.branches)
+            return measure(bench, tokens, rounds, settings.depth, settings.breadth)
 
 
 def _real_rounds(options: argparse.Namespace, prompt: str, out: Path, screen: Screen) -> list[Bar]:

@@ -1,13 +1,14 @@
 """The controller of `--mode auto`: which mode and which K the next rounds use, by expected tokens per second.
 
 It predicts with the formula (see `speedup`), trusts what it measured over what it predicts, tries what it has
-not measured lately when the prediction says it might pay, and goes back to AR when nothing does. Shared by all
-requests, so it remembers. It has no clock and no chance: what it is told decides what it says.
+not measured lately when the prediction says it might pay, and goes back to AR when nothing does. What a tuning found
+best it begins with, and keeps, K and B too, until something else was measured to be better. Shared by all requests, so
+it remembers. It has no clock and no chance: what it is told decides what it says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.estimates import Estimates
@@ -28,28 +29,44 @@ UNLIKELY = 8
 # A try ends early when it has brought less than this share of the best in so many measured rounds.
 TRY_ROUNDS = 4
 HOPELESS = 0.8
+# Another K than the tuned one is worth a try when the formula, right or wrong about both, sees this much more in it.
+OTHER_DEPTH_MARGIN = 1.05
 # Whoever is in use stays unless another is better by this much: noise should not make it waver.
 STAY_MARGIN = 1.02
-# A forecast counts as much as this many milliseconds of measuring.
+# What a tuning says counts as much as this many milliseconds of measuring.
 TUNING_WEIGHT_MS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How rounds are made: `mode` is ar, sd or ssd; `depth` is K."""
+    """How rounds are made: `mode` is ar, sd or ssd; `depth` is K, `branches` B."""
 
     mode: str
     depth: int
+    branches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What there is to choose from: a mode that keeps to a tuned K and B, or, without a depth, follows the formula."""
+
+    mode: str
+    depth: int = 0
+    branches: int = 0
 
 
 @dataclass(slots=True)
 class Record:
-    """What a mode was measured to bring, old episodes fading; `retry` grows each time trying it was no use."""
+    """What a way was measured to bring, old episodes fading; `retry` grows each time trying it was no use.
+
+    `source` says where the numbers are from.
+    """
 
     tokens: float = 0.0
     milliseconds: float = 0.0
-    last_episode: int = -1
+    last_episode: int = 0
     retry: int = FIRST_RETRY
+    source: str = "measured"
 
     @property
     def rate(self) -> float | None:
@@ -60,11 +77,12 @@ class Record:
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
         self.last_episode = episode
+        self.source = "measured"
 
 
 @dataclass(slots=True)
 class Trial:
-    """An episode of a mode that is not known to be the best; `to_beat` is the rate of that one."""
+    """An episode of a way that is not known to be the best; `to_beat` is the rate of that one."""
 
     to_beat: float
     tokens: float = 0.0
@@ -76,24 +94,35 @@ class Trial:
 
 @dataclass(slots=True)
 class Controller:
-    """Chooses among `modes`, with K up to `max_depth`. `why` explains the latest choice."""
+    """Chooses among `modes`, with K up to `max_depth` and `branches` where nothing was tuned. `why` explains the latest
+    choice."""
 
     estimates: Estimates
     modes: tuple[str, ...]
     max_depth: int
+    branches: int = 0
     why: str = "not started"
     _plan: Plan | None = None
-    _records: dict[str, Record] = field(default_factory=dict)
+    _way: Way | None = None
+    _tuned: dict[str, Way] = field(default_factory=dict)
+    _records: dict[Way, Record] = field(default_factory=dict)
     _episode: int = 0
     _rounds: int = 0
     _trial: Trial | None = None
 
     def start_from(self, choices: Iterable[Choice]) -> None:
-        """Takes a tuning's forecasts for a first measurement; real ones soon outweigh them."""
+        """Takes a tuning's rates for a first measurement, real ones soon outweigh them, and its K and B for its modes'.
+        """
         for choice in choices:
-            if choice.mode in self.modes:
-                rate = choice.tokens_per_second / 1000
-                self._records[choice.mode] = Record(rate * TUNING_WEIGHT_MS, TUNING_WEIGHT_MS, 0)
+            if choice.mode not in self.modes or choice.tokens_per_second <= 0:
+                continue
+            way = Way(choice.mode, choice.depth, choice.branches if choice.mode == "ssd" else 0)
+            source = "measured before" if choice.measured else "a forecast of tune's"
+            rate = choice.tokens_per_second / 1000
+            self._records[way] = Record(rate * TUNING_WEIGHT_MS, TUNING_WEIGHT_MS, source=source)
+            if choice.depth:
+                self._tuned[choice.mode] = way
+                self._records[Way(choice.mode)] = Record()
 
     def plan(self) -> Plan:
         """The plan for the next round."""
@@ -111,63 +140,85 @@ class Controller:
 
     def saw_round(self, plan: Plan, tokens: int, milliseconds: float) -> None:
         """What a round under `plan` brought. The first of an episode pays for the change and is not counted."""
-        if plan != self._plan:
+        if plan != self._plan or self._way is None:
             return
         self._rounds += 1
         if self._rounds > 1 and milliseconds > 0:
-            self._records.setdefault(plan.mode, Record()).add(tokens, milliseconds, self._episode)
+            self._records.setdefault(self._way, Record()).add(tokens, milliseconds, self._episode)
             if self._trial is not None:
                 self._trial.tokens += tokens
                 self._trial.milliseconds += milliseconds
 
-    def predictions(self) -> dict[str, tuple[int, float]]:
-        """By mode: the best K and the tokens per millisecond the formula gives it."""
-        costs, odds = self._costs(), self._odds()
-        depths = [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
-        found = {"ar": (0, ar_rate(costs))}
-        for mode, rate in (("sd", sd_rate), ("ssd", ssd_rate)):
-            best = max(depths, key=lambda depth: rate(costs, odds, depth))
-            found[mode] = (best, rate(costs, odds, best))
-        return {mode: found[mode] for mode in self.modes}
-
     def _choose(self) -> Plan:
-        predicted = self.predictions()
-        rates = {mode: record.rate or predicted[mode][1] for mode, record in self._records.items()}
-        untried = [mode for mode in self.modes if mode not in rates]
+        predicted = self._predictions()
+        rates = {way: rate for way, record in self._records.items() if (rate := record.rate) is not None}
+        usual = [self._tuned.get(mode, Way(mode)) for mode in self.modes]
+        untried = [way for way in usual if way not in rates]
         if untried:
+            self._records.setdefault(untried[-1], Record())
             return self._try(untried[-1], predicted, max(rates.values(), default=0.0), "not measured yet")
-        best = max(self.modes, key=lambda mode: rates[mode])
-        current = self._plan.mode if self._plan else best
+        best = max(rates, key=lambda way: rates[way])
+        current = self._way if self._way in rates else best
         if rates[best] < rates[current] * STAY_MARGIN:
             best = current
         overdue = self._overdue(best, rates, predicted)
         if overdue is not None:
-            return self._try(overdue, predicted, rates[best], f"not measured for {self._age(overdue)} episodes")
+            age = f"not measured for {self._age(overdue)} episodes"
+            return self._try(overdue, predicted, rates[best], age if overdue in rates else "another K may be better")
         self._trial = None
-        return self._take(best, predicted, f"measured {rates[best] * 1000:.0f} tokens/s, the best")
+        source = self._records[best].source
+        return self._take(best, predicted, f"{rates[best] * 1000:.0f} tokens/s, {source}, the best")
 
-    def _try(self, mode: str, predicted: dict[str, tuple[int, float]], to_beat: float, why: str) -> Plan:
+    def _try(self, way: Way, predicted: dict[Way, tuple[Plan, float]], to_beat: float, why: str) -> Plan:
         self._trial = Trial(to_beat)
-        return self._take(mode, predicted, why)
+        return self._take(way, predicted, why)
 
-    def _overdue(self, best: str, rates: dict[str, float], predicted: dict[str, tuple[int, float]]) -> str | None:
-        """A mode worth another try; each try that changes nothing doubles the time until the next."""
-        for mode in self.modes:
-            record = self._records[mode]
-            hopeful = max(predicted[mode][1], rates[mode]) > TRY_MARGIN * rates[best]
+    def _overdue(self, best: Way, rates: dict[Way, float], predicted: dict[Way, tuple[Plan, float]]) -> Way | None:
+        """A way worth another try; each try that changes nothing doubles the time until the next."""
+        for way, (_, rate) in predicted.items():
+            if way == best or not self._differs(way, predicted):
+                continue
+            record = self._records[way]
+            hopeful = max(rate, rates.get(way, 0.0)) > TRY_MARGIN * rates[best]
             patience = record.retry if hopeful else UNLIKELY * record.retry
-            if mode != best and self._age(mode) >= patience:
+            if self._age(way) >= patience:
                 record.retry = min(record.retry * 2, LAST_RETRY)
-                return mode
+                return way
         self._records[best].retry = FIRST_RETRY
         return None
 
-    def _take(self, mode: str, predicted: dict[str, tuple[int, float]], why: str) -> Plan:
-        self.why = f"{mode}: {why}"
-        return Plan(mode, max(predicted[mode][0], 1))
+    def _differs(self, way: Way, predicted: dict[Way, tuple[Plan, float]]) -> bool:
+        """Whether the formula's own K is, by the formula, clearly better than the tuned one of the same mode."""
+        tuned = self._tuned.get(way.mode)
+        if tuned is None or way == tuned:
+            return True
+        (plan, rate), (known, usual) = predicted[way], predicted[tuned]
+        return plan.depth != known.depth and rate > OTHER_DEPTH_MARGIN * usual
 
-    def _age(self, mode: str) -> int:
-        return self._episode - self._records[mode].last_episode
+    def _take(self, way: Way, predicted: dict[Way, tuple[Plan, float]], why: str) -> Plan:
+        plan, _ = predicted[way]
+        settings = {"ar": "", "sd": f", K = {plan.depth}"}.get(plan.mode, f", K = {plan.depth}, B = {plan.branches}")
+        self._way, self.why = way, f"{plan.mode}{settings}: {why}"
+        return plan
+
+    def _age(self, way: Way) -> int:
+        return self._episode - self._records[way].last_episode
+
+    def _predictions(self) -> dict[Way, tuple[Plan, float]]:
+        """By way: its plan, K being the formula's best where none is tuned, and the tokens per millisecond of that."""
+        costs, odds = self._costs(), self._odds()
+        depths = [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
+        rates: dict[str, Callable[[int], float]] = {
+            "ar": lambda depth: ar_rate(costs),
+            "sd": lambda depth: sd_rate(costs, odds, depth),
+            "ssd": lambda depth: ssd_rate(costs, odds, depth),
+        }
+        found = {}
+        for way in (*self._tuned.values(), *map(Way, self.modes)):
+            rate = rates[way.mode]
+            depth = way.depth or (1 if way.mode == "ar" else max(depths, key=rate))
+            found[way] = (Plan(way.mode, depth, way.branches or self.branches), rate(depth))
+        return found
 
     def _costs(self) -> Costs:
         e = self.estimates

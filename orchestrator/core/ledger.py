@@ -5,12 +5,14 @@ The rounds tell it what was sent and what came; it never sends anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.orchestrator.core.controller import EPISODE_ROUNDS, NOTICE_ROUNDS, Controller, Plan
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.proposal import Proposal, Source
 from outrider.orchestrator.core.request import Request, Round, RoundSettings, Waiting
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.tuning import Tuning
+from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Branches, Drafted, Outcome, Span
@@ -23,25 +25,25 @@ TARGETS_DRAFTER = "target's drafter"
 class Ledger:
     """One for all requests, so that what one taught serves the next."""
 
-    def __init__(self, settings: RoundSettings, trace: Trace, tuning: Tuning | None = None) -> None:
+    def __init__(self, settings: RoundSettings, trace: Trace, tunings: Sequence[Tuning] = ()) -> None:
         self.estimates = Estimates()
-        self._tuning = tuning
-        if tuning is not None:
-            self.estimates.start_from(tuning)
+        self._tunings = tunings
+        if tunings:
+            self.estimates.start_from(tunings[0])
         self._settings = settings
         self._trace = trace
-        self._controllers: dict[tuple[bool, int], Controller] = {}
+        self._controllers: dict[tuple[bool, int | None, int | None, bool], Controller] = {}
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
     def first_plan(self, admit: Admit, has_drafter: bool) -> tuple[Plan, list[str]]:
         """How a request's rounds are made, and the reason when speculation is off."""
-        depth = self._depth(admit)
+        depth, branches = self._depth(admit), self._branches(admit)
         if admit.mode == "auto":
-            return self._controller(has_drafter, depth).plan(), []
+            return self._controller(admit, has_drafter).plan(), []
         if admit.mode == "ar" or has_drafter or self._settings.ngrams or self._settings.colocated:
-            return Plan(admit.mode, depth), []
-        return Plan("ar", depth), ["speculation is off: there is no drafter"]
+            return Plan(admit.mode, depth, branches), []
+        return Plan("ar", depth, branches), ["speculation is off: there is no drafter"]
 
     def replan(self, request: Request) -> None:
         """In `auto` the controller may change its mind between two rounds, once a run-ahead is through."""
@@ -145,22 +147,32 @@ class Ledger:
             controller.saw_round(ended.plan, kept, round_ms)
 
     def _controller_of(self, request: Request) -> Controller:
-        return self._controller(bool(request.drafters), self._depth(request.admit))
+        return self._controller(request.admit, bool(request.drafters))
 
-    def _controller(self, has_drafter: bool, depth: int) -> Controller:
-        """One controller for each set of means, so that what it learned with a drafter is not mixed with the rest."""
-        means = (has_drafter, depth)
+    def _controller(self, admit: Admit, has_drafter: bool) -> Controller:
+        """One controller for each set of means and class of temperature: what was learned with others would mislead."""
+        means = (has_drafter, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0)
         if means not in self._controllers:
             drafts = self._settings.ngrams or self._settings.colocated
             modes = ("ar", "sd", "ssd") if has_drafter else ("ar", "sd") if drafts else ("ar",)
-            controller = Controller(self.estimates, modes, depth)
-            if self._tuning is not None and has_drafter:
-                controller.start_from(self._tuning.choices)
+            controller = Controller(self.estimates, modes, self._depth(admit), self._branches(admit))
+            tuning = nearest(self._tunings, admit.sampling.temp)
+            if tuning is not None and has_drafter:
+                controller.start_from(choice for choice in tuning.choices if _may_have(admit, choice))
             self._controllers[means] = controller
         return self._controllers[means]
 
     def _depth(self, admit: Admit) -> int:
         return admit.num_draft_tokens or self._settings.depth
+
+    def _branches(self, admit: Admit) -> int:
+        return admit.branches or self._settings.branches
+
+
+def _may_have(admit: Admit, choice: Choice) -> bool:
+    """Whether the request leaves K and B open, or to be what was tuned."""
+    fits_depth = admit.num_draft_tokens is None or choice.depth <= admit.num_draft_tokens
+    return fits_depth and (admit.branches is None or choice.mode != "ssd" or choice.branches == admit.branches)
 
 
 def _mark(proposal: Proposal) -> str:

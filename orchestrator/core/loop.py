@@ -47,8 +47,8 @@ class Core:
         self._rounds = Rounds(
             self._pool,
             RoundSettings(
-                settings.num_draft_tokens,
-                settings.branches,
+                settings.depth,
+                settings.breadth,
                 settings.branch_depth == "full",
                 settings.ngrams,
                 settings.simulate is not None,
@@ -56,7 +56,7 @@ class Core:
             ),
             outbox.put,
             self._trace,
-            tuning.load(tuning.path_for(settings)) if settings.has_draft_worker else None,
+            tuning.load(tuning.path_for(settings)) if settings.has_draft_worker else (),
         )
 
     @property

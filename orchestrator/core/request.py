@@ -68,7 +68,6 @@ class Request:
 
     admit: Admit
     plan: Plan
-    branches: int
     tokens: list[int]
     ngrams: NgramIndex
     drafters: set[str] = field(default_factory=set)
@@ -107,6 +106,10 @@ class Request:
     @property
     def depth(self) -> int:
         return self.plan.depth
+
+    @property
+    def branches(self) -> int:
+        return self.plan.branches
 
     @property
     def generated(self) -> int:

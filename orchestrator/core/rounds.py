@@ -7,7 +7,7 @@ tokens and integers only. Time is passed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from outrider.orchestrator.core.account import Account
@@ -37,14 +37,14 @@ class Rounds:
         settings: RoundSettings,
         tell: Callable[[ToFront], None],
         trace: Trace,
-        tuning: Tuning | None = None,
+        tunings: Sequence[Tuning] = (),
     ) -> None:
         self.stale = 0
         self._workers = workers
         self._dispatch = Dispatch(workers)
         self._settings = settings
         self._tell = tell
-        self._ledger = Ledger(settings, trace, tuning)
+        self._ledger = Ledger(settings, trace, tunings)
         self._estimates = self._ledger.estimates
         self._proposer = Proposer(self._estimates, settings.full_depth, settings.colocated)
         self._requests: dict[str, Request] = {}
@@ -62,7 +62,6 @@ class Rounds:
         request = Request(
             admit,
             plan,
-            branches=admit.branches or self._settings.branches,
             tokens=list(admit.tokens),
             ngrams=NgramIndex(admit.tokens if self._settings.ngrams and admit.mode != "ar" else ()),
             drafters=drafters,

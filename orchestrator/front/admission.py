@@ -64,8 +64,8 @@ class Admission:
             sampling=sampling,
             mode=self._mode(asked.mode),
             eos=eos,
-            num_draft_tokens=asked.num_draft_tokens,
-            branches=asked.branches,
+            num_draft_tokens=asked.num_draft_tokens or self._settings.num_draft_tokens,
+            branches=asked.branches or self._settings.branches,
         )
         return Accepted(admit, TextStream(self._text.codec, tokens, sampling.stop, eos), notes)
 

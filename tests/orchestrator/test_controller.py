@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -86,6 +87,69 @@ def test_a_tuning_saves_the_first_tries() -> None:
     controller.start_from(choices)
     rates = world(ar=0.09, sd=0.15, ssd=0.2)
     assert run(controller, rates, 5 * EPISODE_ROUNDS)["ssd"] == 5 * EPISODE_ROUNDS
+
+
+TUNED = (Choice("ssd", 6, 4, 204.0), Choice("sd", 3, 0, 140.0), Choice("ar", 0, 0, 92.0))
+
+
+def tuned(choices: tuple[Choice, ...] = TUNED) -> Controller:
+    controller = Controller(Estimates(), MODES, 4, 16)
+    controller.start_from(choices)
+    return controller
+
+
+@pytest.mark.parametrize("best", [Choice("ssd", 6, 4, 204.0), Choice("sd", 8, 0, 300.0)])
+def test_it_begins_with_the_tuned_k_and_b(best: Choice) -> None:
+    others = [choice for choice in TUNED if choice.mode != best.mode]
+    assert tuned((*others, best)).plan() == Plan(best.mode, best.depth, best.branches or 16)
+
+
+def rounds_at(controller: Controller, rates: dict[int, float], episodes: int) -> Counter[Plan]:
+    """Rounds by plan in a world where SSD brings what its K says, SD and plain decoding what they were tuned at."""
+    seen: Counter[Plan] = Counter()
+    for _ in range(episodes * EPISODE_ROUNDS):
+        plan = controller.plan()
+        seen[plan] += 1
+        rate = rates[plan.depth] if plan.mode == "ssd" else {"sd": 0.14, "ar": 0.092}[plan.mode]
+        tokens = 1 if plan.mode == "ar" else 3
+        controller.saw_round(plan, tokens, tokens / rate)
+    return seen
+
+
+@pytest.mark.parametrize("others", [0.12, 0.19])
+def test_the_tuned_k_and_b_are_kept_where_the_formula_errs(others: float) -> None:
+    """Whatever the formula thinks of them, the other K bring less."""
+    rates = {depth: others for depth in range(1, 9)} | {6: 0.204}
+    seen = rounds_at(tuned(), rates, 100)
+    assert seen[Plan("ssd", 6, 4)] > 0.93 * seen.total()
+
+
+def test_another_k_is_taken_where_it_was_measured_to_be_better() -> None:
+    estimates = Estimates()
+    for _ in range(200):
+        estimates.saw_chain(4, 1)  # the second token hardly ever holds: the formula wants short chains
+        estimates.saw_verify(5, 20.0)
+        estimates.saw_verify(2, 10.0)
+    controller = Controller(estimates, MODES, 4, 16)
+    controller.start_from(TUNED)
+    rates = {depth: 0.12 for depth in range(1, 9)} | {1: 0.2, 2: 0.2}
+    rounds_at(controller, rates, 60)
+    late = rounds_at(controller, rates, 60)
+    assert sum(count for plan, count in late.items() if plan.depth in (1, 2)) > 0.85 * late.total()
+
+
+def test_a_forecast_is_called_one_until_it_was_measured() -> None:
+    controller = tuned()
+    controller.plan()
+    assert "forecast" in controller.why and "K = 6, B = 4" in controller.why and "measured" not in controller.why
+    rounds_at(controller, {6: 0.2}, 2)
+    assert "forecast" not in controller.why and "measured" in controller.why
+
+
+def test_what_an_earlier_run_measured_is_called_that() -> None:
+    controller = tuned(tuple(replace(choice, measured=True) for choice in TUNED))
+    controller.plan()
+    assert "measured before" in controller.why and "forecast" not in controller.why
 
 
 def test_every_choice_has_a_reason() -> None:

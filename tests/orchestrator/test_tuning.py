@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,19 +28,37 @@ RECORD = Tuning(
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "tuning.json"
     tuning.save(RECORD, path)
-    assert tuning.load(path) == RECORD
+    assert tuning.load(path) == (RECORD,)
     assert [found.name for found in path.parent.iterdir()] == ["tuning.json"]
 
 
-def test_no_record_is_none(tmp_path: Path) -> None:
-    assert tuning.load(tmp_path / "none.json") is None
+def test_each_class_of_temperature_has_its_record(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    warm, hot = replace(RECORD, temp=0.7, hit_rate=0.7), replace(RECORD, temp=1.0, hit_rate=0.6)
+    for record in (warm, RECORD, hot):
+        tuning.save(record, path)
+    assert set(tuning.load(path)) == {RECORD, hot}
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}', '{"format": 99}', '{"format": 1, "choices": 3}'])
-def test_a_damaged_record_counts_as_none(tmp_path: Path, content: str) -> None:
+def test_the_record_for_a_temperature_is_of_its_class_and_then_the_nearest() -> None:
+    warm, hot = replace(RECORD, temp=0.6), replace(RECORD, temp=1.2)
+    everything = (hot, RECORD, warm)
+    assert [tuning.nearest(everything, temp) for temp in (0.0, 0.05, 0.8, 2.0)] == [RECORD, warm, warm, hot]
+    assert tuning.nearest((RECORD,), 0.8) == RECORD
+    assert tuning.nearest((), 0.0) is None
+
+
+def test_no_file_has_no_records(tmp_path: Path) -> None:
+    assert tuning.load(tmp_path / "none.json") == ()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"format": 2}', '{"format": 99}', '{"format": 2, "tunings": [{"choices": 3}]}']
+)
+def test_a_damaged_file_counts_as_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tuning.json"
     path.write_text(content)
-    assert tuning.load(path) is None
+    assert tuning.load(path) == ()
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_one_interrupted_while_it_is_written_leaves_the_one_before(
     monkeypatch.setattr(tuning, "os", SimpleNamespace(replace=interrupt))
     with pytest.raises(KeyboardInterrupt):
         tuning.save(Tuning(99.0, ((1, 1.0),), 1.0, 1.0, 1.0, 1.0, (0.1,), 0.1, ()), tmp_path / "tuning.json")
-    assert tuning.load(tmp_path / "tuning.json") == record
+    assert tuning.load(tmp_path / "tuning.json") == (record,)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tuning.json"]
     assert not list(tmp_path.glob(".tuning-*"))
 

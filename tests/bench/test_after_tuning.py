@@ -1,0 +1,54 @@
+"""After a tuning `auto` brings what the tuned mode, K and B bring, though the tuning errs a little about each mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.bench.virtual_time import VirtualCluster, random_texts
+from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.protocol.profile import Latency, Profile
+
+PAIR = Profile(
+    "a pair like the embedded one", ("none",), Latency(((1, 10.5), (4, 12.5), (16, 19.0))),
+    Latency(((1, 1.9), (16, 5.5))), 0.1, (0.75,), (0.6, 0.2, 0.1),
+)  # fmt: skip
+SELF = replace(PAIR, name="a draft that is always right", draft=Latency(((1, 6.0),)), acceptance=(1.0,))
+NOTHING = replace(PAIR, name="a draft that knows nothing", acceptance=(0.02,), bonus_ranks=())
+TOKENS, TEXTS = 300, 4
+ERRORS = {"ar": 0.9, "sd": 1.1, "ssd": 0.95}
+
+
+def choices(profile: Profile) -> tuple[Choice, ...]:
+    """The best K and B of each mode, of a few really run."""
+    ways = [("ar", 0, 0), ("sd", 3, 0), ("ssd", 4, 4), ("ssd", 6, 4)]
+    found = [Choice(mode, k, b, rate(profile, mode, k or 1, b or 1, 1)) for mode, k, b in ways]
+    found.sort(key=lambda choice: -choice.tokens_per_second)
+    return tuple(next(choice for choice in found if choice.mode == mode) for mode in ("ar", "sd", "ssd"))
+
+
+def rate(profile: Profile, mode: str, depth: int, branches: int, texts: int, tunings: tuple[Tuning, ...] = ()) -> float:
+    known = random_texts(texts, TOKENS + 60, seed=1)
+    cluster = VirtualCluster(profile, known, depth=depth, branches=branches, hop_ms=0.1, tunings=tunings)
+    return texts / sum(1 / cluster.run(text, TOKENS, mode).predicted_per_second for text in known)
+
+
+def tuning_of(profile: Profile, found: tuple[Choice, ...]) -> Tuning:
+    """As `tune` would write it, with rates that are wrong by a tenth."""
+    wrong = (replace(c, tokens_per_second=c.tokens_per_second * ERRORS[c.mode]) for c in found)
+    rows = tuple((m, profile.target.milliseconds(m)) for m in range(1, 9))
+    hit, step_ms = 0.8, profile.draft.milliseconds(1)
+    return Tuning(
+        profile.target.milliseconds(1), rows, profile.draft.milliseconds(8), step_ms, 2 * profile.link_ms, 0.3,
+        profile.acceptance * 4, hit, tuple(sorted(wrong, key=lambda c: -c.tokens_per_second)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("profile", [PAIR, SELF, NOTHING], ids=lambda profile: profile.name)
+def test_auto_brings_what_the_recommended_way_brings(profile: Profile) -> None:
+    found = choices(profile)
+    best = max(found, key=lambda choice: choice.tokens_per_second)
+    alone = rate(profile, best.mode, best.depth or 1, best.branches or 1, TEXTS)
+    auto = rate(profile, "auto", 4, 16, TEXTS, (tuning_of(profile, found),))
+    assert auto > 0.95 * alone
