@@ -33,8 +33,8 @@ class ServeSettings:
     """The settings of one cluster; every field is a flag of the command line by the same name.
 
     `model` and `draft_model` are Hugging Face ids or folders; both None: the embedded pair. `endpoint` is where clients
-    connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: what `outrider tune`
-    found in `auto`, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker. `max_active`:
+    connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: in `auto` what
+    `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker. `max_active`:
     requests in flight at once. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the script
     of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
     `draft_prefill`: who reads prompts for a drafter on MLX (docs/coreml.md). `colocate`: the target drafts in its own

@@ -8,6 +8,7 @@ it remembers. It has no clock and no chance: what it is told decides what it say
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -23,12 +24,15 @@ NOTICE_ROUNDS = 2
 # A mode not measured for this many episodes may be tried again, if the formula puts it within the margin of the best;
 # else after so many times as long.
 FIRST_RETRY = 6
+TUNED_RETRY = 24  # of what a tuning has looked at
 LAST_RETRY = 192
 TRY_MARGIN = 0.9
 UNLIKELY = 8
 # A try ends early when it has brought less than this share of the best in so many measured rounds.
 TRY_ROUNDS = 4
 HOPELESS = 0.8
+# What an old episode counts when a new one comes.
+FADE = 0.7
 # Another K than the tuned one is worth a try when the formula, right or wrong about both, sees this much more in it.
 OTHER_DEPTH_MARGIN = 1.05
 # Whoever is in use stays unless another is better by this much: noise should not make it waver.
@@ -67,15 +71,27 @@ class Record:
     last_episode: int = 0
     retry: int = FIRST_RETRY
     source: str = "measured"
+    _squares: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     @property
     def rate(self) -> float | None:
         return self.tokens / self.milliseconds if self.milliseconds > 0 else None
 
+    @property
+    def noise(self) -> float:
+        """The standard error of `rate`, by how much its rounds differ; what no round was measured of has none."""
+        if self.milliseconds <= 0:
+            return 0.0
+        tokens, mixed, milliseconds = self._squares
+        rate = self.tokens / self.milliseconds
+        return math.sqrt(max(tokens - 2 * rate * mixed + rate**2 * milliseconds, 0.0)) / self.milliseconds
+
     def add(self, tokens: float, milliseconds: float, episode: int) -> None:
-        fade = 0.7 if episode != self.last_episode else 1.0
+        fade = FADE if episode != self.last_episode else 1.0
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
+        new = (tokens**2, tokens * milliseconds, milliseconds**2)
+        self._squares = tuple(fade * known + more for known, more in zip(self._squares, new, strict=True))
         self.last_episode = episode
         self.source = "measured"
 
@@ -104,6 +120,7 @@ class Controller:
     why: str = "not started"
     _plan: Plan | None = None
     _way: Way | None = None
+    _home: Way | None = None
     _tuned: dict[str, Way] = field(default_factory=dict)
     _records: dict[Way, Record] = field(default_factory=dict)
     _episode: int = 0
@@ -111,18 +128,18 @@ class Controller:
     _trial: Trial | None = None
 
     def start_from(self, choices: Iterable[Choice]) -> None:
-        """Takes a tuning's rates for a first measurement, real ones soon outweigh them, and its K and B for its modes'.
-        """
+        """Takes a tuning's rates, best first, for first measurements, which real ones soon outweigh, and its K and B."""
         for choice in choices:
             if choice.mode not in self.modes or choice.tokens_per_second <= 0:
                 continue
             way = Way(choice.mode, choice.depth, choice.branches if choice.mode == "ssd" else 0)
             source = "measured before" if choice.measured else "a forecast of tune's"
             rate = choice.tokens_per_second / 1000
-            self._records[way] = Record(rate * TUNING_WEIGHT_MS, TUNING_WEIGHT_MS, source=source)
+            self._records[way] = Record(rate * TUNING_WEIGHT_MS, TUNING_WEIGHT_MS, retry=TUNED_RETRY, source=source)
+            self._home = self._home or way
             if choice.depth:
                 self._tuned[choice.mode] = way
-                self._records[Way(choice.mode)] = Record()
+                self._records[Way(choice.mode)] = Record(retry=TUNED_RETRY)
 
     def plan(self) -> Plan:
         """The plan for the next round."""
@@ -159,7 +176,7 @@ class Controller:
             return self._try(untried[-1], predicted, max(rates.values(), default=0.0), "not measured yet")
         best = max(rates, key=lambda way: rates[way])
         current = self._way if self._way in rates else best
-        if rates[best] < rates[current] * STAY_MARGIN:
+        if rates[best] < self._to_leave(current, best, rates[current]):
             best = current
         overdue = self._overdue(best, rates, predicted)
         if overdue is not None:
@@ -168,6 +185,11 @@ class Controller:
         self._trial = None
         source = self._records[best].source
         return self._take(best, predicted, f"{rates[best] * 1000:.0f} tokens/s, {source}, the best")
+
+    def _to_leave(self, current: Way, other: Way, rate: float) -> float:
+        """What `other` must bring to take the place of `current`: luck alone must not drive it from what was tuned."""
+        noise = math.hypot(self._records[current].noise, self._records[other].noise) if current == self._home else 0.0
+        return rate * STAY_MARGIN + noise
 
     def _try(self, way: Way, predicted: dict[Way, tuple[Plan, float]], to_beat: float, why: str) -> Plan:
         self._trial = Trial(to_beat)

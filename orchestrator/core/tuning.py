@@ -37,7 +37,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Costs in milliseconds, each measured alone, and the choices that follow, best first; all at temperature `temp`."""
+    """At temperature `temp`: costs in milliseconds, each measured alone, and the choices that follow, best first."""
 
     step_ms: float
     verify_ms: tuple[tuple[int, float], ...]

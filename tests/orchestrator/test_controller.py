@@ -119,7 +119,7 @@ def rounds_at(controller: Controller, rates: dict[int, float], episodes: int) ->
 @pytest.mark.parametrize("others", [0.12, 0.19])
 def test_the_tuned_k_and_b_are_kept_where_the_formula_errs(others: float) -> None:
     """Whatever the formula thinks of them, the other K bring less."""
-    rates = {depth: others for depth in range(1, 9)} | {6: 0.204}
+    rates = dict.fromkeys(range(1, 9), others) | {6: 0.204}
     seen = rounds_at(tuned(), rates, 100)
     assert seen[Plan("ssd", 6, 4)] > 0.93 * seen.total()
 
@@ -132,7 +132,7 @@ def test_another_k_is_taken_where_it_was_measured_to_be_better() -> None:
         estimates.saw_verify(2, 10.0)
     controller = Controller(estimates, MODES, 4, 16)
     controller.start_from(TUNED)
-    rates = {depth: 0.12 for depth in range(1, 9)} | {1: 0.2, 2: 0.2}
+    rates = dict.fromkeys(range(1, 9), 0.12) | {1: 0.2, 2: 0.2}
     rounds_at(controller, rates, 60)
     late = rounds_at(controller, rates, 60)
     assert sum(count for plan, count in late.items() if plan.depth in (1, 2)) > 0.85 * late.total()
