@@ -128,7 +128,7 @@ class Controller:
     _trial: Trial | None = None
 
     def start_from(self, choices: Iterable[Choice]) -> None:
-        """Takes a tuning's rates, best first, for first measurements, which real ones soon outweigh, and its K and B."""
+        """Takes a tuning's rates, best first, for first measurements, soon outweighed by real ones, and its K and B."""
         for choice in choices:
             if choice.mode not in self.modes or choice.tokens_per_second <= 0:
                 continue
