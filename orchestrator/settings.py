@@ -6,9 +6,12 @@ Knows names and ranges; touches no file, no socket and no model.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypedDict, cast
 
+from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 
 MODES = ("auto", "ar", "sd", "ssd")
@@ -20,6 +23,13 @@ BRANCH_DEPTHS = ("auto", "full")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DRAFT_TOKENS = 4
 BRANCHES = 16
+_WORDS = {
+    "mode": MODES,
+    "draft_backend": DRAFT_BACKENDS,
+    "fan_out": FAN_OUTS,
+    "branch_depth": BRANCH_DEPTHS,
+    "log_level": LOG_LEVELS,
+}
 MAX_DRAFT_TOKENS = 32
 MAX_BRANCHES_ASKED = 256
 NO_SSD_COLOCATED = (
@@ -64,16 +74,27 @@ class ServeSettings:
     colocate: bool = False
 
     def __post_init__(self) -> None:
-        check_word("mode", self.mode, MODES)
-        check_word("draft_backend", self.draft_backend, DRAFT_BACKENDS)
-        check_word("fan_out", self.fan_out, FAN_OUTS)
-        check_word("branch_depth", self.branch_depth, BRANCH_DEPTHS)
-        check_word("log_level", self.log_level, LOG_LEVELS)
-        check_draft_tokens(self.depth)
-        check_branches(self.breadth)
-        check_whole("threads", self.threads, 1, 1024)
-        check_whole("max_active", self.max_active, 1, 1024)
+        for name, words in _WORDS.items():
+            self._keep(name, values.word(name, getattr(self, name), words))
+        for name in ("threads", "max_active"):
+            self._keep(name, values.whole(name, getattr(self, name), 1, 1024))
+        for name in ("ngrams", "colocate"):
+            self._keep(name, values.flag(name, getattr(self, name)))
+        for name in ("model", "draft_model", "endpoint"):
+            if getattr(self, name) is not None:
+                self._keep(name, values.text(name, getattr(self, name)))
+        for name in ("trace", "replay", "simulate"):
+            if getattr(self, name) is not None:
+                self._keep(name, values.path(name, getattr(self, name)))
+        self._keep("draft_prefill", values.text("draft_prefill", self.draft_prefill))
+        if self.num_draft_tokens is not None:
+            self._keep("num_draft_tokens", check_draft_tokens(self.num_draft_tokens))
+        if self.branches is not None:
+            self._keep("branches", check_branches(self.branches))
         self._check_together()
+
+    def _keep(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the record is frozen for everybody else
 
     @property
     def depth(self) -> int:
@@ -136,6 +157,34 @@ class ServeSettings:
             raise InvalidRequest(NO_SSD_COLOCATED)
 
 
+class Settings(TypedDict, total=False):
+    """The fields of `ServeSettings` as keywords, in every form in which they are taken; see `LocalCluster`."""
+
+    model: str | os.PathLike[str] | None
+    draft_model: str | os.PathLike[str] | None
+    draft_backend: str
+    draft_prefill: str | os.PathLike[str]
+    num_draft_tokens: int | None
+    branches: int | None
+    fan_out: str
+    branch_depth: str
+    ngrams: bool
+    mode: str
+    endpoint: str | None
+    threads: int
+    max_active: int
+    trace: str | os.PathLike[str] | None
+    log_level: str
+    replay: str | os.PathLike[str] | None
+    simulate: str | os.PathLike[str] | None
+    colocate: bool
+
+
+def settings_from(given: Settings) -> ServeSettings:
+    """The record that these keywords make. Raises InvalidRequest like the record itself."""
+    return ServeSettings(**cast("dict[str, Any]", given))
+
+
 def flags(settings: ServeSettings) -> list[str]:
     """The command line that says these settings; defaults are left out."""
     line = []
@@ -146,23 +195,15 @@ def flags(settings: ServeSettings) -> list[str]:
         if isinstance(value, bool):
             line.append(f"--{name}" if value else f"--no-{name}")
         else:
-            line += [f"--{name}", str(value)]
+            line.append(f"--{name}={value}")  # in one word, for a value may begin with a dash
     return line
 
 
-def check_draft_tokens(value: object) -> None:
-    check_whole("num_draft_tokens", value, 1, MAX_DRAFT_TOKENS)
+def check_draft_tokens(value: object) -> int:
+    """`num_draft_tokens` as a plain number. Raises InvalidRequest."""
+    return values.whole("num_draft_tokens", value, 1, MAX_DRAFT_TOKENS)
 
 
-def check_branches(value: object) -> None:
-    check_whole("branches", value, 1, MAX_BRANCHES_ASKED)
-
-
-def check_whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(f"{name} is {value!r}; expected a whole number from {low} to {high}")
-
-
-def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
-    if value not in words:
-        raise InvalidRequest(f"{name} is {value!r}; expected one of {', '.join(words)}")
+def check_branches(value: object) -> int:
+    """`branches` as a plain number. Raises InvalidRequest."""
+    return values.whole("branches", value, 1, MAX_BRANCHES_ASKED)

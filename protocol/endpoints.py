@@ -10,6 +10,7 @@ import errno
 import ipaddress
 import os
 import re
+import socket as sockets
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -26,6 +27,8 @@ MAX_FRAME = 2**29
 MAX_PATH = zmq.IPC_PATH_MAX_LEN or 103
 """Bytes a unix socket's path may have on this system: 107 on Linux, 103 on macOS."""
 
+KNOCK_SECONDS = 0.2
+_NOBODY = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ENOTSOCK, errno.EACCES)
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253})")
 
 
@@ -108,6 +111,35 @@ def connect(socket: Socket, endpoint: str) -> None:
         socket.connect(str(where))
     except zmq.ZMQError as error:
         raise _refused(where, error) from None
+
+
+def require_server(endpoint: str) -> None:
+    """Knocks, where that is known at once: ZeroMQ itself waits for a server that may still come.
+
+    Raises:
+        EndpointError: it is certain that nobody can be reached there now. A server elsewhere is taken on trust.
+    """
+    where = parse(endpoint)
+    family, address = _knockable(where)
+    if address is None:
+        return
+    with sockets.socket(family) as probe:
+        probe.settimeout(KNOCK_SECONDS)
+        refusal = probe.connect_ex(address)
+    if refusal in _NOBODY:
+        why = os.strerror(refusal)
+        raise EndpointError(f"nobody serves {where} ({why}); expected an endpoint that `outrider serve` prints")
+
+
+def _knockable(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str, int] | None]:
+    match where:
+        case Ipc(path=path):
+            return sockets.AF_UNIX, path
+        case Tcp(host="::1", port=port):
+            return sockets.AF_INET6, ("::1", port)
+        case Tcp(host=host, port=port) if host == "localhost" or host.startswith("127."):
+            return sockets.AF_INET, (host, port)
+    return sockets.AF_INET, None
 
 
 class Bound:

@@ -5,14 +5,33 @@ Knows nothing of logits. Names and defaults are mlx-lm's, except that "off" is a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
+from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
 LEAST_TEMP = 1e-3
 RULES = ("coupled", "residual")
+_WHOLE = {
+    "max_tokens": (1, 2**31 - 1),
+    "top_k": (0, 2**31 - 1),
+    "repetition_context_size": (1, 2**31 - 1),
+    "presence_context_size": (1, 2**31 - 1),
+    "frequency_context_size": (1, 2**31 - 1),
+    "q_width": (1, 1024),
+}
+_NUMBERS = {
+    "temp": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "saguaro": (0.01, 1.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +50,9 @@ class SamplingParams:
     `max_tokens` and context sizes are at least 1, `temp` is 0 to 100, `top_p` and `min_p` 0 to 1, `top_k` at least 0,
     `repetition_penalty` 0.01 to 100, the other penalties -100 to 100, a bias -10^6 to 10^6, `seed` 0 to 2^63-1,
     `saguaro` 0.01 to 1 (1 is off), `q_width` 1 to 1024.
+
+    Numpy's numbers are taken as well; `stop` may be one text or a list of texts, `logit_bias` a dict. They are kept as
+    the types below say.
 
     Raises:
         InvalidRequest: a value is out of range; the message names the field, the value and what is allowed.
@@ -56,34 +78,28 @@ class SamplingParams:
     q_width: int = 100
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_float("temp", self.temp, 0.0, 100.0)
+        for name, (low, high) in _WHOLE.items():
+            self._keep(name, values.whole(name, getattr(self, name), low, high))
+        for name, (least, most) in _NUMBERS.items():
+            self._keep(name, values.number(name, getattr(self, name), least, most))
         if self.temp < LEAST_TEMP:
-            object.__setattr__(self, "temp", 0.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_int("top_k", self.top_k, 0, 2**31 - 1)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_float("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
-            _check_int(name, getattr(self, name), 1, 2**31 - 1)
+            self._keep("temp", 0.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
-        _check_bias(self.logit_bias)
-        if not isinstance(self.stop, tuple) or any(not isinstance(text, str) or not text for text in self.stop):
-            raise InvalidRequest(f"stop is {self.stop!r}; expected a tuple of non-empty strings")
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos is {self.ignore_eos!r}; expected True or False")
+            self._keep("seed", values.whole("seed", self.seed, 0, MAX_SEED))
+        self._keep("logit_bias", _bias(self.logit_bias))
+        self._keep("stop", _stops(self.stop))
+        self._keep("ignore_eos", values.flag("ignore_eos", self.ignore_eos))
         self._check_rule()
 
     def _check_rule(self) -> None:
         if self.rule not in RULES:
             raise InvalidRequest(f"sampling rule is {self.rule!r}; expected {' or '.join(RULES)}")
-        _check_float("saguaro", self.saguaro, 0.01, 1.0)
-        _check_int("q_width", self.q_width, 1, 1024)
+        self._keep("rule", values.plain(self.rule))
         if self.saguaro != 1.0 and self.rule != "residual":
             raise InvalidRequest(f"saguaro is {self.saguaro:g}; without residual sampling expected 1")
+
+    def _keep(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the record is frozen for everybody else
 
     @property
     def is_residual(self) -> bool:
@@ -111,19 +127,25 @@ class SamplingParams:
         return replace(cls(temp=1.0, min_p=0.05), **changes)
 
 
-def _check_bias(pairs: object) -> None:
-    if not isinstance(pairs, tuple) or any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-        raise InvalidRequest(f"logit_bias is {pairs!r}; expected a tuple of (token, bias) pairs")
-    for token, bias in pairs:
-        _check_int("logit_bias token", token, 0, 2**31 - 1)
-        _check_float("logit_bias value", bias, -1e6, 1e6)
+def _bias(given: object) -> tuple[tuple[int, float], ...]:
+    pairs = given.items() if isinstance(given, Mapping) else given
+    try:
+        found = [(token, bias) for token, bias in cast("Iterable[Any]", pairs)]
+    except (TypeError, ValueError):
+        raise InvalidRequest(
+            f"logit_bias is {given!r}; expected a dict of token ids and biases, or (token, bias) pairs"
+        ) from None
+    return tuple(
+        (
+            values.whole("logit_bias token", token, 0, 2**31 - 1),
+            values.number("logit_bias value", bias, -1e6, 1e6),
+        )
+        for token, bias in found
+    )
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(f"{name} is {value!r}; expected a whole number from {low} to {high}")
-
-
-def _check_float(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is in no range
-        raise InvalidRequest(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
+def _stops(given: object) -> tuple[str, ...]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or any(not isinstance(text, str) or not text for text in texts):
+        raise InvalidRequest(f"stop is {given!r}; expected a text or a list of texts, none of them empty")
+    return tuple(values.plain(text) for text in texts)

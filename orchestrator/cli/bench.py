@@ -22,7 +22,7 @@ from outrider.orchestrator.machine import blas
 from outrider.orchestrator.pair.model_files import PACKAGE
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
-from outrider.orchestrator.settings import ServeSettings, check_draft_tokens, check_whole
+from outrider.orchestrator.settings import ServeSettings, check_draft_tokens
 from outrider.orchestrator.study import bars, report
 from outrider.orchestrator.study.alone import Alone, Stopwatch
 from outrider.orchestrator.study.contention import Contention
@@ -38,6 +38,7 @@ from outrider.orchestrator.study.field import (
     require_peer,
 )
 from outrider.orchestrator.study.workbench import Workbench
+from outrider.protocol import values
 from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -103,7 +104,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair) -> Plan:
     depths = _numbers("depths", options.depths, int)
     for depth in depths:
         check_draft_tokens(depth)
-    check_whole("max_tokens", options.max_tokens, 2, 1 << 20)
+    values.whole("max_tokens", options.max_tokens, 2, 1 << 20)
     temps = _numbers("temps", options.temps, float)
     samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True) for temp in temps]
     peers = not options.no_peers and pair.settings.simulate is None

@@ -93,8 +93,6 @@ def sampling_of(options: argparse.Namespace) -> SamplingParams:
         InvalidRequest: a value is out of range.
     """
     given = _given(options, SamplingParams)
-    if "stop" in given:
-        given["stop"] = tuple(given["stop"])
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
     return SamplingParams(**given)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from outrider.orchestrator.client.client import FLUSH_MS
-from outrider.orchestrator.client.dialogue import ASK_AFTER_SECONDS, Dialogue, Patience, Wish
+from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.client_key import client_key
 from outrider.protocol.codec import decode, encode
@@ -25,14 +25,14 @@ class AsyncClient:
 
     def __init__(self, endpoint: str, timeout: float = 10.0, alive: Callable[[], None] | None = None) -> None:
         self.endpoint = endpoint
-        self.timeout = timeout
+        self.timeout = check_timeout(timeout)
         self._alive = alive
         self._key = client_key()
         self._serials = itertools.count()
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
         mode: str = "auto",
@@ -49,7 +49,7 @@ class AsyncClient:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
         mode: str = "auto",
@@ -91,7 +91,7 @@ class AsyncClient:
             socket.close(linger=FLUSH_MS)
 
     async def _receive(self, socket: zmq.asyncio.Socket, patience: Patience) -> Message:
-        while not await socket.poll(int(1000 * ASK_AFTER_SECONDS)):
+        while not await socket.poll(patience.poll_ms):
             await socket.send_multipart(encode(patience.silent()))
         patience.heard()
         return decode(await socket.recv_multipart())
@@ -109,13 +109,17 @@ class AsyncClient:
 
 
 class AsyncStream:
-    """A completion that grows: iterate once with `async for`, then ask for the `result`."""
+    """A completion that grows: iterate once with `async for`, then ask for the `result`.
+
+    A second loop, over a finished or a broken-off stream, is an InvalidRequest.
+    """
 
     def __init__(self, client: AsyncClient, dialogue: Dialogue) -> None:
         self._client = client
         self._dialogue = dialogue
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
+        self._dialogue.begin()
         return self._client.exchange(self._dialogue)
 
     @property

@@ -6,11 +6,11 @@ Each call has a socket of its own, so calls don't wait for each other here; the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import zmq
 
-from outrider.orchestrator.client.dialogue import ASK_AFTER_SECONDS, Dialogue, Patience, Wish
+from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.client_key import client_key
 from outrider.protocol.codec import decode, encode
@@ -23,7 +23,10 @@ FLUSH_MS = 1000
 
 
 class Client:
-    """A client of the server at `endpoint` (`outrider serve` prints it). `timeout`: seconds of silence to bear.
+    """A client of the server at `endpoint` (`outrider serve` prints it).
+
+    `timeout`: seconds for which a server that is asked whether it is there may keep silent; how long a text takes does
+    not count. `alive`: raises when it is known that the server has ended.
 
     Raises:
         EndpointError: on use, when nothing answers there.
@@ -31,14 +34,14 @@ class Client:
 
     def __init__(self, endpoint: str, timeout: float = 10.0, alive: Callable[[], None] | None = None) -> None:
         self.endpoint = endpoint
-        self.timeout = timeout
+        self.timeout = check_timeout(timeout)
         self._alive = alive
         self._key = client_key()
         self._serials = itertools.count()
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
         mode: str = "auto",
@@ -46,7 +49,7 @@ class Client:
         branches: int | None = None,
         chat_template: bool = True,
     ) -> GenerationResult:
-        """The completion of `prompt`, text or token ids.
+        """The completion of `prompt`: text, or token ids as a list, a tuple or a numpy array.
 
         `mode` is ar, sd, ssd, or auto: the server's own; so is None for `num_draft_tokens` and `branches`. A model's
         chat template is applied to text unless `chat_template` is False.
@@ -64,7 +67,7 @@ class Client:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
         mode: str = "auto",
@@ -107,7 +110,7 @@ class Client:
             socket.close(linger=FLUSH_MS)
 
     def _receive(self, socket: zmq.Socket[bytes], patience: Patience) -> Message:
-        while not socket.poll(int(1000 * ASK_AFTER_SECONDS)):
+        while not socket.poll(patience.poll_ms):
             socket.send_multipart(encode(patience.silent()))
         patience.heard()
         return decode(socket.recv_multipart())
@@ -125,13 +128,17 @@ class Client:
 
 
 class Stream:
-    """A completion that grows: iterate once for its chunks, then ask for the `result`."""
+    """A completion that grows: iterate once for its chunks, then ask for the `result`.
+
+    A second loop, over a finished or a broken-off stream, is an InvalidRequest.
+    """
 
     def __init__(self, client: Client, dialogue: Dialogue) -> None:
         self._client = client
         self._dialogue = dialogue
 
     def __iter__(self) -> Iterator[Chunk]:
+        self._dialogue.begin()
         return self._client.exchange(self._dialogue)
 
     @property

@@ -10,14 +10,14 @@ import socket
 import subprocess
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Unpack
 
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.failure import as_error
 from outrider.orchestrator.handshake import Failure, Ready, Stage, announcements
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.settings import ServeSettings, flags
+from outrider.orchestrator.settings import Settings, flags, settings_from
 from outrider.protocol.errors import WorkerError
 
 END_SECONDS = 12.0
@@ -26,15 +26,28 @@ END_SECONDS = 12.0
 class LocalCluster:
     """Target worker, draft worker and orchestrator on this machine, from creation to `close`; a context manager.
 
-    Settings are those of `ServeSettings`, as keywords; without a `model` it is the embedded pair. `progress` hears the
-    stages of the start.
+    `progress` hears the stages of the start. All settings are keywords, and flags of `outrider serve` by these names:
+
+    - `model`, `draft_model`: Hugging Face ids or folders; neither: the embedded pair.
+    - `draft_backend` "mlx": who drafts: mlx, coreml, replay, ngram or none. `replay`: the replay drafter's script.
+    - `draft_prefill` "auto": who reads prompts for a drafter on MLX: auto, mlx, coreml, or a package's folder.
+    - `mode` "auto": ar, sd, ssd, or what is measured to be fastest; a request may ask for another.
+    - `num_draft_tokens`, `branches`: tokens of a chain (K), outcomes prepared for in a round (B); None: 4 and 16, or
+      with mode auto what `outrider tune` found.
+    - `fan_out` "best-first": how outcomes are chosen: best-first, geometric or uniform.
+    - `branch_depth` "auto": "full" waits until branches are K deep.
+    - `ngrams` True: let repeated text fill what the drafter has not reached.
+    - `colocate` False: the target drafts in its own process, in turn with verifying.
+    - `endpoint`: where clients connect, ipc://PATH or tcp://HOST:PORT; None: a fresh socket of its own.
+    - `threads` 1: BLAS threads of each worker. `max_active` 1: requests in flight at once.
+    - `trace`: a file for a timeline. `simulate`: a latency profile to keep to. `log_level` "warning".
 
     Raises:
         OutriderError: of the class that says what is wrong, when the cluster can't start.
     """
 
-    def __init__(self, *, progress: Callable[[str], None] | None = None, **settings: Any) -> None:
-        checked = ServeSettings(**settings)
+    def __init__(self, *, progress: Callable[[str], None] | None = None, **settings: Unpack[Settings]) -> None:
+        checked = settings_from(settings)
         self._line, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(

@@ -5,30 +5,39 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.failure import as_error
-from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens, check_word
-from outrider.protocol import messages
+from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens
+from outrider.protocol import messages, values
+from outrider.protocol.endpoints import require_server
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, Started, StatsQuery
 from outrider.protocol.sampling import SamplingParams
 
 ASK_AFTER_SECONDS = 1.0
 MAX_TOKEN = 2**31 - 1
+Prompt: TypeAlias = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
+EMPTY = "the prompt is empty; expected text, or at least one token"
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to generate; see `Client.generate`."""
+    """What to generate; see `Client.generate`. Checked, and turned into what is sent, on creation.
 
-    prompt: str | Sequence[int]
+    Raises:
+        InvalidRequest: something is of a wrong kind or out of range.
+    """
+
+    prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
     mode: str = "auto"
     num_draft_tokens: int | None = None
@@ -36,20 +45,25 @@ class Wish:
     chat_template: bool = True
 
     def __post_init__(self) -> None:
-        _check_prompt(self.prompt)
-        check_word("mode", self.mode, MODES)
+        self._keep("prompt", _as_text(self.prompt) if isinstance(self.prompt, str) else _as_tokens(self.prompt))
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequest(f"sampling is {self.sampling!r}; expected SamplingParams(...)")
+        self._keep("mode", values.word("mode", self.mode, MODES))
         if self.num_draft_tokens is not None:
-            check_draft_tokens(self.num_draft_tokens)
+            self._keep("num_draft_tokens", check_draft_tokens(self.num_draft_tokens))
         if self.branches is not None:
-            check_branches(self.branches)
+            self._keep("branches", check_branches(self.branches))
+        self._keep("chat_template", values.flag("chat_template", self.chat_template))
+
+    def _keep(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the record is frozen for everybody else
 
     def message(self, request: str) -> Generate:
-        """The request to send. Raises InvalidRequest when the prompt is neither text nor tokens."""
-        text = self.prompt if isinstance(self.prompt, str) else None
+        """The request to send."""
         return Generate(
             request=request,
-            prompt=text,
-            tokens=None if text is not None else _as_tokens(self.prompt),
+            prompt=self.prompt if isinstance(self.prompt, str) else None,
+            tokens=None if isinstance(self.prompt, str) else np.asarray(self.prompt, np.int32),
             sampling=self.sampling,
             mode=self.mode,
             num_draft_tokens=self.num_draft_tokens,
@@ -65,11 +79,21 @@ class Dialogue:
         self.request = f"q{os.urandom(8).hex()}"
         self.opening = wish.message(self.request)
         self.over = False
+        self._begun = False
         self._progress = progress
         self._started: Started | None = None
         self._texts: list[str] = []
         self._tokens: list[int] = []
         self._done: Done | None = None
+
+    def begin(self) -> None:
+        """
+        Raises:
+            InvalidRequest: the stream was read before; a second reading would ask the server for another text.
+        """
+        if self._begun:
+            raise InvalidRequest("this stream has been read already; its text is in `result`, or ask for a new stream")
+        self._begun = True
 
     @property
     def farewell(self) -> Cancel:
@@ -124,46 +148,73 @@ class Dialogue:
 
 
 class Patience:
-    """Tells a server that is busy from one that is gone: asks after a second of silence, gives up after `seconds`."""
+    """Tells a server that is busy from one that is gone: asks after some silence, gives up `seconds` after that.
+
+    Raises:
+        EndpointError: nobody serves the endpoint.
+    """
 
     def __init__(self, endpoint: str, seconds: float, alive: Callable[[], None] | None = None) -> None:
         self._endpoint = endpoint
         self._seconds = seconds
         self._alive = alive
         self.heard()
+        self._look()
+
+    @property
+    def poll_ms(self) -> int:
+        """How long to wait for something to arrive before `silent` is called."""
+        return max(int(1000 * min(ASK_AFTER_SECONDS, self._seconds / 2)), 1)
 
     def heard(self) -> None:
         """Something arrived."""
-        self._heard_at = time.monotonic()
+        self._asked_at: float | None = None
 
     def silent(self) -> StatsQuery:
-        """A second went by in silence; what to ask.
+        """Nothing arrived for `poll_ms`; what to ask.
 
         Raises:
-            EndpointError: nothing was heard for too long.
+            EndpointError: nobody serves the endpoint any more, or a question was not answered for too long.
             OutriderError: `alive` knows that the server ended.
         """
-        if self._alive is not None:
-            self._alive()
-        if time.monotonic() - self._heard_at > self._seconds:
+        self._look()
+        now = time.monotonic()
+        if self._asked_at is None:  # only from here on the server owes a word: before, it may have been at work
+            self._asked_at = now
+        elif now - self._asked_at > self._seconds:
             raise EndpointError(
                 f"nothing answers at {self._endpoint} for {self._seconds:g} s; expected a running `outrider serve`"
             )
         return StatsQuery(f"s{os.urandom(8).hex()}")
 
-
-def _check_prompt(prompt: str | Sequence[int]) -> None:
-    if len(prompt) == 0:
-        raise InvalidRequest("the prompt is empty; expected text, or at least one token")
-    if isinstance(prompt, str):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the prompt is not Unicode text ({error.reason}); expected UTF-8") from None
+    def _look(self) -> None:
+        if self._alive is not None:
+            self._alive()
+        require_server(self._endpoint)
 
 
-def _as_tokens(prompt: str | Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    many = np.asarray(prompt)
+def check_timeout(seconds: object) -> float:
+    """A client's patience. Raises InvalidRequest when it is no time to wait."""
+    return values.number("timeout", seconds, 0.001, math.inf)
+
+
+def _as_text(prompt: str) -> str:
+    if not prompt:
+        raise InvalidRequest(EMPTY)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the prompt is not Unicode text ({error.reason}); expected UTF-8") from None
+    return values.plain(prompt)
+
+
+def _as_tokens(prompt: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    try:
+        many = np.asarray(prompt)
+    except (TypeError, ValueError):  # rows of different lengths, say
+        many = np.array(None)
+    if many.shape == (0,):
+        raise InvalidRequest(EMPTY)
     if many.ndim != 1 or many.dtype.kind not in "iu":
         raise InvalidRequest("the prompt is neither text nor token ids; expected a str or a sequence of whole numbers")
     if many.min() < 0 or many.max() > MAX_TOKEN:

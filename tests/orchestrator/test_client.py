@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 
 import numpy as np
 import pytest
+import zmq
 
 import outrider
 from outrider.orchestrator import AsyncClient, Client
 from outrider.orchestrator.client.dialogue import Patience
 from outrider.orchestrator.client.result import GenerationResult
 from outrider.orchestrator.events import Admit, Began, Committed, Stop
+from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import EndpointError, InvalidRequest, WorkerError
 from outrider.protocol.messages import StatsQuery, Timings
 from outrider.protocol.sampling import SamplingParams
@@ -34,7 +37,9 @@ def test_the_facade_has_the_same_names():
         outrider.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("prompt", [(5, 6), [5, 6], np.array([5, 6])])
+@pytest.mark.parametrize(
+    "prompt", [(5, 6), [5, 6], range(5, 7), [np.int64(5), 6], np.array([5, 6]), np.array([5, 6], np.uint64)]
+)
 def test_tokens_may_be_the_prompt(stand, codec, prompt):
     stand.core.play = says(codec, "x")
     assert stand.client().generate(prompt).prompt_tokens == 2
@@ -50,6 +55,13 @@ def test_tokens_may_be_the_prompt(stand, codec, prompt):
         ({"prompt": [-1]}, "out of range"),
         ({"prompt": [2**40]}, "out of range"),
         ({"prompt": "\ud800"}, "not Unicode"),
+        ({"prompt": None}, "neither text nor token ids"),
+        ({"prompt": 5}, "neither text nor token ids"),
+        ({"prompt": b"x"}, "neither text nor token ids"),
+        ({"prompt": [[1], [2, 3]]}, "neither text nor token ids"),
+        ({"prompt": np.zeros((0,))}, "prompt is empty"),
+        ({"sampling": {"temp": 1}}, "sampling is .*expected SamplingParams"),
+        ({"chat_template": "no"}, "chat_template is 'no'"),
         ({"mode": "fast"}, "mode is 'fast'"),
         ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
         ({"branches": 1000}, "branches is 1000"),
@@ -70,29 +82,77 @@ def test_an_endpoint_that_is_none_is_a_sentence(make, endpoint):
             asyncio.run(result)
 
 
-def test_nobody_there_is_an_error_and_no_hang():
+@pytest.mark.parametrize("make", [Client, AsyncClient])
+def test_a_socket_that_is_not_there_is_known_before_anything_is_waited_for(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(Patience, "silent", lambda self: pytest.fail("it waited"))
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(tmp_path / "dead"))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    for endpoint in (f"ipc://{tmp_path}/none", f"ipc://{tmp_path}/dead", f"tcp://127.0.0.1:{port}"):
+        with pytest.raises(EndpointError, match=r"nobody serves .*expected an endpoint that `outrider serve` prints"):
+            result = make(endpoint).generate("x")
+            asyncio.run(result)
+
+
+@pytest.fixture
+def mute():
+    """The endpoint of a socket that takes everything and never answers."""
+    with private_directory() as directory, zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        silent.linger = 0
+        silent.bind(directory.endpoint("mute"))
+        yield directory.endpoint("mute")
+
+
+def test_nobody_who_answers_is_an_error_and_no_hang(mute):
     with pytest.raises(EndpointError, match=r"nothing answers at .*expected a running `outrider serve`"):
-        Client("ipc:///tmp/outrider-nobody", timeout=SILENCE).generate("x")
+        Client(mute, timeout=SILENCE).generate("x")
 
 
-def test_patience_ends_when_nothing_was_heard_for_too_long(monkeypatch):
+def test_patience_ends_when_a_question_was_not_answered_for_too_long(monkeypatch, mute):
     now = [100.0]
     monkeypatch.setattr("outrider.orchestrator.client.dialogue.time.monotonic", lambda: now[0])
-    patience = Patience("ipc:///x", 10.0)
+    patience = Patience(mute, 10.0)
     for _ in range(3):
+        now[0] += 900.0  # however long the text took: nothing had been asked
+        assert isinstance(patience.silent(), StatsQuery)
         now[0] += 9.0
         assert isinstance(patience.silent(), StatsQuery)
         patience.heard()
+    patience.silent()
     now[0] += 11.0
     with pytest.raises(EndpointError, match="for 10 s"):
         patience.silent()
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "long", None])
+@pytest.mark.parametrize("make", [Client, AsyncClient])
+def test_a_timeout_is_a_time(make, timeout):
+    with pytest.raises(InvalidRequest, match="timeout is"):
+        make("ipc:///tmp/x", timeout)
+
+
+def test_a_short_timeout_bears_a_busy_server(stand, codec):
+    """The core says nothing for as long as it takes several questions to be answered by the front."""
+    results: list[GenerationResult] = []
+    client = stand.client(np.float32(0.5))
+    thread = threading.Thread(target=lambda: results.append(client.generate("x")))
+    thread.start()
+    admit = stand.core.wait_for(Admit)[0]
+    thread.join(1.5)
+    assert thread.is_alive()
+    for event in says(codec, "late")(admit):
+        stand.core.outbox.put(event)
+    thread.join(20)
+    assert results[0].text == "late"
+
+
 def test_a_server_that_is_only_busy_is_heard(stand, codec, monkeypatch):
     """The core is silent; the front's answers to the client's questions show that the server lives."""
     heard = threading.Semaphore(0)
-    monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
-    monkeypatch.setattr(Patience, "heard", lambda self: heard.release() or setattr(self, "_heard_at", 1e18))
+    monkeypatch.setattr("outrider.orchestrator.client.dialogue.ASK_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr(Patience, "heard", lambda self: heard.release() or setattr(self, "_asked_at", None))
     results: list[GenerationResult] = []
     thread = threading.Thread(target=lambda: results.append(stand.client().generate("x")))
     thread.start()
@@ -120,6 +180,47 @@ def test_the_result_is_asked_for_at_the_end_only(stand, codec):
         break
     with pytest.raises(InvalidRequest, match="not finished"):
         _ = stream.result
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_stream_is_read_once(stand, codec, leave):
+    stand.core.play = says(codec, "a b c")
+    stream = stand.client().stream("x")
+    for _ in stream:
+        if leave:
+            break
+    with pytest.raises(InvalidRequest, match="this stream has been read already"):
+        list(stream)
+    assert len(stand.core.wait_for(Admit)) == 1
+    if not leave:
+        assert stream.result.text == "a b c"
+
+
+def test_an_async_stream_is_read_once(stand, codec):
+    stand.core.play = says(codec, "a b c")
+
+    async def ask():
+        stream = AsyncClient(stand.endpoint).stream("x")
+        assert [chunk async for chunk in stream]
+        with pytest.raises(InvalidRequest, match="this stream has been read already"):
+            async for _ in stream:
+                pass
+        return stream.result
+
+    assert asyncio.run(ask()).text == "a b c"
+
+
+def test_numbers_and_words_may_be_numpys(stand, codec):
+    stand.core.play = says(codec, "x")
+    sampling = SamplingParams(max_tokens=np.int64(9), temp=np.float32(0.5), stop=["zz"], logit_bias={np.int32(11): -5})
+    stand.client().generate(
+        np.str_("x"), sampling, mode=np.str_("sd"), num_draft_tokens=np.int64(2), branches=np.uint8(6),
+        chat_template=np.bool_(False),
+    )  # fmt: skip
+    admit = stand.core.wait_for(Admit)[0]
+    assert (admit.mode, admit.num_draft_tokens, admit.branches) == ("sd", 2, 6)
+    assert (admit.sampling.max_tokens, admit.sampling.temp) == (9, 0.5)
+    assert (admit.sampling.stop, admit.sampling.logit_bias) == (("zz",), ((11, -5.0),))
 
 
 def test_one_client_serves_several_threads(make_stand, codec):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
+import numpy as np
 import pytest
 
 from outrider.orchestrator.cli import flags, serve
 from outrider.orchestrator.cli.parser import Parser
-from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.settings import ServeSettings, Settings, settings_from
 from outrider.orchestrator.settings import flags as as_flags
 from outrider.protocol.errors import InvalidRequest
 
@@ -28,14 +31,21 @@ from outrider.protocol.errors import InvalidRequest
         ({"branch_depth": "half"}, "auto, full"),
         ({"log_level": "loud"}, "debug, info"),
         ({"threads": 0}, "threads is 0"),
+        ({"ngrams": 0}, "ngrams is 0; expected True or False"),
+        ({"colocate": "yes"}, "colocate is 'yes'"),
+        ({"model": 7}, "model is 7; expected text"),
+        ({"trace": 7}, "trace is 7; expected a path"),
+        ({"mode": ["ar"]}, "mode is"),
         ({"max_active": True}, "max_active is True"),
         ({"draft_model": "d"}, "no model beside it"),
         ({"model": "m", "draft_model": "d", "draft_backend": "ngram"}, "runs no draft model"),
         ({"draft_backend": "none", "mode": "ssd"}, "mode ssd needs a drafter"),
         ({"draft_backend": "replay"}, "no script"),
         ({"draft_backend": "ngram", "ngrams": False}, "drafts nothing"),
-        *(({"colocate": True, "draft_backend": b, "replay": Path("r")}, f"draft_backend {b} has no place")
-          for b in ("coreml", "replay", "ngram", "none")),
+        *(
+            ({"colocate": True, "draft_backend": b, "replay": Path("r")}, f"draft_backend {b} has no place")
+            for b in ("coreml", "replay", "ngram", "none")
+        ),
         ({"colocate": True, "simulate": Path("m.json")}, "colocate keeps to no latency profile"),
         ({"colocate": True, "mode": "ssd"}, "take turns in one process; expected mode sd, ar or auto"),
         ({"colocate": True, "model": "m"}, "no model to draft with; expected draft_model"),
@@ -47,12 +57,27 @@ def test_what_is_out_of_range_is_refused_in_a_sentence(given, words):
         ServeSettings(**given)
 
 
+def test_paths_texts_and_numpys_numbers_say_the_same():
+    said = settings_from(
+        {"model": Path("m"), "draft_model": "d", "trace": "t.json", "threads": np.int64(2), "ngrams": np.bool_(False)}
+    )
+    plain = ServeSettings(model="m", draft_model="d", trace=Path("t.json"), threads=2, ngrams=False)
+    assert said == plain
+    assert all(type(getattr(said, f.name)) is type(getattr(plain, f.name)) for f in fields(said))
+
+
+def test_a_clusters_keywords_are_the_settings_typed_and_told():
+    assert list(get_type_hints(Settings)) == [field.name for field in fields(ServeSettings)]
+    told = LocalCluster.__doc__ or ""
+    assert not [field.name for field in fields(ServeSettings) if f"`{field.name}`" not in told]
+
+
 def test_every_setting_is_a_flag_that_says_the_same():
     said = ServeSettings(
         model="m", draft_model="d", draft_backend="replay", num_draft_tokens=7, branches=3, fan_out="uniform",
         branch_depth="full", ngrams=False, mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
         trace=Path("t.json"), log_level="debug", replay=Path("r.json"),
-        simulate=Path("m.json"),
+        simulate=Path("-m.json"),
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")

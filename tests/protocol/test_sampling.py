@@ -1,7 +1,10 @@
-"""The presets are what their names say, and take changes like the record itself."""
+"""What a person may write for a parameter, and what is kept of it; the presets are what their names say."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+import numpy as np
 import pytest
 
 from outrider.protocol.errors import InvalidRequest
@@ -19,3 +22,61 @@ def test_presets_take_changes_and_check_them(preset) -> None:
     assert preset(temp=0.3).temp == 0.3
     with pytest.raises(InvalidRequest, match="top_p is 2"):
         preset(top_p=2)
+
+
+PLAIN = SamplingParams(
+    max_tokens=9, temp=0.5, top_p=0.75, top_k=7, seed=2**63 - 1, logit_bias=((11, -5.0), (3, 1.0)), stop=("a", "b"),
+    ignore_eos=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        {11: -5, 3: 1},
+        {np.int32(11): np.float32(-5), np.uint8(3): 1},
+        [(11, -5), (3, 1)],
+        [[11, -5.0], [3, 1.0]],
+    ],
+)
+@pytest.mark.parametrize("stop", [["a", "b"], ("a", np.str_("b"))])
+def test_lists_dicts_and_numpys_numbers_say_the_same(bias, stop) -> None:
+    said = SamplingParams(
+        max_tokens=np.int64(9), temp=np.float32(0.5), top_p=np.float64(0.75), top_k=np.uint16(7),
+        seed=np.uint64(2**63 - 1), logit_bias=bias, stop=stop, ignore_eos=np.bool_(True),
+    )  # fmt: skip
+    assert said == PLAIN and hash(said) == hash(PLAIN)
+    for field in fields(PLAIN):
+        assert type(getattr(said, field.name)) is type(getattr(PLAIN, field.name)), field.name
+    assert [type(part) for pair in said.logit_bias for part in pair] == [int, float, int, float]
+    assert {type(text) for text in said.stop} == {str}
+
+
+def test_one_stop_text_needs_no_list() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"stop": ""}, "stop is ''; expected a text or a list of texts, none of them empty"),
+        ({"stop": ["a", ""]}, "none of them empty"),
+        ({"stop": {"a"}}, "expected a text or a list"),
+        ({"stop": None}, "expected a text or a list"),
+        ({"logit_bias": [1]}, "logit_bias is .1.; expected a dict"),
+        ({"logit_bias": "ab"}, "expected a dict"),
+        ({"logit_bias": 3}, "expected a dict"),
+        ({"logit_bias": {"a": 1}}, "logit_bias token is 'a'; expected a whole number"),
+        ({"logit_bias": {1: "a"}}, "logit_bias value is 'a'; expected a number"),
+        ({"temp": "0.5"}, "temp is '0.5'"),
+        ({"temp": np.float32("nan")}, "temp is nan"),
+        ({"temp": 10**400}, "temp is 1000"),
+        ({"top_k": np.float64(3)}, "top_k is 3.0; expected a whole number"),
+        ({"max_tokens": np.bool_(True)}, "max_tokens is True"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; expected True or False"),
+        ({"rule": ["coupled"]}, "sampling rule is"),
+    ],
+)
+def test_what_is_none_of_these_is_a_sentence(given, words) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        SamplingParams(**given)

@@ -1,0 +1,67 @@
+"""Values as people give them, turned into the plain ones that are kept and sent: numpy's numbers are numbers, too.
+
+Each function returns the plain value or raises InvalidRequest with the name, the value and what was expected.
+"""
+
+from __future__ import annotations
+
+import os
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.protocol.errors import InvalidRequest
+
+
+def whole(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+        raise InvalidRequest(f"{name} is {_shown(value)}; expected a whole number from {low} to {high}")
+    return int(value)
+
+
+def number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not _within(value, low, high):
+        raise InvalidRequest(f"{name} is {_shown(value)}; expected a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidRequest(f"{name} is {_shown(value)}; expected True or False")
+    return bool(value)
+
+
+def word(name: str, value: object, words: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in words:
+        raise InvalidRequest(f"{name} is {_shown(value)}; expected one of {', '.join(words)}")
+    return plain(value)
+
+
+def text(name: str, value: object) -> str:
+    """Text, or a path as text."""
+    if not isinstance(value, str | os.PathLike):
+        raise InvalidRequest(f"{name} is {_shown(value)}; expected text")
+    return plain(str(os.fspath(value)))
+
+
+def path(name: str, value: object) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise InvalidRequest(f"{name} is {_shown(value)}; expected a path")
+    return Path(value)
+
+
+def plain(value: str) -> str:
+    """The same text as a `str` and no class derived from it, such as numpy's or an enum's."""
+    return str.__str__(value)
+
+
+def _within(value: Any, low: float, high: float) -> bool:
+    """Compared before it is a float: a large int fits into none. NaN is in no range."""
+    return bool(low <= value <= high)
+
+
+def _shown(value: object) -> str:
+    """A numpy number as the number it is."""
+    return repr(value.item() if isinstance(value, np.generic) else value)
