@@ -3,20 +3,20 @@
     python -m outrider.bench.heatmap bench/profiles/h100-llama-70b.json --out docs/where-ssd-pays.png
 
 Keeps the profile's target, bonus ranks and the shape of its draft curve; each cell gives SD and SSD their best K. All
-from outrider.bench.simulator: arithmetic, no process.
+from `simulator.py`: arithmetic, no process.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.bench.simulator import Policy, Simulator
-from outrider.protocol.errors import OutriderError
+from outrider.orchestrator.cli import run_as_program
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.profile import Latency, Profile
 
 if TYPE_CHECKING:
@@ -89,7 +89,10 @@ def draw(panels: Sequence[Panel], profile: Profile, path: Path) -> None:
         " right of and under the dashed line AR beats SD",
         fontsize=11,
     )
-    figure.savefig(path, dpi=90)
+    try:
+        figure.savefig(path, dpi=90)
+    except OSError as error:
+        raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error
 
 
 def _draw_panel(axes: Axes, found: Panel):  # type: ignore[no-untyped-def]  # matplotlib's image
@@ -110,24 +113,17 @@ def _draw_panel(axes: Axes, found: Panel):  # type: ignore[no-untyped-def]  # ma
     return image
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.heatmap", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", type=Path)
     parser.add_argument("--out", type=Path, default=Path("heatmap.png"), metavar="FILE")
-    options = parser.parse_args(arguments)
-    try:
-        profile = Profile.read(options.profile)
-        panels = [panel(profile, batch, trip) for batch in BATCHES for trip in ROUND_TRIPS]
-        draw(panels, profile, options.out)
-    except OSError as error:
-        print(f"bench.heatmap: the picture can't be written to {options.out}: {error.strerror}", file=sys.stderr)
-        return 2
-    except OutriderError as error:
-        print(f"bench.heatmap: {error}", file=sys.stderr)
-        return error.exit_code
+
+
+def run(options: argparse.Namespace) -> int:
+    profile = Profile.read(options.profile)
+    draw([panel(profile, batch, trip) for batch in BATCHES for trip in ROUND_TRIPS], profile, options.out)
     print(options.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(run_as_program())

@@ -3,7 +3,7 @@
     python -m outrider.bench.hit_rate         # K = 4, B = 12, T = 0 and 1, 24 prompts x 128 tokens: some minutes
     python -m outrider.bench.hit_rate --prompts 4 --tokens 64
 
-The texts are made in `ssd` by the embedded pair in real processes, drafts by the model alone. Then bench.oracle
+The texts are made in `ssd` by the embedded pair in real processes, drafts by the model alone. Then the oracle
 goes through the very same rounds with the same fan-out and budget, each on a fresh tree. What it covers and the
 live run did not came too late or went wrong. The exit code is 1 when a ratio lies under --least.
 """
@@ -11,26 +11,21 @@ live run did not came too late or went wrong. The exit code is 1 when a ratio li
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.bench.helper import Helper
 from outrider.bench.prompts import mixed
 from outrider.bench.rounds import Round, read_rounds
+from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.machine import blas
-from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import FAN_OUTS
 from outrider.orchestrator.study.statistics import bootstrap
-from outrider.protocol.errors import OutriderError, WorkerError
 from outrider.protocol.sampling import SamplingParams
 
 Tell = Callable[[str], None]
@@ -78,37 +73,18 @@ def generate(setup: Setup, temp: float, trace: Path, tell: Tell) -> list[Generat
     return made
 
 
-@contextmanager
-def oracle(fan_out: str) -> Iterator[Callable[[Generated, Round, Setup], bool]]:
-    """Asks bench.oracle, a process with the workers' BLAS."""
-    command = python("-m", "outrider.bench.oracle", "--model", str(EMBEDDED_DRAFT), "--fan-out", fan_out)
-    environment = blas.environment(child_environment(), 1)
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    ) as process:
-
-        def covers(text: Generated, round_: Round, setup: Setup) -> bool:
-            asked = {
-                "tokens": [*text.prompt, *text.tokens][: round_.base_len],
-                "chain": round_.chain,
-                "accepted": round_.accepted,
-                "bonus": round_.bonus,
-                "branches": setup.branches,
-                "temp": text.sampling.temp,
-                "seed": text.sampling.seed,
-            }
-            if process.stdin is None or process.stdout is None:
-                raise WorkerError("the oracle has no pipes")
-            process.stdin.write(json.dumps(asked) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-            if not answer:
-                raise WorkerError("the oracle ended; its message stands above")
-            return bool(json.loads(answer)["covered"])
-
-        yield covers
-        if process.stdin is not None:
-            process.stdin.close()
+def covers(oracle: Helper, text: Generated, round_: Round, setup: Setup) -> bool:
+    """Whether the oracle would have prepared for the round's outcome."""
+    asked = {
+        "tokens": [*text.prompt, *text.tokens][: round_.base_len],
+        "chain": round_.chain,
+        "accepted": round_.accepted,
+        "bonus": round_.bonus,
+        "branches": setup.branches,
+        "temp": text.sampling.temp,
+        "seed": text.sampling.seed,
+    }
+    return bool(oracle.ask(asked)["covered"])
 
 
 def measure(setup: Setup, temp: float, tell: Tell) -> list[list[Lookup]]:
@@ -118,10 +94,10 @@ def measure(setup: Setup, temp: float, tell: Tell) -> list[list[Lookup]]:
         made = generate(setup, temp, trace, tell)
         rounds = read_rounds(trace, [(text.prompt, text.tokens) for text in made])
     found = []
-    with oracle(setup.fan_out) as covers:
+    with Helper("outrider.bench.oracle", "--model", str(EMBEDDED_DRAFT), "--fan-out", setup.fan_out) as oracle:
         for number, (text, own) in enumerate(zip(made, rounds, strict=True), start=1):
             tell(f"T={temp:g}: the oracle goes through text {number} of {len(made)}")
-            judged = [(round_, covers(text, round_, setup)) for round_ in own]
+            judged = [(round_, covers(oracle, text, round_, setup)) for round_ in own]
             found.append([Lookup(r.next_hit, seen, r.after) for r, seen in judged if r.next_hit is not None])
     return found
 
@@ -145,8 +121,7 @@ def ratio(texts: Sequence[Sequence[Lookup]]) -> float:
     return sum(x.live for text in texts for x in text) / max(sum(x.oracle for text in texts for x in text), 1)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, default=4, help="K")
     parser.add_argument("--branches", type=int, default=12, help="B")
     parser.add_argument("--fan-out", choices=FAN_OUTS, default="best-first")
@@ -154,20 +129,17 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--least", type=float, default=0.95, help="the ratio to the oracle that is asked for")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
     setup = Setup(options.depth, options.branches, options.fan_out, options.prompts, options.tokens)
     screen = Screen()
     lines = ["T     after  lookups    live  oracle  live / oracle, 95 % by prompts"]
     enough = True
-    try:
-        for temp in options.temps:
-            texts = measure(setup, temp, screen.show)
-            lines += told(temp, texts)
-            enough = enough and ratio(texts) >= options.least
-    except OutriderError as error:
-        screen.clear()
-        print(error, file=sys.stderr)
-        return error.exit_code
+    for temp in options.temps:
+        texts = measure(setup, temp, screen.show)
+        lines += told(temp, texts)
+        enough = enough and ratio(texts) >= options.least
     screen.clear()
     print(f"K={setup.depth} B={setup.branches} {setup.fan_out}, {setup.prompts} prompts x {setup.tokens} tokens")
     print("\n".join(lines))
@@ -175,4 +147,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_program())

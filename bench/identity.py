@@ -12,7 +12,6 @@ explains are ties; anything else is a difference, and the exit code is 1.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import Any
 from outrider.bench.prompts import Prompt, mixed
 from outrider.bench.scrambled import scrambled
 from outrider.orchestrator.certify import certify
+from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -31,7 +31,7 @@ from outrider.orchestrator.pair.pairing import choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.study.contest import PeerProcess
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 Tell = Callable[[str], None]
@@ -142,7 +142,9 @@ def cluster(house: str, tell: Tell) -> Iterator[Client]:
             yield running.client()
 
 
-def run(prompts: Sequence[Prompt], length: int, houses: Sequence[str], samplings: Sequence[str], tell: Tell) -> Judge:
+def judge_all(
+    prompts: Sequence[Prompt], length: int, houses: Sequence[str], samplings: Sequence[str], tell: Tell
+) -> Judge:
     """All ways of these clusters; the first way of the first one is the reference."""
     judge = Judge(tell)
     for house in houses:
@@ -175,22 +177,18 @@ def table(judge: Judge) -> str:
     return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=50, help="how many prompts, all classes in turn")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens each")
     parser.add_argument("--houses", nargs="+", choices=HOUSES, default=list(HOUSES), help="only these clusters")
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS), help="only these")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    if not 1 <= options.tokens <= 600:
+        raise InvalidRequest(f"tokens is {options.tokens}; expected 1 to 600, the pair's context being 1,024")
     screen = Screen()
-    try:
-        if not 1 <= options.tokens <= 600:
-            raise InvalidRequest(f"--tokens is {options.tokens}; expected 1 to 600, the pair's context being 1,024")
-        judge = run(mixed(options.prompts), options.tokens, options.houses, options.samplings, screen.show)
-    except OutriderError as error:
-        screen.clear()
-        print(error, file=sys.stderr)
-        return error.exit_code
+    judge = judge_all(mixed(options.prompts), options.tokens, options.houses, options.samplings, screen.show)
     screen.clear()
     print(table(judge))
     different = [line for tally in judge.tallies.values() for line in tally.different]
@@ -199,4 +197,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_program())

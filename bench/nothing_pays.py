@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 
 from outrider.bench.prompts import mixed
 from outrider.bench.scrambled import scrambled
+from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.blas import CHOICE
@@ -28,7 +28,7 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARG
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.study.contest import Ours, compete
 from outrider.orchestrator.study.statistics import Interval, ratio
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 Tell = Callable[[str], None]
@@ -73,28 +73,24 @@ def measure(settings: dict[str, Any], count: int, temp: float, tell: Tell) -> tu
     return ratio(times["auto"], times["ar"]), "; ".join(why)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=8, help="how many prompts, all classes in turn")
     parser.add_argument("--least", type=float, default=0.97, help="what the lower bounds must reach")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.prompts < 2:
+        raise InvalidRequest(f"prompts is {options.prompts}; expected 2 or more for an interval")
     screen, missed = Screen(), False
-    try:
-        if options.prompts < 2:
-            raise InvalidRequest(f"--prompts is {options.prompts}; expected 2 or more for an interval")
-        for name, case in CASES.items():
-            for temp in TEMPS:
-                with case() as settings:
-                    found, why = measure(settings, options.prompts, temp, screen.show)
-                screen.clear()
-                print(f"{name}, T = {temp:g}: auto / ar {found}   {why}", flush=True)
-                missed |= found.low < options.least
-    except OutriderError as error:
-        screen.clear()
-        print(error, file=sys.stderr)
-        return error.exit_code
+    for name, case in CASES.items():
+        for temp in TEMPS:
+            with case() as settings:
+                found, why = measure(settings, options.prompts, temp, screen.show)
+            screen.clear()
+            print(f"{name}, T = {temp:g}: auto / ar {found}   {why}", flush=True)
+            missed |= found.low < options.least
     return int(missed)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_program())

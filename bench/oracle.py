@@ -1,4 +1,4 @@
-"""`python -m outrider.bench.oracle`: which outcomes a drafter with all the time in the world would have prepared for.
+"""Which outcomes a drafter with all the time in the world would have prepared for.
 
 Reads one JSON object a line from stdin, {tokens, chain, accepted, bonus, branches, temp, seed}: the round that verified
 `chain` after `tokens` and ended with (accepted, bonus). Answers {covered, prepared}. Each round has a fresh tree on the
@@ -9,16 +9,15 @@ to round, as it does in a worker. The fan-out is the worker's own.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import Any
 
+from outrider.bench.helper import answer_all
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.mlx import MlxDrafter
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.engine.loading import load
-from outrider.protocol.errors import OutriderError
+from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -43,23 +42,21 @@ class Oracle:
         return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="oracle", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--fan-out", choices=sorted(POLICIES), required=True)
-    options = parser.parse_args()
-    try:
-        oracle = Oracle(MlxDrafter(load(options.model)), options.fan_out)
-    except OutriderError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    for line in sys.stdin:
-        asked = json.loads(line)
+
+
+def run(options: argparse.Namespace) -> int:
+    oracle = Oracle(MlxDrafter(load(options.model)), options.fan_out)
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
         found = oracle.prepared(asked)
-        covered = (asked["accepted"], asked["bonus"]) in found
-        print(json.dumps({"covered": covered, "prepared": len(found)}), flush=True)
+        return {"covered": (asked["accepted"], asked["bonus"]) in found, "prepared": len(found)}
+
+    answer_all(answer)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_program())

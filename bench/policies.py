@@ -1,4 +1,4 @@
-"""What each thing adds to the paper's policy on a profile's machine: bench.simulator's arithmetic, no processes.
+"""What each thing adds to the paper's policy on a profile's machine: `simulator.py`'s arithmetic, no processes.
 
     python -m outrider.bench.policies bench/profiles/*.json
 """
@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from outrider.bench.simulator import Policy, Result, Simulator
-from outrider.protocol.errors import OutriderError
+from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.profile import Profile
 
 TOKENS = 30_000
@@ -33,7 +31,7 @@ def table(profile: Profile) -> str:
     rows = [("AR", Policy("ar")), (f"SD K={sd.depth}", sd), (f"SD K={own_sd.depth}, its best", own_sd)]
     rows.append((f"SSD K={depth} B={branches}, the paper's policy", policy))
     for name, change in STEPS:
-        policy = replace(policy, **change)  # type: ignore[arg-type]
+        policy = replace(policy, **change)
         rows.append((f"+ {name}", policy))
     policy = best_ssd(profile, policy)
     rows.append((f"+ its own K={policy.depth} B={policy.branches}", policy))
@@ -65,17 +63,15 @@ def _line(name: str, result: Result, in_turn: float, own: float) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.policies", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
-    try:
-        for path in parser.parse_args(arguments).profiles:
-            print(table(Profile.read(path)) + "\n", flush=True)
-    except OutriderError as error:
-        print(f"bench.policies: {error}", file=sys.stderr)
-        return error.exit_code
+
+
+def run(options: argparse.Namespace) -> int:
+    for path in options.profiles:
+        print(table(Profile.read(path)) + "\n", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(run_as_program())

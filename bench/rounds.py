@@ -1,17 +1,16 @@
 """The rounds of a request gone through again: from the trace a cluster wrote and the tokens it gave.
 
-Knows the trace's events and integers; nothing of models.
+Knows bars and integers; nothing of models.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+from outrider.orchestrator.study.timeline import Bar, read
 from outrider.protocol.errors import InvalidRequest
 
 
@@ -46,27 +45,25 @@ def read_rounds(trace: Path, texts: Sequence[tuple[Sequence[int], Sequence[int]]
     Raises:
         InvalidRequest: the trace does not fit the texts.
     """
-    requests = list(_requests(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]))
+    requests = list(_requests(read(trace)))
     if len(requests) != len(texts):
         raise InvalidRequest(f"{trace} tells of {len(requests)} requests; expected {len(texts)}")
     return [_rounds(verified, *text) for verified, text in zip(requests, texts, strict=True)]
 
 
-def _requests(events: Sequence[dict[str, Any]]) -> Iterator[list[_Verified]]:
+def _requests(bars: Sequence[Bar]) -> Iterator[list[_Verified]]:
     """The verifies of each request, its OPEN first."""
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     sent: dict[int, tuple[str, tuple[int, ...]]] = {}
     current: list[_Verified] = []
-    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"] + e["dur"]):
-        args = event["args"]
-        if tracks[event["tid"]] == "orchestrator" and "tokens" in args:
-            sent[args["round"]] = (event["name"], tuple(args["tokens"]))
-        elif tracks[event["tid"]] == "target":
-            if args["round"] == 0:
+    for bar in sorted(bars, key=lambda bar: bar.start + bar.length):
+        if bar.track == "orchestrator" and "tokens" in bar.args:
+            sent[bar.round] = (bar.name, tuple(bar.args["tokens"]))
+        elif bar.track == "target":
+            if bar.round == 0:
                 if current:
                     yield current
                 current, sent = [], {}
-            current.append(_Verified(*sent.get(args["round"], ("start", ())), args["accepted"]))
+            current.append(_Verified(*sent.get(bar.round, ("start", ())), bar.args["accepted"]))
     if current:
         yield current
 

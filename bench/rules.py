@@ -1,4 +1,4 @@
-"""How often each rule of verification accepts and foresees the bonus token: `python -m outrider.bench.rules`.
+"""How often each rule of verification accepts and foresees the bonus token.
 
 Reads one JSON object a line from stdin, {tokens, max_tokens, temp, seed, fan_out, saguaro: [C, ...], q_width}: the
 target writes `max_tokens` tokens after the prompt, then every place of that text is drafted and judged once by each
@@ -11,8 +11,6 @@ token is foreseen when it is among the `fan_out` best of the drafter, the reject
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,13 +18,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from outrider.bench.helper import answer_all
 from outrider.engine.draws import Draws, Keys, draw
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.noise import Purpose, gumbel_numpy, stream
 from outrider.engine.residual import Floats, ResidualSampler
 from outrider.engine.slots import open_slots
 from outrider.engine.verify import RunAhead
-from outrider.protocol.errors import OutriderError
+from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
 
@@ -160,20 +159,16 @@ def answer(target: LoadedModel, draft: LoadedModel, asked: dict[str, Any]) -> di
     return {rule: asdict(tally) for rule, tally in tallies(found, case).items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="rules", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft-model", required=True)
-    options = parser.parse_args()
-    try:
-        target, draft = load(options.model), load(options.draft_model)
-    except OutriderError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    for line in sys.stdin:
-        print(json.dumps(answer(target, draft, json.loads(line))), flush=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    target, draft = load(options.model), load(options.draft_model)
+    answer_all(lambda asked: answer(target, draft, asked))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_program())

@@ -3,7 +3,7 @@
     python -m outrider.bench.sampling_rules                          # about three minutes
     python -m outrider.bench.sampling_rules --prompts 24 --tokens 128 --speed-prompts 24 --saguaro 1 0.8 0.6 0.4 0.2
 
-Acceptance and foreseen bonus tokens are measured offline (bench.rules). From them, for chains of K: the tokens a round,
+Acceptance and foreseen bonus tokens are measured offline (`rules.py`). From them, for chains of K: the tokens a round,
 and the share of outcomes that F branches a place foresee. Tokens per second are of real processes: `ssd` with K and B,
 drafts by the model alone, and mlx-lm's speculative decoding for sample-match. C below 1 is swept where T is above 0.5.
 """
@@ -11,26 +11,22 @@ drafts by the model alone, and mlx-lm's speculative decoding for sample-match. C
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.bench.helper import Helper
 from outrider.bench.prompts import mixed
+from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.machine import blas
-from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.pairing import choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.study.contest import Contestant, Ours, Peer, PeerProcess, compete
 from outrider.orchestrator.study.statistics import total_rate
-from outrider.protocol.errors import OutriderError, WorkerError
 from outrider.protocol.sampling import SamplingParams
 
 Tell = Callable[[str], None]
@@ -75,12 +71,8 @@ def offline(setup: Setup, temps: Sequence[float], tell: Tell) -> dict[float, dic
     codec = load_codec(find_model(str(EMBEDDED_TARGET)))
     prompts = [codec.encode(prompt.text) for prompt in mixed(setup.prompts)]
     models = ("--model", str(EMBEDDED_TARGET), "--draft-model", str(EMBEDDED_DRAFT))
-    command = python("-m", "outrider.bench.rules", *models)
-    environment = blas.environment(child_environment(), 1)
     found = {}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    ) as process:
+    with Helper("outrider.bench.rules", *models) as rules:
         for temp in temps:
             sums: dict[str, dict[str, int]] = {}
             for number, tokens in enumerate(prompts):
@@ -94,25 +86,11 @@ def offline(setup: Setup, temps: Sequence[float], tell: Tell) -> dict[float, dic
                     "saguaro": setup.factors(temp),
                     "q_width": setup.q_width,
                 }
-                for rule, tally in _ask(process, asked).items():
+                for rule, tally in rules.ask(asked).items():
                     known = sums.setdefault(rule, dict.fromkeys(tally, 0))
                     sums[rule] = {name: known[name] + count for name, count in tally.items()}
             found[temp] = {rule: _row(tally) for rule, tally in sums.items()}
-        if process.stdin is not None:
-            process.stdin.close()
     return found
-
-
-def _ask(process: subprocess.Popen[str], asked: dict[str, Any]) -> dict[str, dict[str, int]]:
-    if process.stdin is None or process.stdout is None:
-        raise WorkerError("bench.rules has no pipes")
-    process.stdin.write(json.dumps(asked) + "\n")
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    if not answer:
-        raise WorkerError("bench.rules ended; its message stands above")
-    told: dict[str, dict[str, int]] = json.loads(answer)
-    return told
 
 
 def _row(tally: dict[str, int]) -> Row:
@@ -194,8 +172,7 @@ def measured(setup: Setup, temps: Sequence[float], tell: Tell) -> dict[float, di
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temps", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.0])
     parser.add_argument("--saguaro", type=float, nargs="+", default=[1.0, 0.7, 0.4], metavar="C")
     parser.add_argument("--depth", type=int, default=4, help="K")
@@ -205,18 +182,15 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--speed-prompts", type=int, default=4, help="0: no speeds")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
     setup = Setup(
         options.depth, options.branches, options.fan_out, options.q_width, tuple(options.saguaro), options.prompts,
         options.tokens, options.speed_prompts,
     )  # fmt: skip
     screen = Screen()
-    try:
-        found = measured(setup, options.temps, screen.show)
-    except OutriderError as error:
-        screen.clear()
-        print(error, file=sys.stderr)
-        return error.exit_code
+    found = measured(setup, options.temps, screen.show)
     screen.clear()
     places, timed = setup.prompts * setup.tokens, setup.speed_prompts * setup.tokens
     print(f"{places} places a temperature, m = {setup.q_width}; B = {setup.branches}, {timed} tokens timed a rule\n")
@@ -225,4 +199,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_program())

@@ -4,7 +4,7 @@
 
 The target is a small stand-in paced by sleeping, the drafter replays the target's own text with the profile's
 acceptance and bonus ranks. Real: processes, sockets, messages, rounds, work ahead, fan-out, fallback. A run whose real
-work takes longer than the simulated one fails. `ideal` is bench.simulator's with messages that take no time beyond the
+work takes longer than the simulated one fails. `ideal` is `simulator.py`'s with messages that take no time beyond the
 profile's link, `predicted` with the median turnaround that was measured.
 """
 
@@ -24,10 +24,10 @@ from pathlib import Path
 from outrider.bench.policies import best_sd, best_ssd
 from outrider.bench.simulator import Policy, Simulator
 from outrider.bench.stand_in import CONFIG, write
+from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.study.statistics import Interval, Timed, ratio, total_rate
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Timings
 from outrider.protocol.profile import Profile, Published
 from outrider.protocol.sampling import SamplingParams
@@ -74,13 +74,15 @@ class Row:
     against_ar: Interval
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    try:
-        rows = {str(path): simulate(path, options.prompts, options.max_tokens) for path in options.profiles}
-    except OutriderError as error:
-        print(f"bench.simulate: {error}", file=sys.stderr)
-        return error.exit_code
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
+    parser.add_argument("--prompts", type=_positive, default=8, metavar="N")
+    parser.add_argument("--max-tokens", type=_positive, default=300, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the rows as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    rows = {str(path): simulate(path, options.prompts, options.max_tokens) for path in options.profiles}
     if options.out is not None:
         record = {path: [asdict(row) for row in found] for path, found in rows.items()}
         options.out.write_text(json.dumps(record, indent=1))
@@ -268,15 +270,6 @@ def _curve(points: Iterable[tuple[int, float]]) -> str:
     return ", ".join(f"{rows}: {ms:g}" for rows, ms in points)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench.simulate", description=__doc__)
-    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
-    parser.add_argument("--prompts", type=_positive, default=8, metavar="N")
-    parser.add_argument("--max-tokens", type=_positive, default=300, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the rows as JSON")
-    return parser
-
-
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
@@ -284,4 +277,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(run_as_program())

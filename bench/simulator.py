@@ -2,7 +2,7 @@
 
 Times come from the profile's curves, luck from the draws of a text: whether the drafter's proposal at a position is
 right, and if not, where the true token stands. The same text under two policies has the same luck. No process, no
-message, no model; `bench.virtual_time` runs the real rounds and is what this is held against. With a batch, rounds are
+message, no model; `virtual_time.py` runs the real rounds and is what this is held against. With a batch, rounds are
 in step: whoever waits makes all wait (paper, corollary 16).
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
+from operator import mul
 
 from outrider.bench.odds import KnownOdds, Luck
 from outrider.drafting.fan_out import POLICIES
@@ -103,8 +104,8 @@ class Simulator:
         self._hop, self._way = hop_ms, hop_ms + profile.link_ms
         self._odds = KnownOdds(profile)
         self._target_ms, self._draft_ms = cache(profile.target.milliseconds), cache(profile.draft.milliseconds)
-        self._reach = list(accumulate((self._odds.acceptance(i) for i in range(policy.depth)), lambda a, b: a * b))
-        self._tokens = [1.0, *(1.0 + total for total in accumulate(self._reach))]
+        self._reach: list[float] = list(accumulate(map(self._odds.acceptance, range(policy.depth)), mul))
+        self._tokens: list[float] = [1.0, *(1.0 + total for total in accumulate(self._reach))]
         self._fan_out = cache(self._fan_out_of)
         self._worth = 0.0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -15,7 +16,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
     "num_hidden_layers": 1,

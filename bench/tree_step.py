@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from outrider.engine.loading import load
 from outrider.engine.open_tree import open_tree, tree_form
 from outrider.engine.tree import Tree
+from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT
 from outrider.protocol.sampling import SamplingParams
 
@@ -51,8 +52,7 @@ def seconds(tree: Tree, rows: int, depth: int, grow: Grow) -> float:
     return spent
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(EMBEDDED_DRAFT))
     parser.add_argument("--context", type=int, default=200, help="tokens before the first round")
     parser.add_argument("--depth", type=int, default=4)
@@ -60,7 +60,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 10, 12])
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
     model = load(options.model)
     params = SamplingParams(temp=options.temp, top_p=options.top_p, seed=1)
     print(f"{options.model}, {tree_form(model).__name__}, {options.context} tokens, depth {options.depth}, ms a depth")
@@ -74,7 +76,8 @@ def main() -> None:
                 times[way] += [spent] if turn > 1 else []
         cells = (f"{min(t):12.2f}{statistics.median(t):8.2f}" for t in times.values())
         print(f"{rows:4}" + "".join(cells), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run_as_program())

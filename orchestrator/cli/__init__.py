@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import NoReturn
 
 from outrider.orchestrator.cli.parser import Parser
@@ -39,20 +40,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _without_command(given)
     if given[0] in PROGRAMS:
         _become(PROGRAMS[given[0]], given[1:])
-    command = import_module(f"outrider.orchestrator.cli.{given[0]}")
-    parser = Parser(prog=f"outrider {given[0]}", description=command.__doc__)
+    return run(f"outrider {given[0]}", import_module(f"outrider.orchestrator.cli.{given[0]}"), given[1:])
+
+
+def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:
+    """The exit code of a command: a module with `add_flags` and `run`. `name` is how it was called."""
+    parser = Parser(prog=name, description=command.__doc__)
     command.add_flags(parser)
-    options = parser.parse_args(given[1:])
+    options = parser.parse_args(arguments)
     try:
         return int(command.run(options))
     except OutriderError as error:
-        print(f"outrider {given[0]}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def run_as_program() -> int:
+    """The same for the module that Python was started with, as `python -m outrider.bench.identity`."""
+    module = sys.modules["__main__"]
+    return run(f"python -m {module.__spec__.name}" if module.__spec__ else sys.argv[0], module, sys.argv[1:])
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:

@@ -1,0 +1,76 @@
+"""A program in a process of its own that answers one JSON object a line: how to ask it, and how to be it.
+
+Whoever measures keeps MLX out of its own process, and so may have an answer from where it is.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.protocol.errors import WorkerError
+
+GRACE_S = 5
+
+
+class Helper:
+    """Runs `python -m *command` with the workers' BLAS on so many `threads`; a context manager."""
+
+    def __init__(self, *command: str, threads: int = 1) -> None:
+        self._name = command[0]
+        self._process = subprocess.Popen(
+            python("-m", *command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=blas.environment(child_environment(), threads),
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __enter__(self) -> Helper:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def ask(self, wish: Mapping[str, Any]) -> dict[str, Any]:
+        """
+        Raises:
+            WorkerError: it ended instead of answering.
+        """
+        if self._process.stdin is not None and self._process.poll() is None:
+            self._process.stdin.write(json.dumps(wish) + "\n")
+            self._process.stdin.flush()
+        return self.told()
+
+    def told(self) -> dict[str, Any]:
+        """What it says next, asked or not.
+
+        Raises:
+            WorkerError: it ended.
+        """
+        line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        if not line:
+            raise WorkerError(f"{self._name} ended; its message stands above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def answer_all(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answers every line of stdin, until its end."""
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
