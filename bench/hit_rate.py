@@ -62,8 +62,14 @@ class Generated:
 def generate(setup: Setup, temp: float, trace: Path, tell: Tell) -> list[Generated]:
     codec = load_codec(find_model(str(EMBEDDED_TARGET)))
     made = []
-    settings = {"num_draft_tokens": setup.depth, "branches": setup.branches, "fan_out": setup.fan_out}
-    with LocalCluster(progress=tell, trace=trace, ngrams=False, **settings) as cluster:
+    with LocalCluster(
+        progress=tell,
+        trace=trace,
+        ngrams=False,
+        num_draft_tokens=setup.depth,
+        branches=setup.branches,
+        fan_out=setup.fan_out,
+    ) as cluster:
         client = cluster.client()
         for number, prompt in enumerate(mixed(setup.prompts)):
             tell(f"T={temp:g}: {prompt.name}, {number + 1} of {setup.prompts}")
