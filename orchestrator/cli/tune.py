@@ -28,7 +28,7 @@ from outrider.orchestrator.study.forecast import (
     most_gained,
     recommendation,
 )
-from outrider.orchestrator.study.probe import Probe, probe
+from outrider.orchestrator.study.probe import Probe, may_pay, probe
 from outrider.orchestrator.study.workbench import Workbench
 from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import InvalidRequest
@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
     print(_verdict(measured, found))
     if options.measure:
         print(_compare(options, found, screen))
-    tuning.save(_record(measured, turnaround_ms, found), where)
-    print(f"saved for --mode auto: {where}")
+    tuning.save(_record(measured, turnaround_ms, found, options.temp), where)
+    print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {where}")
     return 0
 
 
@@ -134,12 +134,21 @@ def _verdict(measured: Probe, found: list[Forecast]) -> str:
         if best is not None:
             lines.append(f"  {mode:4} {_settings(best):14} {best.tokens_per_second:7.1f} tok/s   {best.limit}")
     if chosen.mode == "ar":
-        lines.append(f"speculation does not help here: {found[0].limit}. Recommended: --mode ar")
+        lines.append(f"speculation does not help here: {_why_not(measured, found)}. Recommended: --mode ar")
     else:
         depth = chosen.depth
         lines.append(f"the most SSD can gain over SD at K = {depth}: {most_gained(measured, depth):.2f}x")
         lines.append(f"recommended: --mode {chosen.mode} {_flags(chosen)}")
     return "\n".join(lines)
+
+
+def _why_not(measured: Probe, found: list[Forecast]) -> str:
+    tried = measured.trials[0]
+    if len(measured.trials) == 1 and not may_pay(tried, measured.step_ms, measured.verify_ms):
+        brings = f"{tried.tokens_in_full:.2f} tokens a round at K = {tried.depth}"
+        return f"{brings} would not pay for the verify even if drafting took no time, so no other K and B were tried"
+    best = next(forecast for forecast in found if forecast.mode != "ar")
+    return f"{best.mode} would bring {best.tokens_per_second:.1f} tok/s, {best.limit}"
 
 
 def _settings(forecast: Forecast) -> str:
@@ -180,7 +189,7 @@ def _compare(options: argparse.Namespace, found: list[Forecast], screen: Screen)
     return "\n".join(lines)
 
 
-def _record(p: Probe, turnaround_ms: float, found: list[Forecast]) -> Tuning:
+def _record(p: Probe, turnaround_ms: float, found: list[Forecast], temp: float) -> Tuning:
     chosen = best_of(found, "ssd") or found[0]
     trial = next(t for t in p.trials if (t.depth, t.branches) == (chosen.depth, chosen.branches))
     bests = sorted(
@@ -196,4 +205,5 @@ def _record(p: Probe, turnaround_ms: float, found: list[Forecast]) -> Tuning:
         acceptance=tuple(trial.acceptance(position) for position in range(trial.depth)),
         hit_rate=trial.hit_rate,
         choices=tuple(Choice(f.mode, f.depth, f.branches, f.tokens_per_second) for f in bests),
+        temp=temp,
     )

@@ -11,11 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.orchestrator.core.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
-from outrider.orchestrator.study.probe import Probe
+from outrider.orchestrator.study.probe import WORTH_IT, Probe
 from outrider.orchestrator.study.trial import Trial
-
-# Gains below this are not worth another process: the recommendation stays with plain decoding.
-WORTH_IT = 1.03
 
 
 @dataclass(frozen=True, slots=True)

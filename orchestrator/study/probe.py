@@ -8,21 +8,34 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from outrider.orchestrator.study.curve import Curve, medians, milliseconds
+from outrider.orchestrator.study.hourglass import Hourglass
 from outrider.orchestrator.study.trial import Text, Trial, trial
 from outrider.orchestrator.study.workbench import Workbench
 from outrider.protocol.messages import Span
 from outrider.protocol.sampling import SamplingParams
 
+# About so long it may take once the workers are there, whatever the machine and the draft.
+SECONDS = 50.0
+# By when, in parts of the whole, each thing is measured.
+TEXTS_BY, VERIFY_BY, CHAINS_BY, TREES_BY, TURNS_BY, PILOT_BY = 0.2, 0.3, 0.36, 0.42, 0.48, 0.8
 VERIFY_ROWS = (*range(1, 17),)
 REPEATS = 12
+FEWEST_REPEATS = 3
+FEWEST_TEXTS = 2
 TEXT_TOKENS = 160
+FEWEST_TOKENS = 64
+# Tokens of each text that a trial goes over at least; at most in the first, which tells for how many there is time.
+FEWEST_TRIED = 16
+PILOT_TOKENS = 48
 # Rounds that a drafter's first work, cold caches included, may spoil.
 WARM_UP = 2
+# Speculation that brings less than this times plain decoding is not worth another process.
+WORTH_IT = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +66,85 @@ def probe(
     branches: Sequence[int],
     tell: Callable[[str], None],
 ) -> Probe:
-    """Measures on the text the target itself says after each of `prompts`.
+    """Measures on the text the target itself says after each of `prompts`, less often where the time runs out.
+
+    Where no K could pay even if drafting took no time, one trial tells that and is the only one.
 
     Raises:
         WorkerError: there is no drafter, or a worker was lost.
     """
     bench.need_drafter()
+    glass = Hourglass(SECONDS)
+    texts, steps = _texts(bench, prompts, sampling, glass, tell)
+    tell("probe: cost of verifying")
+    verify_ms = _verify_curve(bench, texts[0], sampling, glass)
+    step_ms = min(statistics.median(steps), verify_ms(1))  # where it is not, other work was in the way
+    tell("probe: cost of drafting")
+    chain_ms, link_ms = _chain_curve(bench, texts[0], sampling, max(depths), glass)
+    tree_ms = _tree_curve(bench, texts[0], sampling, branches, glass)
+    tell("probe: verify and draft in turn")
+    turn_ms, between_ms = _turn_curve(bench, texts[0], sampling, depths, glass)
+    tell("probe: acceptance")
+    pilot, tokens_a_second = _pilot(bench, texts, sampling, max(depths), max(branches), turn_ms, glass)
+    trials = [pilot]
+    if may_pay(pilot, step_ms, verify_ms):
+        ways = [(depth, count) for count in reversed(branches) for depth in depths]
+        tokens = min(int(tokens_a_second * glass.left() / len(ways) / len(texts)), TEXT_TOKENS)
+        trials.clear()
+        for turn in glass.turns(len(ways), len(depths), 1.2):
+            depth, count = ways[turn]
+            tell(f"probe: acceptance and hits, K = {depth}, B = {count}")
+            trials.append(trial(bench, texts, sampling, depth, count, max(tokens, FEWEST_TRIED)))
+    return Probe(step_ms, verify_ms, chain_ms, tree_ms, link_ms, turn_ms, between_ms, tuple(trials))
+
+
+def may_pay(tried: Trial, step_ms: float, verify_ms: Curve) -> bool:
+    """Whether some K up to the trial's would, if every chain were there for nothing when it is wanted."""
+
+    def rate(depth: int) -> float:
+        return (1.0 + statistics.fmean(min(t.in_full, depth) for t in tried.rounds)) / verify_ms(depth + 1)
+
+    return max(rate(depth) for depth in range(1, tried.depth + 1)) > WORTH_IT / step_ms
+
+
+def _texts(
+    bench: Workbench,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    glass: Hourglass,
+    tell: Callable[[str], None],
+) -> tuple[list[Text], list[float]]:
+    """What the target says after each prompt, shorter where it is slow, and what its tokens took."""
     texts: list[Text] = []
     steps: list[float] = []
-    for index, prompt in enumerate(prompts):
+    length = FEWEST_TOKENS
+    for index in glass.turns(len(prompts), FEWEST_TEXTS, TEXTS_BY):
         tell(f"probe: text {index + 1} of {len(prompts)}")
-        text, spans = bench.text(prompt, TEXT_TOKENS, sampling)
-        texts.append((len(prompt), text))
+        if steps:
+            affordable = 1000 * glass.left(TEXTS_BY) / (len(prompts) - index) / statistics.median(steps)
+            length = min(max(int(affordable), FEWEST_TOKENS), TEXT_TOKENS)
+        text, spans = bench.text(prompts[index], length, sampling)
+        texts.append((len(prompts[index]), text))
         steps += cadence(spans)
-    tell("probe: cost of verifying")
-    verify_ms = _verify_curve(bench, texts[0], sampling)
-    tell("probe: cost of drafting")
-    chain_ms, link_ms = _chain_curve(bench, texts[0], sampling, max(depths))
-    tree_ms = _tree_curve(bench, texts[0], sampling, branches)
-    tell("probe: verify and draft in turn")
-    turn_ms, between_ms = _turn_curve(bench, texts[0], sampling, depths)
-    trials = []
-    for depth in depths:
-        for count in branches:
-            tell(f"probe: acceptance and hits, K = {depth}, B = {count}")
-            trials.append(trial(bench, texts, sampling, depth, count))
-    return Probe(statistics.median(steps), verify_ms, chain_ms, tree_ms, link_ms, turn_ms, between_ms, tuple(trials))
+    return sorted(texts, key=lambda known: known[0] - len(known[1])), steps
+
+
+def _pilot(
+    bench: Workbench,
+    texts: Sequence[Text],
+    sampling: SamplingParams,
+    depth: int,
+    branches: int,
+    turn_ms: Curve,
+    glass: Hourglass,
+) -> tuple[Trial, float]:
+    """A short trial, for which there is time even if each round brings one token, and how many tokens of text such a
+    one gets through in a second."""
+    before_s = glass.left()
+    affordable = 1000 * glass.left(PILOT_BY) / (turn_ms(depth) * len(texts))
+    found = trial(bench, texts, sampling, depth, branches, min(max(int(affordable), FEWEST_TRIED), PILOT_TOKENS))
+    tokens = sum(1 + tried.accepted for tried in found.rounds)
+    return found, tokens / max(before_s - glass.left(), 1e-3)
 
 
 def cadence(spans: Sequence[Span]) -> list[float]:
@@ -87,11 +153,11 @@ def cadence(spans: Sequence[Span]) -> list[float]:
     return [(after - before) / 1e6 for before, after in pairwise(ends)]
 
 
-def _verify_curve(bench: Workbench, known: Text, sampling: SamplingParams) -> Curve:
+def _verify_curve(bench: Workbench, known: Text, sampling: SamplingParams, glass: Hourglass) -> Curve:
     """c(M), the row counts in turn, so that a drifting machine drifts for all alike."""
     start, text = known
     times: defaultdict[int, list[float]] = defaultdict(list)
-    for _ in range(REPEATS):
+    for _ in glass.turns(REPEATS, FEWEST_REPEATS, VERIFY_BY):
         bench.open(text[:start], sampling, target=True, drafter=False)
         base_len = start + 1
         for number, rows in enumerate(VERIFY_ROWS, 1):
@@ -102,14 +168,16 @@ def _verify_curve(bench: Workbench, known: Text, sampling: SamplingParams) -> Cu
     return medians(times)
 
 
-def _chain_curve(bench: Workbench, known: Text, sampling: SamplingParams, deepest: int) -> tuple[Curve, float]:
+def _chain_curve(
+    bench: Workbench, known: Text, sampling: SamplingParams, deepest: int, glass: Hourglass
+) -> tuple[Curve, float]:
     """Just-in-time chains by their length, and the link."""
     start, text = known
     times: defaultdict[int, list[float]] = defaultdict(list)
     links = []
     for depth in range(1, deepest + 1):
         bench.open(text[:start], sampling, target=False, drafter=True)
-        for number in range(1, REPEATS + WARM_UP + 1):
+        for number in _numbers(glass, CHAINS_BY):
             at = start + number * 2
             drafted, whole_ms = bench.chain(number, at, text[at - 2 : at] if number > 1 else text[start:at], depth)
             work_ms = milliseconds(drafted.work)
@@ -120,13 +188,15 @@ def _chain_curve(bench: Workbench, known: Text, sampling: SamplingParams, deepes
     return medians(times), statistics.median(links)
 
 
-def _tree_curve(bench: Workbench, known: Text, sampling: SamplingParams, branches: Sequence[int]) -> Curve:
+def _tree_curve(
+    bench: Workbench, known: Text, sampling: SamplingParams, branches: Sequence[int], glass: Hourglass
+) -> Curve:
     """One depth of the tree by its number of branches: the middle forwards of a round, where all of them grow."""
     start, text = known
     times: defaultdict[int, list[float]] = defaultdict(list)
     for count in branches:
         bench.open(text[:start], sampling, target=False, drafter=True)
-        for number in range(1, REPEATS + WARM_UP + 1):
+        for number in _numbers(glass, TREES_BY):
             at = start + number
             _, spans = bench.work_ahead(number, at, text[at - 1 : at], (), 4, count)
             times[count] += [milliseconds(span) for span in spans[1:] if number > WARM_UP]
@@ -134,7 +204,9 @@ def _tree_curve(bench: Workbench, known: Text, sampling: SamplingParams, branche
     return medians(times)
 
 
-def _turn_curve(bench: Workbench, known: Text, sampling: SamplingParams, depths: Sequence[int]) -> tuple[Curve, float]:
+def _turn_curve(
+    bench: Workbench, known: Text, sampling: SamplingParams, depths: Sequence[int], glass: Hourglass
+) -> tuple[Curve, float]:
     """Rounds of SD by K, the chain drafted, then one as long verified: from one verify's end to the next's; and the
     wait between them that is not the chain's."""
     start, text = known
@@ -143,7 +215,7 @@ def _turn_curve(bench: Workbench, known: Text, sampling: SamplingParams, depths:
     for depth in depths:
         bench.open(text[:start], sampling, target=True, drafter=True)
         told, at, ended_ns = start, start + 1, 0
-        for number in range(1, REPEATS + WARM_UP + 1):
+        for number in _numbers(glass, TURNS_BY):
             if at + depth >= len(text):
                 break
             _, whole_ms = bench.chain(number, at, text[told:at], depth)
@@ -154,3 +226,8 @@ def _turn_curve(bench: Workbench, known: Text, sampling: SamplingParams, depths:
             told, at, ended_ns = at, at + outcome.accepted + 1, outcome.work.ended_ns
         bench.close()
     return medians(times), statistics.median(between)
+
+
+def _numbers(glass: Hourglass, share: float) -> Iterator[int]:
+    """Round numbers from 1: those that warm up, then those that count."""
+    return (turn + 1 for turn in glass.turns(REPEATS + WARM_UP, FEWEST_REPEATS + WARM_UP, share))

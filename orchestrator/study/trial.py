@@ -64,12 +64,15 @@ Text = tuple[int, Sequence[int]]
 """The prompt's length, and the prompt with what the target says after it."""
 
 
-def trial(bench: Workbench, texts: Sequence[Text], sampling: SamplingParams, depth: int, branches: int) -> Trial:
-    """Goes over all `texts`; a hit verifies the branch as it was, a miss a just-in-time chain."""
+def trial(
+    bench: Workbench, texts: Sequence[Text], sampling: SamplingParams, depth: int, branches: int, tokens: int
+) -> Trial:
+    """Goes over the first `tokens` after each prompt of `texts`; a hit verifies the branch as it was, a miss a
+    just-in-time chain."""
     rounds: list[Tried] = []
     for start, text in texts:
         bench.open(text[:start], sampling, target=True, drafter=True)
-        rounds += _over(bench, start, text, depth, branches)
+        rounds += _over(bench, start, text[: start + tokens + depth + 2], depth, branches)
         bench.close()
     return Trial(depth, branches, tuple(rounds))
 
