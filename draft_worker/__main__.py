@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import time
 from pathlib import Path
 
 from outrider.draft_worker.slow_link import SlowLink
@@ -16,7 +15,7 @@ from outrider.drafting.paced import PacedDrafter
 from outrider.drafting.replay import ReplayDrafter
 from outrider.engine.pace import Pace
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import Fault, Hello, Loading
+from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink
 
@@ -24,7 +23,7 @@ from outrider.protocol.worker_link import WorkerLink
 def main() -> int:
     options = _parser().parse_args()
     logging.basicConfig(level=options.log_level.upper(), format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
-    with WorkerLink(options.endpoint, options.name, options.parent_fd) as link:
+    with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation) as link:
         try:
             link.send(Loading("draft", f"starting the {options.backend} drafter"))
             drafter = make(
@@ -38,12 +37,11 @@ def main() -> int:
                     drafter = drafter.erring_like(profile)
                 drafter = PacedDrafter(drafter, profile.name, Pace(profile.draft, slow.nap), lambda: slow.heard)
         except OutriderError as error:
-            link.send(Fault(options.name, None, str(error)))
-            return error.exit_code
+            return link.failed(error)
         hello = Hello(
             "draft",
             options.name,
-            time.time_ns(),
+            link.incarnation,
             os.getpid(),
             drafter.backend,
             options.model,
@@ -53,7 +51,10 @@ def main() -> int:
             drafter.weight_bytes,
             drafter.note,
         )
-        link.send(hello)
+        try:
+            link.enter(hello)
+        except OutriderError as error:
+            return link.failed(error)
         DraftWorker(far, drafter, POLICIES[options.fan_out]).run()
     return 0
 
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fan-out", choices=sorted(POLICIES), default="best-first")
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--parent-fd", type=int, default=None)
+    parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
     parser.add_argument("--log-level", default="warning")
     return parser
 

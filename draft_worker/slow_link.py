@@ -22,12 +22,15 @@ class SlowLink:
     """
 
     def __init__(self, link: WorkerLink, link_ms: float) -> None:
-        self.name = link.name
         self.heard = 0.0
         self._link = link
         self._delay = link_ms / 1000
         self._coming: deque[tuple[float, Message]] = deque()
         self._going: deque[tuple[float, Message]] = deque()
+
+    @property
+    def name(self) -> str:
+        return self._link.name
 
     def send(self, message: Message) -> None:
         self._going.append((time.perf_counter() + self._delay, message))

@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 class Link(Protocol):
     """The wire as the worker sees it: `protocol.worker_link.WorkerLink`, or something that stands for it."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def send(self, message: Message) -> None: ...
 

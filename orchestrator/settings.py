@@ -45,10 +45,12 @@ class ServeSettings:
     `model` and `draft_model` are Hugging Face ids or folders; both None: the embedded pair. `endpoint` is where clients
     connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: in `auto` what
     `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker. `max_active`:
-    requests in flight at once. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the script
+    requests in flight at once. `max_waiting`: how many may wait for their turn; more are refused. `ngrams`: let
+    repeated text fill what the drafter has not reached. `replay`: the script
     of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
     `draft_prefill`: who reads prompts for a drafter on MLX (docs/coreml.md). `colocate`: the target drafts in its own
-    process, in turn with verifying, instead of a draft worker that works ahead.
+    process, in turn with verifying, instead of a draft worker that works ahead. `worker_timeout`: seconds for which a
+    worker may be silent until it is given up; a drafter is done without after a quarter of that.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -67,17 +69,21 @@ class ServeSettings:
     endpoint: str | None = None
     threads: int = 1
     max_active: int = 1
+    max_waiting: int = 256
     trace: Path | None = None
     log_level: str = "warning"
     replay: Path | None = None
     simulate: Path | None = None
     colocate: bool = False
+    worker_timeout: int = 30
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
             self._keep(name, values.word(name, getattr(self, name), words))
         for name in ("threads", "max_active"):
             self._keep(name, values.whole(name, getattr(self, name), 1, 1024))
+        self._keep("max_waiting", values.whole("max_waiting", self.max_waiting, 0, 1_000_000))
+        self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         for name in ("ngrams", "colocate"):
             self._keep(name, values.flag(name, getattr(self, name)))
         for name in ("model", "draft_model", "endpoint"):

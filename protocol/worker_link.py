@@ -1,13 +1,15 @@
 """How a worker process hangs on the orchestrator: the hot socket, the heartbeat thread, and the parent's pipe.
 
 The worker's one busy thread owns the hot socket. The heartbeat thread answers Ping with a counter that the busy thread
-moves, so that "alive" means "moving". Knows nothing of models.
+moves, so that "alive" means "moving". A process is known by its incarnation; what it is called the orchestrator says.
+Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -19,37 +21,81 @@ import zmq
 
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
-from outrider.protocol.errors import ProtocolError
-from outrider.protocol.messages import Message, Ping, Pong
+from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, WorkerError
+from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
 
-HEARTBEAT_SUFFIX = "/heartbeat"
+INCARNATION_BITS = 63
 IDLE_POLL_MS = 200
 GRACE_SECONDS = 5.0
+# How often a worker that a person started looks for the answer to its HELLO: for some ten seconds.
+WELCOME_POLLS = 50
 
 log = logging.getLogger(__name__)
 
 
-class WorkerLink:
-    """A worker's side of the wire. Use as a context manager on the thread that does the work."""
+def routing_id(incarnation: int) -> bytes:
+    """Of the hot socket of the process that is this incarnation."""
+    return f"{incarnation:x}".encode()
 
-    def __init__(self, endpoint: str, name: str, parent_fd: int | None = None) -> None:
+
+def heartbeat_of(hot: bytes) -> bytes:
+    """The routing id of the heartbeat beside a hot socket's."""
+    return hot + b"/heartbeat"
+
+
+class WorkerLink:
+    """A worker's side of the wire. Use as a context manager on the thread that does the work.
+
+    `incarnation` and `parent_fd` are a spawned worker's; one that a person started draws its own and has no parent.
+    """
+
+    def __init__(self, endpoint: str, name: str, parent_fd: int | None = None, incarnation: int | None = None) -> None:
         self.name = name
+        self.incarnation = secrets.randbits(INCARNATION_BITS) if incarnation is None else incarnation
         self._progress = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._connect(endpoint, name)
+        self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
         self._endpoint = endpoint
         self._put_back: deque[Message] = deque()
-        _end_on_signals(by_hand=parent_fd is None)
+        self._by_hand = parent_fd is None
+        _end_on_signals(self._by_hand)
         if parent_fd is not None:
             threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()
-        threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
 
     def __enter__(self) -> WorkerLink:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._socket.close(linger=500)
+
+    def enter(self, hello: Hello) -> None:
+        """Says HELLO and waits to be let in; from then on pings are answered, and `name` is what it is called.
+
+        Raises:
+            WorkerError: the cluster turned this worker away; the words are the cluster's.
+            EndpointError: nobody answers a worker that a person started.
+        """
+        self.send(hello)
+        polls = 0
+        while not (self._by_hand and polls >= WELCOME_POLLS):
+            polls += 1
+            match self._polled():
+                case Welcome(name=name):
+                    self.name = name
+                    threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
+                    return
+                case Shutdown(reason=""):
+                    sys.exit(0)
+                case Shutdown(reason=reason):
+                    raise WorkerError(f"turned away: {reason}")
+        raise EndpointError(f"nobody answers at {self._endpoint}; expected the workers' endpoint of a running cluster")
+
+    def failed(self, error: OutriderError) -> int:
+        """Tells the orchestrator, and the log, why this worker can't go on; the code to exit with."""
+        log.error("%s", error)
+        self.send(Fault(self.name, None, str(error)))
+        return error.exit_code
 
     def send(self, message: Message) -> None:
         self._progress += 1
@@ -70,6 +116,8 @@ class WorkerLink:
             if frames is None and not wait:
                 return None
             message = _decoded(frames) if frames else None
+            if isinstance(message, Shutdown) and message.reason:
+                log.error("sent away: %s", message.reason)
             if message is not None:
                 return message
 
@@ -87,6 +135,11 @@ class WorkerLink:
         frames = self._frames(wait=False)
         return _decoded(frames) if frames else None
 
+    def _polled(self) -> Message | None:
+        """The next message, waited for once, for `IDLE_POLL_MS`."""
+        frames = self._frames(wait=True)
+        return _decoded(frames) if frames else None
+
     def _frames(self, wait: bool) -> list[bytes] | None:
         """What arrived, or None; a wait ends after `IDLE_POLL_MS`, so that the progress counter moves."""
         self._progress += 1
@@ -95,15 +148,15 @@ class WorkerLink:
         except zmq.Again:
             return None
 
-    def _connect(self, endpoint: str, identity: str) -> zmq.Socket[bytes]:
+    def _connect(self, endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, identity.encode())
+        socket.setsockopt(zmq.IDENTITY, identity)
         socket.setsockopt(zmq.LINGER, 500)
         connect(socket, endpoint)
         return socket
 
     def _answer_pings(self) -> None:
-        socket = self._connect(self._endpoint, self.name + HEARTBEAT_SUFFIX)
+        socket = self._connect(self._endpoint, heartbeat_of(routing_id(self.incarnation)))
         while True:
             try:
                 message = decode(socket.recv_multipart())

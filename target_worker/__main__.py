@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import time
 from pathlib import Path
 
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import Fault, Hello, Loading
+from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink
 
@@ -17,7 +16,7 @@ from outrider.protocol.worker_link import WorkerLink
 def main() -> int:
     options = _parser().parse_args()
     logging.basicConfig(level=options.log_level.upper(), format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
-    with WorkerLink(options.endpoint, options.name, options.parent_fd) as link:
+    with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation) as link:
         try:
             link.send(Loading("target", "importing MLX"))
             from outrider.engine import memory
@@ -36,14 +35,13 @@ def main() -> int:
             if colocated is not None:  # each load has set the limits for its own weights alone
                 memory.set_limits(model.weight_bytes + colocated.model.weight_bytes)
         except OutriderError as error:
-            link.send(Fault(options.name, None, str(error)))
-            return error.exit_code
+            return link.failed(error)
         drafts = f"drafting in this process with {options.draft_model}" if colocated else ""
         note = f"simulating {profile.name}" if profile else drafts
         hello = Hello(
             "target",
             options.name,
-            time.time_ns(),
+            link.incarnation,
             os.getpid(),
             "mlx",
             options.model,
@@ -53,7 +51,10 @@ def main() -> int:
             model.weight_bytes,
             note,
         )
-        link.send(hello)
+        try:
+            link.enter(hello)
+        except OutriderError as error:
+            return link.failed(error)
         TargetWorker(link, model, Pace(profile.target) if profile else None, colocated).run()
     return 0
 
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-model", help="a model that drafts in this process, in turn with the target")
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--parent-fd", type=int, default=None)
+    parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
     parser.add_argument("--log-level", default="warning")
     return parser
 

@@ -50,6 +50,10 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-ngrams", dest="ngrams", action="store_false", default=None, help="no drafts from the text")
     group.add_argument("--threads", type=int, metavar="N", help="BLAS threads of each worker, default 1")
     group.add_argument("--max-active", type=int, metavar="N", help="requests in flight at once, default 1")
+    waiting = f"requests that may wait, default {_DEFAULTS.max_waiting}; more are refused"
+    group.add_argument("--max-waiting", type=int, metavar="N", help=waiting)
+    timeout = f"how long a worker may be silent until it is given up, default {_DEFAULTS.worker_timeout}"
+    group.add_argument("--worker-timeout", type=int, metavar="SECONDS", help=timeout)
     group.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing or Perfetto")
     group.add_argument("--replay", type=Path, metavar="FILE", help="script of the replay drafter")
     group.add_argument("--simulate", type=Path, metavar="FILE", help="a machine's latency profile to keep to")

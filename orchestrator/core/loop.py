@@ -16,13 +16,14 @@ from outrider.orchestrator.core import tuning
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.worker_pool import Loss, WorkerPool
+from outrider.orchestrator.core.worker import Loss
+from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.events import Admit, Broke, Quit, Stop, ToCore, ToFront, WorkersChanged
 from outrider.orchestrator.mailbox import Mailbox
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Fault, Hello, Loading, Outcome, Pong
+from outrider.protocol.messages import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Core:
         self._outbox = outbox
         self._trace = Trace(settings.trace)
         self._pool = WorkerPool(context, settings, run_dir)
+        self._tick_ms = min(TICK_MS, math.ceil(1000 * self._pool.seconds_a_ping))
         self._rounds = Rounds(
             self._pool,
             RoundSettings(
@@ -93,28 +95,17 @@ class Core:
     def _timeout_ms(self) -> int:
         deadline_ns = self._rounds.next_deadline_ns()
         if deadline_ns is None:
-            return TICK_MS
-        return min(max(math.ceil((deadline_ns - clock.now()) / MILLISECOND_NS), 0), TICK_MS)
+            return self._tick_ms
+        return min(max(math.ceil((deadline_ns - clock.now()) / MILLISECOND_NS), 0), self._tick_ms)
 
     def _hear_workers(self) -> None:
         """Takes in all that has arrived, BRANCHES before OUTCOMEs, so that a lookup sees what came in time."""
         arrived = list(self._pool.receive())
         arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
         for name, message in arrived:
-            now_ns = clock.now()
-            match message:
-                case Hello():
-                    self._pool.hello(name, message, now_ns)
-                    self._tell_workers()
-                case Loading():
-                    self._pool.loading(message)
-                    self._tell_workers()
-                case Pong():
-                    self._pool.pong(name, message, now_ns)
-                case Fault(request=None):
-                    self._pool.fault(name, message)
-                case _:
-                    self._rounds.handle(name, message, now_ns)
+            self._rounds.handle(name, message, clock.now())
+        if self._pool.news:
+            self._tell_workers()
 
     def _hear_front(self) -> bool:
         for event in self._inbox.take():
@@ -135,8 +126,10 @@ class Core:
         now_ns = clock.now()
         self._rounds.on_time(now_ns)
         self._pool.ping(now_ns)
-        for loss in self._pool.losses(now_ns):
+        for loss in self._pool.losses():
             self._on_loss(loss, now_ns)
+        if self._pool.news:
+            self._tell_workers()
 
     def _on_loss(self, loss: Loss, now_ns: int) -> None:
         log.warning("%s", loss.why)
@@ -148,4 +141,5 @@ class Core:
         self._tell_workers(fatal)
 
     def _tell_workers(self, fatal: str = "") -> None:
+        self._pool.news = False
         self._outbox.put(WorkersChanged(self._pool.stats(), self._pool.ready, self._pool.stage, fatal))

@@ -25,7 +25,7 @@ from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
-from outrider.protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
+from outrider.protocol.messages import Branches, Close, Drafted, Fault, Message, Outcome, Prefilled, Resync
 
 
 class Rounds:
@@ -276,6 +276,7 @@ class Rounds:
             self._break(request, why)
             return
         request.drafters.discard(drafter)
+        self._workers.send_drafter(drafter, Close(request.id))  # it may only have slept, and would work on
         request.notes.append(f"speculation: {why}")
         if not request.drafters and request.waiting:
             self._verify(request, Proposal(), now_ns)

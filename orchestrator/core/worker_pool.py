@@ -1,98 +1,57 @@
-"""The workers' socket and who is on it: registry, heartbeats, and the death or freezing of a worker.
+"""The workers' socket: starts this cluster's workers, lets in those that may join, and finds who is dead or frozen.
 
-Turns frames into (worker name, message) and back. Knows nothing of requests.
+Turns frames into (worker name, message) and back; what workers say about themselves stays here. A frozen drafter is
+done without until it is heard again; a frozen target is waited for. Knows nothing of requests.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import zmq
 
-from outrider.orchestrator.machine.spawn import SpawnedWorker, spawn_worker
+from outrider.orchestrator.core.places import Places
+from outrider.orchestrator.core.pulse import SILENT, Pulse
+from outrider.orchestrator.core.worker import Loss, Worker
+from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import bind
 from outrider.protocol.errors import ProtocolError
-from outrider.protocol.messages import Fault, Hello, Loading, Message, Ping, Pong, Shutdown, WorkerStats
-from outrider.protocol.worker_link import HEARTBEAT_SUFFIX
+from outrider.protocol.messages import Fault, Hello, Loading, Message, Ping, Pong, Shutdown, Welcome, WorkerStats
+from outrider.protocol.worker_link import INCARNATION_BITS, heartbeat_of, routing_id
 
 log = logging.getLogger(__name__)
 
 SECOND_NS = 1_000_000_000
-PING_EVERY_NS = SECOND_NS
-# A worker whose heartbeat thread is silent, or whose busy thread stands still, for this long counts as frozen.
-SILENCE_LIMIT_NS = 8 * SECOND_NS
-STANDSTILL_LIMIT_NS = 60 * SECOND_NS
 STOP_GRACE_SECONDS = 5.0
-
-
-@dataclass(slots=True)
-class Worker:
-    """A worker as the pool knows it. `state` is starting, ready, lost or frozen."""
-
-    name: str
-    role: str
-    spawned: SpawnedWorker | None
-    state: str = "starting"
-    hello: Hello | None = None
-    fault: str = ""
-    heard_ns: int = 0
-    progress: int = -1
-    moved_ns: int = 0
-
-    def stats(self) -> WorkerStats:
-        hello = self.hello
-        pid = hello.pid if hello else self.spawned.pid if self.spawned else 0
-        if hello is None:
-            return WorkerStats(self.role, self.name, self.state, pid, "", "", 0, 0, 0, 0, self.fault)
-        return WorkerStats(
-            self.role,
-            self.name,
-            self.state,
-            pid,
-            hello.backend,
-            hello.model,
-            hello.vocab_size,
-            hello.context_length,
-            hello.parameters,
-            hello.weight_bytes,
-            hello.note,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """A worker that is gone. `started`: it had been ready before."""
-
-    worker: Worker
-    why: str
-    started: bool
+TARGET = "target-0"
 
 
 class WorkerPool:
-    """Spawns this cluster's workers and talks to all that say HELLO on `endpoint`."""
+    """Spawns this cluster's workers and talks to all that have a place in it. `news`: `stats` or `stage` changed."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: ServeSettings, run_dir: Path) -> None:
         self.endpoint = f"ipc://{run_dir}/workers"
         self.stage = ""
+        self.news = False
         self.rejected = 0
+        self.seconds_a_ping = settings.worker_timeout / SILENT
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._bound = bind(self.socket, self.endpoint)
         self._settings = settings
         self._run_dir = run_dir
-        self._workers: dict[str, Worker] = {}
+        self._places = Places(drafters_may_join=not settings.colocate)
         self._ping_serial = 0
         self._next_ping_ns = 0
 
     def start(self) -> None:
         """Starts the worker processes; they report as they load."""
-        self._spawn("target", "target-0")
+        self._spawn("target", TARGET)
         if self._settings.has_draft_worker:
             self._spawn("draft", "draft-0")
 
@@ -101,138 +60,149 @@ class WorkerPool:
     @property
     def ready(self) -> bool:
         """Every worker this cluster was meant to have is there."""
-        spawned = [worker for worker in self._workers.values() if worker.spawned]
+        spawned = [worker for worker in self._places.all() if worker.spawned]
         return bool(spawned) and all(worker.state == "ready" for worker in spawned)
 
     @property
     def target_context(self) -> int:
-        hello = self._target().hello
-        return hello.context_length if hello else 0
+        target = self._places.named(TARGET)
+        return target.hello.context_length if target and target.hello else 0
 
     def is_target(self, name: str) -> bool:
-        worker = self._workers.get(name)
+        worker = self._places.named(name)
         return worker is not None and worker.role == "target"
 
     def drafters(self) -> set[str]:
-        return {worker.name for worker in self._workers.values() if worker.role == "draft" and worker.state == "ready"}
+        return {worker.name for worker in self._places.all() if worker.role == "draft" and worker.state == "ready"}
 
     def has_target(self) -> bool:
-        return self._target().state == "ready"
+        target = self._places.named(TARGET)
+        return target is not None and target.entered
 
     def stats(self) -> tuple[WorkerStats, ...]:
-        return tuple(worker.stats() for worker in self._workers.values())
+        return tuple(worker.stats() for worker in self._places.all())
 
     # --- talking --------------------------------------------------------------------------------------------------
 
     def send_target(self, message: Message) -> None:
-        self._send(self._target().name, message)
+        self.send_drafter(TARGET, message)
 
     def send_drafter(self, name: str, message: Message) -> None:
-        self._send(name, message)
+        """To a worker by name; one that has gone meanwhile hears nothing."""
+        worker = self._places.named(name)
+        if worker is not None:
+            self._send(routing_id(worker.incarnation), message)
 
     def let_go(self) -> None:
         """Gives the core away: on a machine of two, whoever waits for what was sent waits for this very core."""
         os.sched_yield()
 
     def receive(self) -> Iterator[tuple[str, Message]]:
-        """Every message waiting, without blocking; the pool keeps those that are about the workers themselves."""
+        """What waits about requests, each with the name of the worker whose place it came from; never blocks."""
         while True:
             try:
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                name, message = identity.decode(), decode(frames)
-            except (ProtocolError, UnicodeDecodeError) as error:
-                self.rejected += 1
-                log.warning("dropped a frame on the workers' socket: %s", error)
-                continue
-            yield name.removesuffix(HEARTBEAT_SUFFIX), message
-
-    def hello(self, name: str, hello: Hello, now_ns: int) -> None:
-        """A worker is ready: one that was spawned, or, unless the target drafts for itself, a drafter that joins."""
-        worker = self._workers.setdefault(name, Worker(name, hello.role, None))
-        foreign = worker.spawned is None and (hello.role == "target" or self._settings.colocate)
-        if worker.role != hello.role or foreign:
-            del self._workers[name]
-            log.warning("turned %s away: this cluster has no place for a %s that it did not spawn", name, hello.role)
-            self._send(name, Shutdown())
-            return
-        worker.hello, worker.state = hello, "ready"
-        worker.heard_ns = worker.moved_ns = now_ns
-
-    def loading(self, message: Loading) -> None:
-        self.stage = f"{message.role}: {message.stage}"
-
-    def fault(self, name: str, message: Fault) -> None:
-        """The worker itself can't go on; it will end, and `losses` will tell."""
-        if name in self._workers:
-            self._workers[name].fault = message.message
-
-    def pong(self, name: str, message: Pong, now_ns: int) -> None:
-        worker = self._workers.get(name)
-        if worker is None:
-            return
-        worker.heard_ns = now_ns
-        if message.progress != worker.progress:
-            worker.progress, worker.moved_ns = message.progress, now_ns
+            message = self._decoded(frames)
+            worker = self._places.at(identity)
+            match message:
+                case None:
+                    continue
+                case Hello():
+                    self._hello(identity, message)
+                case _ if worker is None:
+                    self.rejected += 1
+                    log.info("dropped a stranger's %s", type(message).__name__)
+                case Pong(serial=serial, progress=progress):
+                    worker.pulse.answered(progress, serial == self._ping_serial)
+                case Loading(role=role, stage=stage):
+                    self.stage, self.news = f"{role}: {stage}", True
+                case Fault(request=None, message=why):
+                    worker.fault = why  # it will end, and `losses` will tell
+                case _:
+                    yield worker.name, message
 
     def ping(self, now_ns: int) -> None:
         if now_ns < self._next_ping_ns:
             return
-        self._next_ping_ns = now_ns + PING_EVERY_NS
+        self._next_ping_ns = now_ns + int(self.seconds_a_ping * SECOND_NS)
         self._ping_serial += 1
-        for worker in self._workers.values():
-            if worker.state == "ready":
-                self._send(worker.name + HEARTBEAT_SUFFIX, Ping(self._ping_serial))
+        for worker in self._places.all():
+            if worker.entered:
+                worker.pulse.unanswered += 1
+                self._send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
 
-    def losses(self, now_ns: int) -> list[Loss]:
-        """Workers newly found dead or frozen. A frozen one that was spawned here is ended."""
+    def losses(self) -> list[Loss]:
+        """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""
         lost = []
-        for worker in self._workers.values():
-            why = self._why_lost(worker, now_ns) if worker.state in ("starting", "ready") else None
+        for worker in self._places.all():
+            started, why = worker.entered, worker.why_gone(self.seconds_a_ping)
+            if worker.state == "lost":
+                continue
             if why is not None:
-                lost.append(Loss(worker, why, worker.state == "ready"))
-                worker.state = "frozen" if worker.spawned and worker.spawned.exit_code() is None else "lost"
-                worker.fault = why
-                if worker.spawned and worker.state == "frozen":
-                    worker.spawned.kill()
+                self._give_up(worker, why)
+                lost.append(Loss(worker, why, started))
+            elif started and worker.pulse.faint != (worker.state == "frozen"):
+                self._freeze_or_thaw(worker)
+                if worker.role == "draft" and worker.state == "frozen":
+                    lost.append(Loss(worker, f"{worker} does not answer; requests go on without it", started))
         return lost
 
     def close(self) -> None:
         """Ends the workers in order, then the socket."""
-        spawned = [worker.spawned for worker in self._workers.values() if worker.spawned]
-        for worker in self._workers.values():
-            self._send(worker.name, Shutdown())
+        spawned = [worker.spawned for worker in self._places.all() if worker.spawned]
+        for worker in self._places.all():
+            self._send(routing_id(worker.incarnation), Shutdown())
         for process in spawned:
             process.terminate()
         for process in spawned:
             process.wait(STOP_GRACE_SECONDS)
         self._bound.close()
 
-    def _why_lost(self, worker: Worker, now_ns: int) -> str | None:
-        code = worker.spawned.exit_code() if worker.spawned else None
-        if worker.spawned and code is not None:
-            tail = worker.spawned.log_tail()
-            return worker.fault or f"{worker.role} worker {worker.name} ended with code {code}" + (
-                f": {tail}" if tail else ""
-            )
-        if worker.state == "ready" and now_ns - worker.heard_ns > SILENCE_LIMIT_NS:
-            return f"{worker.role} worker {worker.name} has not answered for {SILENCE_LIMIT_NS // SECOND_NS} s"
-        if worker.state == "ready" and now_ns - worker.moved_ns > STANDSTILL_LIMIT_NS:
-            return f"{worker.role} worker {worker.name} has not moved for {STANDSTILL_LIMIT_NS // SECOND_NS} s"
-        return None
+    def _hello(self, identity: bytes, hello: Hello) -> None:
+        """A worker is ready: one that was spawned, or a drafter that joins. A HELLO said again changes nothing."""
+        worker = self._places.at(identity)
+        why = self._places.refusal(identity, hello) if worker is None else None
+        if why is not None or (worker is not None and worker.state != "starting"):
+            self.rejected += 1
+            log.warning("turned %s away: %s", hello.name or f"a {hello.role}", why or "it is here already")
+            if why is not None:
+                self._send(identity, Shutdown(why))
+            return
+        worker = worker or self._places.join(hello)
+        worker.hello, worker.state, worker.pulse = hello, "ready", Pulse()
+        self._send(identity, Welcome(worker.name))
+        self.news = True
+
+    def _give_up(self, worker: Worker, why: str) -> None:
+        worker.state, worker.fault, self.news = "lost", why, True
+        self._send(routing_id(worker.incarnation), Shutdown(why))
+        self._places.take_away(worker)
+        if worker.spawned:
+            worker.spawned.kill()
+
+    def _freeze_or_thaw(self, worker: Worker) -> None:
+        worker.state = "frozen" if worker.pulse.faint else "ready"
+        log.warning("%s %s", worker, "does not answer" if worker.state == "frozen" else "answers again")
+        self.news = True
 
     def _spawn(self, role: str, name: str) -> None:
-        spawned = spawn_worker(role, name, self.endpoint, self._settings, self._run_dir)
-        self._workers[name] = Worker(name, role, spawned)
+        incarnation = secrets.randbits(INCARNATION_BITS)
+        spawned = spawn_worker(role, name, self.endpoint, self._settings, self._run_dir, incarnation)
+        self._places.give(Worker(name, role, incarnation, spawned))
 
-    def _target(self) -> Worker:
-        return self._workers["target-0"]
+    def _decoded(self, frames: Sequence[bytes]) -> Message | None:
+        try:
+            return decode(frames)
+        except ProtocolError as error:
+            self.rejected += 1
+            log.warning("dropped a frame on the workers' socket: %s", error)
+            return None
 
-    def _send(self, name: str, message: Message) -> None:
+    def _send(self, identity: bytes, message: Message) -> None:
         frames = encode(message)
-        self.socket.send(name.encode(), zmq.SNDMORE)
+        self.socket.send(identity, zmq.SNDMORE)
         for frame in frames[:-1]:
             self.socket.send(frame, zmq.SNDMORE)
         self.socket.send(frames[-1])

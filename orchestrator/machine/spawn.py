@@ -77,8 +77,10 @@ class SpawnedWorker:
             os.close(lifeline)
 
 
-def spawn_worker(role: str, name: str, endpoint: str, settings: ServeSettings, run_dir: Path) -> SpawnedWorker:
-    """Starts the `role` worker (target or draft) of this cluster; it connects to `endpoint` by itself.
+def spawn_worker(
+    role: str, name: str, endpoint: str, settings: ServeSettings, run_dir: Path, incarnation: int
+) -> SpawnedWorker:
+    """Starts the `role` worker (target or draft) of this cluster; it connects to `endpoint` as `incarnation`.
 
     Raises:
         WorkerError: the process can't be started.
@@ -86,6 +88,7 @@ def spawn_worker(role: str, name: str, endpoint: str, settings: ServeSettings, r
     log = run_dir / f"{name}.log"
     theirs, lifeline = os.pipe()
     command = worker_command(role, name, endpoint, settings, theirs)
+    command += ["--incarnation", str(incarnation)]
     try:
         with log.open("wb") as stderr:
             process = subprocess.Popen(

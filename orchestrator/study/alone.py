@@ -65,7 +65,6 @@ class Stopwatch:
             WorkerError: there is no drafter, or a worker was lost.
         """
         self._bench.need_drafter()
-        self._bench.rouse()
         endless = replace(sampling, max_tokens=1 << 20)
         needed = max((ROUNDS + 1) * (self._depths[-1] + 1), MORE_ROWS[-1]) + 2
         length = max(sampling.max_tokens, 2 * needed)

@@ -6,7 +6,7 @@ All times are spans the workers measured around evaluated work, on this machine'
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,12 +23,9 @@ from outrider.protocol.messages import (
     Commit,
     Drafted,
     Fault,
-    Hello,
-    Loading,
     Message,
     Open,
     Outcome,
-    Pong,
     Span,
     Verify,
 )
@@ -36,7 +33,6 @@ from outrider.protocol.sampling import SamplingParams
 
 REQUEST = "bench"
 PATIENCE_MS = 120_000
-ROUSE_MS = 5_000
 TARGET = "target-0"
 
 M = TypeVar("M")
@@ -68,7 +64,7 @@ class Workbench:
     def __enter__(self) -> Workbench:
         self._pool.start()
         while not self._pool.ready:
-            self._wait(Hello)
+            self._listen()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -81,18 +77,6 @@ class Workbench:
         """
         if not self._pool.drafters():
             raise WorkerError("this measurement needs a draft worker; choose a draft backend other than ngram and none")
-
-    def rouse(self) -> None:
-        """Hears from every worker again after a pause in which nobody listened: that silence was not theirs."""
-        silent = {TARGET, *self._pool.drafters()}
-        deadline_ns = clock.now() + ROUSE_MS * 1_000_000
-        while silent and clock.now() < deadline_ns:
-            self._pool.ping(clock.now())
-            self._poller.poll(250)
-            for message in self._arrivals():
-                if isinstance(message, Pong):
-                    silent.discard(message.name)
-                self._arrived.append(message)
 
     # --- a request ------------------------------------------------------------------------------------------------
 
@@ -189,26 +173,19 @@ class Workbench:
                 message = self._arrived.popleft()
                 if isinstance(message, wanted):
                     return message
-            self._poller.poll(250)
-            self._arrived += self._arrivals()
-            for loss in self._pool.losses(clock.now()):
-                raise WorkerError(loss.why)
+            self._listen()
         raise WorkerError(f"no answer from the workers within {PATIENCE_MS // 1000} s")
 
-    def _arrivals(self) -> Iterator[Message]:
-        now_ns = clock.now()
-        for name, message in self._pool.receive():
-            match message:
-                case Hello():
-                    self._pool.hello(name, message, now_ns)
-                case Loading():
-                    self._pool.loading(message)
-                    self._tell(self._pool.stage)
-                case Pong():
-                    self._pool.pong(name, message, now_ns)
-                case Fault(request=None):
-                    self._pool.fault(name, message)
-                case Fault():
-                    raise WorkerError(message.message)
-            yield message
-        self._pool.ping(now_ns)
+    def _listen(self) -> None:
+        """Takes in what arrives within a moment. WorkerError: a worker was lost or failed."""
+        self._poller.poll(250)
+        for _, message in self._pool.receive():
+            if isinstance(message, Fault):
+                raise WorkerError(message.message)
+            self._arrived.append(message)
+        if self._pool.news:
+            self._pool.news = False
+            self._tell(self._pool.stage)
+        self._pool.ping(clock.now())
+        for loss in self._pool.losses():
+            raise WorkerError(loss.why)

@@ -36,12 +36,13 @@ from outrider.protocol.messages.workers import (
     Ping,
     Pong,
     Shutdown,
+    Welcome,
 )
 
 Message = (
-    Hello | Loading | Open | Verify | Prepare | Outcome | Commit | Branches | Drafted | Prefilled | Close | Resync
-    | Ping | Pong | Fault | Shutdown | Generate | Started | Progress | Chunk | Done | Failed | Cancel | StatsQuery
-    | Stats
+    Hello | Welcome | Loading | Ping | Pong | Fault | Shutdown
+    | Open | Verify | Prepare | Outcome | Commit | Branches | Drafted | Prefilled | Close | Resync
+    | Generate | Started | Progress | Chunk | Done | Failed | Cancel | StatsQuery | Stats
 )
 
 __all__ = [
@@ -74,5 +75,6 @@ __all__ = [
     "StatsQuery",
     "Timings",
     "Verify",
+    "Welcome",
     "WorkerStats",
 ]

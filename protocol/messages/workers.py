@@ -16,7 +16,11 @@ from outrider.protocol.fields import (
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Worker -> orchestrator, first: who I am and what I run. `incarnation` differs at each start of the process."""
+    """Worker -> orchestrator, when its model is loaded: who I am and what I run. The answer is Welcome or Shutdown.
+
+    `incarnation` tells this process from every other, its successors included; in hexadecimal it is the routing id of
+    its hot socket, and followed by `/heartbeat` that of its heartbeat's. `name` is the one wished for, or empty.
+    """
 
     role: Role
     name: Name
@@ -29,6 +33,13 @@ class Hello:
     parameters: Serial
     weight_bytes: Serial
     note: Name = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Orchestrator -> a worker that said Hello: it is one of the cluster now, by this name."""
+
+    name: Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,4 +77,6 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Orchestrator -> worker: end now, in order."""
+    """Orchestrator -> worker: end now, in order. With a `reason` it was turned away."""
+
+    reason: Text = ""

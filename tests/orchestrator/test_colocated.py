@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import zmq
 
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.events import Admit, Ended
-from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.directory import private_directory
-from outrider.protocol.messages import Close, Hello, Outcome, Shutdown, Span, Verify
+from outrider.protocol.messages import Close, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 
 MS = 1_000_000
@@ -155,14 +151,3 @@ def test_each_chain_is_in_the_trace_with_its_drafting() -> None:
     tracks = [track for track, name in target.trace.names if name == "chain"]
     assert tracks == ["target's drafter"] * 20
     assert target.trace.names.count(("orchestrator", "drafter")) == 19  # the last has room for its bonus alone
-
-
-def test_a_drafter_that_joins_a_cluster_whose_target_drafts_is_sent_away() -> None:
-    for colocate in (True, False):
-        sent: list[Any] = []
-        with private_directory() as directory:
-            pool = WorkerPool(zmq.Context.instance(), ServeSettings(colocate=colocate), directory.path)
-            pool._send = lambda name, message, sent=sent: sent.append(message)  # type: ignore[misc]
-            pool.hello("draft-7", Hello("draft", "draft-7", 0, 1, "mlx", "m", 10, 10, 1, 1), 0)
-            assert (sent, pool.drafters()) == (([Shutdown()], set()) if colocate else ([], {"draft-7"}))
-            pool.close()

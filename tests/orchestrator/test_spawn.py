@@ -28,7 +28,7 @@ def spawned(monkeypatch, tmp_path):
 
     def start(code, wait_for="up"):
         monkeypatch.setattr(spawn, "worker_command", lambda *a: [sys.executable, "-c", code, str(a[-1])])
-        worker = spawn.spawn_worker("target", "target-0", "ipc:///none", SETTINGS, tmp_path)
+        worker = spawn.spawn_worker("target", "target-0", "ipc:///none", SETTINGS, tmp_path, 1)
         workers.append(worker)
         while wait_for and wait_for not in worker.log_tail():
             assert worker.exit_code() is None, worker.log_tail()
@@ -115,7 +115,7 @@ def test_a_process_that_cannot_start_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/no/python")
     before = len(os.listdir("/dev/fd"))
     with pytest.raises(WorkerError, match="can't be started"):
-        spawn.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path)
+        spawn.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
     assert len(os.listdir("/dev/fd")) == before, "a pipe was left open"
 
 

@@ -211,7 +211,7 @@ def test_a_killed_parent_takes_its_cluster_along() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_target_that_dies_or_freezes_is_an_error_and_no_hang(number: signal.Signals) -> None:
-    with LocalCluster(draft_backend="ngram") as running:
+    with LocalCluster(draft_backend="ngram", worker_timeout=3) as running:
         client, directory = running.client(), run_dir(running.endpoint)
         with pytest.raises(WorkerError, match="target"):
             for count, _ in enumerate(client.stream(PROMPT, LONG)):
@@ -232,6 +232,33 @@ def test_a_drafter_that_dies_or_freezes_does_not_end_a_request(number: signal.Si
         assert stream.result.token_ids == client.generate(PROMPT, sampling, mode="ar").token_ids
         if number == signal.SIGKILL:
             assert any("draft worker draft-0" in note for note in stream.result.notes)
+
+
+def test_what_was_stopped_for_a_while_goes_on() -> None:
+    """Longer than a drafter is waited for, and the server longer than any worker may be silent."""
+    with LocalCluster(worker_timeout=4) as running:
+        client, sampling = running.client(timeout=LIMIT), replace(LONG, max_tokens=60)
+        whole = client.generate(PROMPT, sampling, mode="ar").token_ids
+        for pid, seconds in ((pids(client)["target"], 2), (pids(client)["draft"], 2), (running.pid, 6)):
+            stream = client.stream(PROMPT, sampling, mode="ssd")
+            for count, _ in enumerate(stream):
+                if count == 2:
+                    os.kill(pid, signal.SIGSTOP)
+                    threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
+            assert stream.result.token_ids == whole
+            until(lambda: {worker.state for worker in client.stats().workers} == {"ready"}, "all answer again")
+        assert client.generate(PROMPT, sampling, mode="ssd").timings.cache_hits > 0
+
+
+@pytest.mark.parametrize(("role", "words"), [("target", "takes no other"), ("draft", "the name target-0 is taken")])
+def test_a_worker_by_the_targets_name_is_turned_away(cluster: LocalCluster, role: str, words: str) -> None:
+    client, workers = cluster.client(), f"ipc://{run_dir(cluster.endpoint)}/workers"
+    known, text = client.stats().workers, client.generate(PROMPT, SamplingParams(max_tokens=8)).text
+    stranger = outrider("worker", role, "--connect", workers, "--name", "target-0")
+    _, err = stranger.communicate(timeout=LIMIT)
+    assert stranger.returncode == WorkerError.exit_code and words in err and "Traceback" not in err
+    assert client.stats().workers == known
+    assert client.generate(PROMPT, SamplingParams(max_tokens=8)).text == text
 
 
 def test_rubbish_on_either_socket_disturbs_nobody(cluster: LocalCluster) -> None:

@@ -1,0 +1,77 @@
+"""Who is in the cluster, by routing id: a place is given once, to one process, and names are the orchestrator's.
+
+A worker's routing id is its incarnation, which the orchestrator draws for those that it spawns and a drafter that joins
+draws for itself. Nobody can take a living worker's place: ZeroMQ leaves a routing id with whoever has it, and a name
+stays with its incarnation. Knows who is who; knows nothing of sockets or requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from outrider.orchestrator.core.worker import Worker
+from outrider.protocol.messages import Hello
+from outrider.protocol.worker_link import heartbeat_of, routing_id
+
+MAX_WORKERS = 32
+MAX_NAME = 64
+
+
+class Places:
+    """Every worker by name and by routing id. `drafters_may_join`: False where the target drafts for itself."""
+
+    def __init__(self, drafters_may_join: bool) -> None:
+        self._drafters_may_join = drafters_may_join
+        self._named: dict[str, Worker] = {}
+        self._at: dict[bytes, Worker] = {}
+
+    def all(self) -> list[Worker]:
+        return list(self._named.values())
+
+    def named(self, name: str) -> Worker | None:
+        return self._named.get(name)
+
+    def at(self, identity: bytes) -> Worker | None:
+        """Whose hot socket or heartbeat this is; None for strangers and for those who were given up."""
+        return self._at.get(identity)
+
+    def give(self, worker: Worker) -> None:
+        """Its name and routing ids are this worker's from now on; a predecessor of the name has none any more."""
+        before = self._named.pop(worker.name, None)
+        if before is not None:
+            self.take_away(before)
+        self._named[worker.name] = worker
+        hot = routing_id(worker.incarnation)
+        self._at[hot] = self._at[heartbeat_of(hot)] = worker
+
+    def take_away(self, worker: Worker) -> None:
+        """What this process says from now on is a stranger's; its name stays known."""
+        hot = routing_id(worker.incarnation)
+        self._at.pop(hot, None)
+        self._at.pop(heartbeat_of(hot), None)
+
+    def refusal(self, identity: bytes, hello: Hello) -> str | None:
+        """Why a stranger that says HELLO is turned away; None when it may join."""
+        if identity != routing_id(hello.incarnation):
+            return "its routing id is not that of its incarnation; run the same release of outrider on both sides"
+        if hello.role == "target":
+            return "a cluster starts its own target and takes no other; expected a draft worker"
+        if not self._drafters_may_join:
+            return "the target of this cluster drafts for itself; start it without colocate for drafters to join"
+        if len(hello.name) > MAX_NAME or not hello.name.isprintable():
+            return f"the name {hello.name[:MAX_NAME]!r} is no name; expected at most {MAX_NAME} printable characters"
+        holder = self._named.get(hello.name)
+        if holder is not None and (holder.spawned is not None or holder.entered):
+            return f"the name {hello.name} is taken in this cluster; choose another, or leave it out to be given one"
+        if sum(worker.state != "lost" for worker in self.all()) >= MAX_WORKERS:
+            return f"the cluster has {MAX_WORKERS} workers, as many as it takes; end one first"
+        return None
+
+    def join(self, hello: Hello) -> Worker:
+        """A place for a drafter that came by itself and was not refused; those who left earlier are forgotten."""
+        for left in [worker for worker in self.all() if worker.spawned is None and worker.state == "lost"]:
+            del self._named[left.name]
+        free = (name for n in itertools.count(1) if (name := f"{hello.role}-{n}") not in self._named)
+        worker = Worker(hello.name or next(free), hello.role, hello.incarnation, None)
+        self.give(worker)
+        return worker
