@@ -46,8 +46,8 @@ class ServeSettings:
     connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: in `auto` what
     `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker. `max_active`:
     requests in flight at once. `max_waiting`: how many may wait for their turn; more are refused. `ngrams`: let
-    repeated text fill what the drafter has not reached. `replay`: the script
-    of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
+    repeated text fill what the drafter has not reached. `replay`: the script of the replay drafter. `simulate`: a
+    latency profile that both workers keep to (docs/simulation.md).
     `draft_prefill`: who reads prompts for a drafter on MLX (docs/coreml.md). `colocate`: the target drafts in its own
     process, in turn with verifying, instead of a draft worker that works ahead. `worker_timeout`: seconds for which a
     worker may be silent until it is given up; a drafter is done without after a quarter of that.
@@ -179,11 +179,13 @@ class Settings(TypedDict, total=False):
     endpoint: str | None
     threads: int
     max_active: int
+    max_waiting: int
     trace: str | os.PathLike[str] | None
     log_level: str
     replay: str | os.PathLike[str] | None
     simulate: str | os.PathLike[str] | None
     colocate: bool
+    worker_timeout: int
 
 
 def settings_from(given: Settings) -> ServeSettings:

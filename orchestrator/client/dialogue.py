@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -168,7 +167,7 @@ class Patience:
 
     def heard(self) -> None:
         """Something arrived."""
-        self._asked_at: float | None = None
+        self._asked = 0
 
     def silent(self) -> StatsQuery:
         """Nothing arrived for `poll_ms`; what to ask.
@@ -178,10 +177,8 @@ class Patience:
             OutriderError: `alive` knows that the server ended.
         """
         self._look()
-        now = time.monotonic()
-        if self._asked_at is None:  # only from here on the server owes a word: before, it may have been at work
-            self._asked_at = now
-        elif now - self._asked_at > self._seconds:
+        self._asked += 1  # counted, not timed: who is stopped asks nothing, and nobody owes it an answer
+        if (self._asked - 1) * self.poll_ms > 1000 * self._seconds:
             raise EndpointError(
                 f"nothing answers at {self._endpoint} for {self._seconds:g} s; expected a running `outrider serve`"
             )
