@@ -1,7 +1,7 @@
 """After `outrider tune`: `auto` against the mode, K and B that it recommended, in turns, on real processes.
 
-    python -m bench.after_tune                        # the embedded pair, and the target as its own draft: 10 minutes
-    python -m bench.after_tune --prompts 16 --temp 0.8
+    python -m outrider.bench.after_tune               # the embedded pair, and the target as its own draft: 10 minutes
+    python -m outrider.bench.after_tune --prompts 16 --temp 0.8
 
 Tunes into a folder of its own, so no tuning of yours is read or changed. The exit code is 1 when a ratio lies under
 --least.
@@ -16,7 +16,11 @@ import sys
 import tempfile
 from typing import Any
 
+from outrider.bench.contest.contest import Ours, compete
+from outrider.bench.contest.statistics import ratio
 from outrider.bench.prompts import mixed
+from outrider.bench.timing.probe import WORTH_IT
+from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core import tuning
@@ -26,10 +30,7 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARG
 from outrider.orchestrator.pair.pairing import choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
-from outrider.orchestrator.study.contest import Ours, compete
-from outrider.orchestrator.study.probe import WORTH_IT
-from outrider.orchestrator.study.statistics import ratio
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 PAIRS = {
@@ -78,29 +79,25 @@ def compare(pair: dict[str, Any], prompts: int, tokens: int, temp: float, screen
     return against.value
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=12, help="how many prompts, all classes in turn")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each run")
     parser.add_argument("--temp", type=float, default=0.0, help="temperature, of tune and of the runs")
     parser.add_argument("--least", type=float, default=0.95, help="what auto must bring of the recommended way")
     parser.add_argument("--pairs", default=",".join(PAIRS), help="which, with commas between")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
     screen, missed = Screen(), False
     with tempfile.TemporaryDirectory() as folder:
         os.environ[CACHE] = folder
-        try:
-            for name in options.pairs.split(","):
-                if name not in PAIRS:
-                    raise InvalidRequest(f"no pair is called {name!r}; expected some of {', '.join(PAIRS)}")
-                print(f"{name}, T = {options.temp:g}: ", end="", flush=True)
-                missed |= compare(PAIRS[name], options.prompts, options.tokens, options.temp, screen) < options.least
-        except OutriderError as error:
-            screen.clear()
-            print(error, file=sys.stderr)
-            return error.exit_code
+        for name in options.pairs.split(","):
+            if name not in PAIRS:
+                raise InvalidRequest(f"no pair is called {name!r}; expected some of {', '.join(PAIRS)}")
+            print(f"{name}, T = {options.temp:g}: ", end="", flush=True)
+            missed |= compare(PAIRS[name], options.prompts, options.tokens, options.temp, screen) < options.least
     return int(missed)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_program())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.bench.simulator import Policy, Simulator
+from outrider.bench.simulation.simulator import Policy, Simulator
 from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.profile import Latency, Profile

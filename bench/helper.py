@@ -1,4 +1,4 @@
-"""A program in a process of its own that answers one JSON object a line: how to ask it, and how to be it.
+"""A program in a process of its own that answers each JSON object, one a line: how to ask it, and how to be it.
 
 Whoever measures keeps MLX out of its own process, and so may have an answer from where it is.
 """
@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from outrider.orchestrator.machine import blas
 from outrider.orchestrator.machine.spawn import child_environment, python
@@ -19,7 +19,7 @@ GRACE_S = 5
 
 
 class Helper:
-    """Runs `python -m *command` with the workers' BLAS on so many `threads`; a context manager."""
+    """Runs `python -m *command` with the workers' BLAS; a context manager. The program ends when its stdin does."""
 
     def __init__(self, *command: str, threads: int = 1) -> None:
         self._name = command[0]
@@ -35,12 +35,23 @@ class Helper:
     def pid(self) -> int:
         return self._process.pid
 
-    def __enter__(self) -> Helper:
+    def __enter__(self) -> Self:
+        """Waits until it is ready.
+
+        Raises:
+            WorkerError: it ended before.
+        """
+        try:
+            self._told()
+        except WorkerError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
         try:
             self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
@@ -55,14 +66,9 @@ class Helper:
         if self._process.stdin is not None and self._process.poll() is None:
             self._process.stdin.write(json.dumps(wish) + "\n")
             self._process.stdin.flush()
-        return self.told()
+        return self._told()
 
-    def told(self) -> dict[str, Any]:
-        """What it says next, asked or not.
-
-        Raises:
-            WorkerError: it ended.
-        """
+    def _told(self) -> dict[str, Any]:
         line = self._process.stdout.readline() if self._process.stdout is not None else ""
         if not line:
             raise WorkerError(f"{self._name} ended; its message stands above")
@@ -70,7 +76,12 @@ class Helper:
         return answer
 
 
+def say_ready() -> None:
+    print(json.dumps({"ready": True}), flush=True)
+
+
 def answer_all(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answers every line of stdin, until its end."""
+    """Says that it is ready, and answers every line of stdin until its end."""
+    say_ready()
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.bench.contest.statistics import bootstrap
 from outrider.bench.helper import Helper
 from outrider.bench.prompts import mixed
-from outrider.bench.rounds import Round, read_rounds
+from outrider.bench.trace.rounds import Round, read_rounds
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import FAN_OUTS
-from outrider.orchestrator.study.statistics import bootstrap
 from outrider.protocol.sampling import SamplingParams
 
 Tell = Callable[[str], None]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from outrider.bench.contest.contest import PeerProcess
 from outrider.bench.prompts import Prompt, mixed
 from outrider.bench.scrambled import scrambled
 from outrider.orchestrator.certify import certify
@@ -30,7 +31,6 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARG
 from outrider.orchestrator.pair.pairing import choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
-from outrider.orchestrator.study.contest import PeerProcess
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 

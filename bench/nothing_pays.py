@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from outrider.bench.contest.contest import Ours, compete
+from outrider.bench.contest.statistics import Interval, ratio
 from outrider.bench.prompts import mixed
 from outrider.bench.scrambled import scrambled
 from outrider.orchestrator.cli import run_as_program
@@ -26,8 +28,6 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.blas import CHOICE
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
-from outrider.orchestrator.study.contest import Ours, compete
-from outrider.orchestrator.study.statistics import Interval, ratio
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 

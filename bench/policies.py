@@ -9,7 +9,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from outrider.bench.simulator import Policy, Result, Simulator
+from outrider.bench.simulation.simulator import Policy, Result, Simulator
 from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.profile import Profile
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from outrider.orchestrator.study.contest import read_prompts
 from outrider.protocol.errors import InvalidRequest
 
 FOLDER = Path(__file__).parent / "prompts"
@@ -37,7 +36,7 @@ def load(kind: str) -> list[Prompt]:
     """
     if kind not in CLASSES:
         raise InvalidRequest(f"no prompts are called {kind!r}; expected one of {', '.join(CLASSES)}")
-    entries = read_prompts(FOLDER / f"{kind}.txt")
+    entries = (FOLDER / f"{kind}.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n%\n")
     return [Prompt(kind, number, text) for number, text in enumerate(entries)]
 
 

@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.bench.contest.contest import Contestant, Ours, Peer, PeerProcess, compete
+from outrider.bench.contest.statistics import total_rate
 from outrider.bench.helper import Helper
 from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
@@ -25,8 +27,6 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARG
 from outrider.orchestrator.pair.pairing import choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
-from outrider.orchestrator.study.contest import Contestant, Ours, Peer, PeerProcess, compete
-from outrider.orchestrator.study.statistics import total_rate
 from outrider.protocol.sampling import SamplingParams
 
 Tell = Callable[[str], None]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,14 +20,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from outrider.bench.contest.account import account
+from outrider.bench.contest.contest import Ours, Run
+from outrider.bench.contest.statistics import Interval, ratio, total_rate
 from outrider.bench.policies import best_sd, best_ssd
-from outrider.bench.simulator import Policy, Simulator
-from outrider.bench.stand_in import CONFIG, write
+from outrider.bench.simulation.simulator import Policy, Simulator
+from outrider.bench.simulation.stand_in import CONFIG, write
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.study.statistics import Interval, Timed, ratio, total_rate
-from outrider.protocol.messages import Timings
 from outrider.protocol.profile import Profile, Published
 from outrider.protocol.sampling import SamplingParams
 
@@ -102,14 +102,15 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[Row]:
         starts = _starts(prompts + 1)
         script = Path(folder) / "script.json"
         _write_script(script, folder, starts, max(max_tokens, WARM_UP_TOKENS) + SPARE_TOKENS)
-        runs: dict[str, list[Timings]] = {}
+        runs: dict[str, list[Run]] = {}
         for cluster in dict.fromkeys(contestant.cluster for contestant in contestants):
             chosen = [contestant for contestant in contestants if contestant.cluster == cluster]
             with _cluster(path, folder, script, *cluster) as client:
                 for contestant in chosen:
                     print(f"{profile.name}: {contestant.name}", file=sys.stderr, flush=True)
                     runs[contestant.name] = _run(client, contestant, starts, max_tokens)
-    hop_ms = _turnaround_ms([timings for found in runs.values() for timings in found]) / 2
+    everything = account([run.timings for found in runs.values() for run in found if run.timings])
+    hop_ms = (everything.turnaround_ms or 0.0) / 2
     rows = [_row(profile, contestant, runs, hop_ms) for contestant in contestants]
     _print(profile, rows)
     return rows
@@ -177,44 +178,40 @@ def _cluster(profile: Path, model: str, script: Path, fan_out: str, anytime: boo
         yield cluster.client()
 
 
-def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int) -> list[Timings]:
+def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int) -> list[Run]:
     """Every prompt but the first, which warms up what learns."""
+    policy = contestant.policy
+    ours = Ours(contestant.name, client, contestant.mode, policy.depth, policy.branches)
 
-    def generate(start: Sequence[int], tokens: int) -> Timings:
-        return client.generate(
-            start,
-            SamplingParams(max_tokens=tokens, ignore_eos=True),
-            mode=contestant.mode,
-            num_draft_tokens=contestant.policy.depth,
-            branches=contestant.policy.branches,
-        ).timings
+    def sampling(tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=tokens, ignore_eos=True)
 
     if contestant.mode == "ar":  # every token takes the same time
-        return [generate(starts[1], min(max_tokens, 100))] * (len(starts) - 1)
-    generate(starts[0], WARM_UP_TOKENS)
-    return [generate(start, max_tokens) for start in starts[1:]]
+        return [ours.run(starts[1], sampling(min(max_tokens, 100)))] * (len(starts) - 1)
+    ours.run(starts[0], sampling(WARM_UP_TOKENS))
+    return [ours.run(start, sampling(max_tokens)) for start in starts[1:]]
 
 
 # --- telling ----------------------------------------------------------------------------------------------------------
 
 
-def _row(profile: Profile, contestant: Contestant, runs: dict[str, list[Timings]], hop_ms: float) -> Row:
+def _row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float) -> Row:
     found, told = runs[contestant.name], contestant.mode != "auto"
-    sd = next(timings for name, timings in runs.items() if name.startswith("sd"))
-    rounds = sum(timings.rounds for timings in found)
-    lookups = sum(timings.cache_hits + timings.cache_misses for timings in found)
+    sd = next(others for name, others in runs.items() if name.startswith("sd"))
+    sums = account([run.timings for run in found if run.timings])
+    timed = [run.timed for run in found]
     return Row(
         contestant.name,
-        total_rate(_timed(found)),
+        total_rate(timed),
         _predict(profile, contestant.policy, hop_ms=hop_ms) if told else None,
         _predict(profile, contestant.policy) if told else None,
         _published(profile.published, contestant),
-        sum(timings.cache_hits for timings in found) / lookups if lookups else 0.0,
-        sum(timings.predicted_n for timings in found) / rounds,
-        sum(timings.idle_ms for timings in found) / rounds,
-        _turnaround_ms(found) or None,
-        ratio(_timed(found), _timed(sd)),
-        ratio(_timed(found), _timed(runs["ar"])),
+        sums.hit_rate or 0.0,
+        sums.tokens / sums.rounds,
+        sums.idle_ms / sums.rounds,
+        sums.turnaround_ms,
+        ratio(timed, [run.timed for run in sd]),
+        ratio(timed, [run.timed for run in runs["ar"]]),
     )
 
 
@@ -227,15 +224,6 @@ def _published(published: Published | None, contestant: Contestant) -> float | N
     if policy.depth != depth or (contestant.mode == "ssd" and policy.fan_out != "geometric"):
         return None
     return published.sd if contestant.mode == "sd" else published.ssd
-
-
-def _turnaround_ms(found: Sequence[Timings]) -> float:
-    """The median time between an outcome and the verify of a hit; 0 without hits."""
-    return statistics.median([ms for timings in found for ms in timings.turnaround_ms] or [0.0])
-
-
-def _timed(found: Sequence[Timings]) -> list[Timed]:
-    return [Timed(timings.predicted_n - 1, timings.predicted_ms / 1000) for timings in found]
 
 
 def _print(profile: Profile, rows: Sequence[Row]) -> None:

@@ -28,6 +28,8 @@ COMMANDS = {
     "doctor": "what this machine has and what each placement would cost",
     "pairs": "model pairs that fit, or a check of one",
 }
+MEASURING = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap")}
+"""Commands of the room that measures: it stands above this one, so they are known by name and imported when wanted."""
 PROGRAMS = {"convert": "outrider.drafting.coreml.convert"}
 """Commands that are programs of another room, which may import MLX as this one may not: this process becomes them."""
 INTERRUPTED = 130
@@ -40,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _without_command(given)
     if given[0] in PROGRAMS:
         _become(PROGRAMS[given[0]], given[1:])
-    return run(f"outrider {given[0]}", import_module(f"outrider.orchestrator.cli.{given[0]}"), given[1:])
+    command = import_module(MEASURING.get(given[0], f"outrider.orchestrator.cli.{given[0]}"))
+    return run(f"outrider {given[0]}", command, given[1:])
 
 
 def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:

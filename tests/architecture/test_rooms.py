@@ -19,35 +19,43 @@ MAY_IMPORT = {
     "target_worker": {"protocol", "engine", "drafting"},
     "draft_worker": {"protocol", "engine", "drafting"},
     "orchestrator": {"protocol"},
+    "bench": {"protocol", "engine", "drafting", "draft_worker", "orchestrator"},
     "outrider": {"protocol", "orchestrator"},
 }
 ROOMS = set(MAY_IMPORT)
-# Inside the orchestrator: what each of its rooms may use of the others. What stands beside the rooms is for all.
+# Inside a room: what each of its own may use of the others. What stands beside them is for all, in CoreML for none.
 WITHIN = {
-    "core": {"machine"},
-    "front": {"pair"},
-    "client": {"machine"},
-    "pair": set(),
-    "machine": {"pair"},
-    "study": {"client", "core", "machine"},
-    "cli": {"client", "core", "front", "machine", "pair", "study"},
+    "orchestrator": {
+        "core": {"machine"},
+        "front": {"pair"},
+        "client": {"machine"},
+        "pair": set(),
+        "machine": {"pair"},
+        "cli": {"client", "core", "front", "machine", "pair"},
+    },
+    "bench": {
+        "timing": set(),
+        "trace": set(),
+        "simulation": set(),
+        "contest": {"timing"},
+        "commands": {"timing", "trace", "contest"},
+    },
+    "drafting/coreml": {
+        "package": set(),
+        "converter": {"package"},
+        "runtime": {"package"},
+        "host": {"package", "runtime"},
+        "trials": {"package", "converter", "runtime", "host"},
+    },
 }
-# The same for drafting with CoreML.
-WITHIN_COREML = {
-    "package": set(),
-    "converter": {"package"},
-    "runtime": {"package"},
-    "host": {"package", "runtime"},
-    "trials": {"package", "converter", "runtime", "host"},
-}
-OUTSIDE = {"launch", "bench", "tests", "models", "docs"}
+CLOSED = {"drafting/coreml"}
+OUTSIDE = {"launch", "tests", "models", "docs"}
 WITHOUT_MLX = ("protocol", "orchestrator", "outrider")
 MLX = {"mlx", "mlx_lm"}
 BROAD = {"Exception", "BaseException"}
-MAY_PRINT = "orchestrator/cli/"
+MAY_PRINT = ("orchestrator/cli/", "bench/")
 
-every_inner_room = pytest.mark.parametrize("room", WITHIN)
-every_coreml_room = pytest.mark.parametrize("room", WITHIN_COREML)
+every_inner_room = pytest.mark.parametrize(("house", "room"), [(h, r) for h, rooms in WITHIN.items() for r in rooms])
 every_room = pytest.mark.parametrize("room", MAY_IMPORT)
 
 
@@ -121,19 +129,12 @@ def test_imports_point_one_way(room):
 
 
 @every_inner_room
-def test_the_orchestrators_own_rooms_point_one_way(room):
-    house, beyond = "outrider.orchestrator", set(WITHIN) - {room} - WITHIN[room]
-    found = modules(f"orchestrator/{room}")
-    assert not {path: names for path, tree in found.items() if (names := beyond & inner(tree, house))}
-
-
-@every_coreml_room
-def test_coremls_own_rooms_point_one_way(room):
-    house = "outrider.drafting.coreml"
-    outside = {path.stem for path in (ROOT / "drafting/coreml").glob("*.py")} - {"__init__"}
-    beyond = (set(WITHIN_COREML) | outside) - {room} - WITHIN_COREML[room]
-    found = modules(f"drafting/coreml/{room}")
-    assert not {path: names for path, tree in found.items() if (names := beyond & inner(tree, house))}
+def test_the_rooms_of_a_room_point_one_way(house, room):
+    beside = {path.stem for path in (ROOT / house).glob("*.py")} - {"__init__"} if house in CLOSED else set()
+    beyond = (set(WITHIN[house]) | beside) - {room} - WITHIN[house][room]
+    name = f"outrider.{house.replace('/', '.')}"
+    found = modules(f"{house}/{room}")
+    assert not {path: names for path, tree in found.items() if (names := beyond & inner(tree, name))}
 
 
 @pytest.mark.parametrize("room", WITHOUT_MLX)
@@ -166,13 +167,13 @@ sys.exit(", ".join(sorted({"mlx", "mlx_lm"} & set(sys.modules))) or 0)
 def test_mlx_stays_out_of_the_orchestrators_process():
     """Not by way of another library either."""
     loaded = subprocess.run(
-        [sys.executable, "-c", LOAD_ALL, "outrider.protocol", "outrider.orchestrator"],
+        [sys.executable, "-c", LOAD_ALL, "outrider.protocol", "outrider.orchestrator", "outrider.bench.commands"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert loaded.returncode == 0, loaded.stderr
 
 
-@pytest.mark.parametrize("room", [*MAY_IMPORT, "bench"])
+@every_room
 def test_rooms_are_imported_below_outrider(room):
     """What is installed has no other name, and a `protocol.py` of the user's is no room of ours."""
     beside = (ROOMS | OUTSIDE) - {"outrider"}
@@ -182,7 +183,7 @@ def test_rooms_are_imported_below_outrider(room):
 def test_every_room_has_its_name_below_outrider():
     """In a checkout by a link; what is installed is what stands below `outrider/`."""
     links = {path.name: path.readlink() for path in (ROOT / "outrider").iterdir() if path.is_symlink()}
-    assert links == {room: Path("..") / room for room in (ROOMS - {"outrider"}) | {"bench", "models"}}
+    assert links == {room: Path("..") / room for room in (ROOMS - {"outrider"}) | {"models"}}
     assert all((path.parent / "__init__.py").exists() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.virtual_time import VirtualCluster, random_texts
+from outrider.bench.simulation.virtual_time import VirtualCluster, random_texts
 from outrider.orchestrator.core.tuning import Choice, Tuning
 from outrider.protocol.profile import Latency, Profile
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.rounds import Round, read_rounds
+from outrider.bench.trace.rounds import Round, read_rounds
 from outrider.orchestrator.core.ledger import ORCHESTRATOR, TARGET
 from outrider.orchestrator.core.trace import Trace
 from outrider.protocol.errors import InvalidRequest

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.odds import BEYOND_RANKS, Luck
-from outrider.bench.simulator import Policy, Simulator
-from outrider.bench.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
+from outrider.bench.simulation.odds import BEYOND_RANKS, Luck
+from outrider.bench.simulation.simulator import Policy, Simulator
+from outrider.bench.simulation.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.orchestrator.core.controller import EPISODE_ROUNDS
 from outrider.protocol.errors import InvalidRequest

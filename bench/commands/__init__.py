@@ -1,0 +1,1 @@
+"""The commands `outrider bench`, `tune` and `overlap`."""

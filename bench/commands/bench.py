@@ -1,0 +1,213 @@
+"""Compares AR, SD, SSD and auto with mlx-lm on the same weights and prompts, in turns; losses included."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from outrider.bench.contest import bars, report
+from outrider.bench.contest.contention import Contention
+from outrider.bench.contest.contest import Contestant, Run, compete
+from outrider.bench.contest.explain import Subject, judge_all, lines, subjects_of
+from outrider.bench.contest.field import (
+    BASELINE,
+    BOTH_CORES,
+    Field,
+    field,
+    of_main_table,
+    of_second_table,
+    require_peer,
+)
+from outrider.bench.prompts import load
+from outrider.bench.timing.alone import Alone, Stopwatch
+from outrider.bench.timing.workbench import Workbench, workbench
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.folder import writable
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.machine import blas
+from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import ServeSettings, check_draft_tokens
+from outrider.protocol import values
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+
+N = TypeVar("N", int, float)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("bench")
+    group.add_argument("--prompts", type=int, default=24, metavar="N", help="prompts of each class, default 24")
+    group.add_argument("--classes", default="code", help="comma-separated: code,repeated,prose,json; default code")
+    group.add_argument("--temps", default="0,0.8", help="comma-separated temperatures, default 0,0.8")
+    group.add_argument("--depths", default="2,3,4", help="K to try for SD, SSD and mlx-lm, default 2,3,4")
+    group.add_argument("--max-tokens", "-m", type=int, default=128, metavar="N", help="of each run, default 128")
+    group.add_argument("--no-peers", action="store_true", help="leave mlx-lm out, as every simulation does")
+    group.add_argument("--both-cores", action="store_true", help="a second table: AR, SD and mlx-lm with both cores")
+    group.add_argument("--contended", action="store_true", help="with another process busy on the target's device")
+    group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for bench.json and bench.png")
+    flags.add_request_flags(parser, mode=False, depth=False)
+    flags.add_cluster_flags(parser)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be run, checked before anything starts."""
+
+    prompts: dict[str, list[tuple[int, ...]]]
+    samplings: list[SamplingParams]
+    depths: list[int]
+    peers: bool
+    both_cores: bool
+
+
+def run(options: argparse.Namespace) -> int:
+    flags.set_up_logging(options)
+    pair = choose_pair(ServeSettings(**flags.settings_of(options)))
+    if pair.settings.colocate:
+        raise InvalidRequest("bench runs SD colocated beside all the other ways; leave colocate out")
+    if not pair.settings.ngrams:
+        raise InvalidRequest("bench runs SD with n-grams and without; leave no-ngrams out")
+    plan, out = _plan(options, pair), writable(options.out, "choose another --out")
+    screen = Screen()
+    sections, raw = [], {}
+    with _started(options, plan, pair, screen) as arena:
+        for kind, prompts in plan.prompts.items():
+            for sampling in plan.samplings:
+                found, runs = arena.contest(kind, prompts, sampling)
+                sections += found
+                raw[f"{kind} T={sampling.temp:g}"] = {name: [_plain(run) for run in runs[name]] for name in runs}
+                screen.clear()
+                for section in found:
+                    print(report.table(section) + "\n", flush=True)
+    _write(out, sections, pair.settings, raw)
+    return 0
+
+
+def _plan(options: argparse.Namespace, pair: ChosenPair) -> Plan:
+    """
+    Raises:
+        InvalidRequest: there is nothing to run, or not everything that it takes.
+    """
+    depths = _numbers("depths", options.depths, int)
+    for depth in depths:
+        check_draft_tokens(depth)
+    values.whole("max_tokens", options.max_tokens, 2, 1 << 20)
+    temps = _numbers("temps", options.temps, float)
+    samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True) for temp in temps]
+    peers = not options.no_peers and pair.settings.simulate is None
+    if peers:
+        require_peer()
+    prompts = {kind: _prompts(kind, options.prompts, pair) for kind in options.classes.split(",")}
+    return Plan(prompts, samplings, depths, peers, options.both_cores)
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Everything that runs during a bench. `bench`: workers to time alone, None where there is no draft worker."""
+
+    plan: Plan
+    settings: ServeSettings
+    field: Field
+    bench: Workbench | None
+    conditions: str
+    tell: Callable[[str], None]
+
+    def contest(
+        self, kind: str, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> tuple[list[report.Section], dict[str, list[Run]]]:
+        """The tables of one class at one temperature."""
+        best = self.field.best(prompts, sampling, self.tell)
+        stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.breadth) if self.bench else None
+        runs = compete(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
+        alone = stopwatch.read() if stopwatch else None
+        return self._sections(kind, sampling.temp, runs, best, alone), runs
+
+    def _sections(
+        self, kind: str, temp: float, runs: dict[str, list[Run]], best: Sequence[Contestant], alone: Alone | None
+    ) -> list[report.Section]:
+        threads = self.settings.threads
+        main, subjects = of_main_table(runs), subjects_of(best, runs, BOTH_CORES)
+        judged = judge_all(subjects, alone) if alone else {}
+        notes = self._notes(alone, subjects)
+        here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker{self.conditions}"
+        found = [report.section(kind, temp, here, main, BASELINE, judged, notes)]
+        if self.plan.both_cores:
+            there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; the others as above{self.conditions}"
+            second = of_second_table(runs)
+            found.append(report.section(kind, temp, there, second, BASELINE + BOTH_CORES, {}))
+        return found
+
+    def _notes(self, alone: Alone | None, subjects: Sequence[Subject]) -> list[str]:
+        if alone is None:
+            return ["- no draft worker: nothing was timed alone, so the formula has no word"]
+        return lines(alone, subjects, self.settings.breadth, self.field.weight_bytes)
+
+
+@contextmanager
+def _started(options: argparse.Namespace, plan: Plan, pair: ChosenPair, screen: Screen) -> Iterator[Arena]:
+    settings = pair.settings
+    given = flags.settings_of(options)
+    with ExitStack() as stack:
+        started = stack.enter_context(field(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show))
+        bench = None
+        if settings.has_draft_worker:
+            bench = stack.enter_context(workbench(settings, screen.show))
+        conditions = ""
+        if options.contended:
+            conditions = "; " + stack.enter_context(Contention(settings)).describe()
+        yield Arena(plan, settings, started, bench, conditions, screen.show)
+
+
+def _prompts(kind: str, count: int, pair: ChosenPair) -> list[tuple[int, ...]]:
+    prompts = load(kind)
+    if not 1 <= count <= len(prompts):
+        raise InvalidRequest(f"prompts is {count}; the class {kind} has 1 to {len(prompts)}")
+    codec = load_codec(pair.target)
+    return [codec.encode(prompt.text) for prompt in prompts[:count]]
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
+    try:
+        return list(dict.fromkeys(kind(part) for part in text.split(",")))
+    except ValueError:
+        raise InvalidRequest(f"{name} is {text!r}; expected numbers with commas between, like 2,3,4") from None
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    timings = run.timings
+    return {
+        "tokens": len(run.tokens),
+        "seconds": run.timed.seconds,
+        "hits": timings.cache_hits if timings else None,
+        "misses": timings.cache_misses if timings else None,
+        "turnaround_ms": list(timings.turnaround_ms) if timings else None,
+    }
+
+
+def _write(out: Path, sections: list[report.Section], settings: ServeSettings, raw: dict[str, Any]) -> None:
+    try:
+        (out / "bench.json").write_text(json.dumps(report.record(sections, _machine(settings), raw), indent=1))
+    except OSError as error:
+        raise InvalidRequest(f"the results can't be written to {out}: {error.strerror}") from error
+    title = f"outrider bench: K chosen per family, B = {settings.breadth}"
+    bars.draw(sections, out / "bench.png", title)
+    print(f"{title}\nwritten: {out / 'bench.json'}, {out / 'bench.png'}")
+
+
+def _machine(settings: ServeSettings) -> dict[str, Any]:
+    return {
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("mlx", "mlx-lm", "pyzmq", "numpy")},
+        "blas": blas.notes(),
+        "threads": settings.threads,
+        "branches": settings.breadth,
+    }

@@ -1,0 +1,95 @@
+"""Times what working ahead can hide: verify alone, work ahead alone, both at once; draws real rounds on one clock."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from outrider.bench.timing.overlap import Overlap, measure
+from outrider.bench.timing.workbench import workbench
+from outrider.bench.trace.breakdown import breakdown, table
+from outrider.bench.trace.timeline import Bar, draw, read
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.folder import writable
+from outrider.orchestrator.cli.generate import read_prompt
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.pair.pairing import choose_pair
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+
+PROMPT = "def read_lines(path):\n"
+# The picture begins here: the first rounds of a request are its warm-up.
+FIRST_ROUND = 8
+PICTURE_TOKENS = 400
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", "-p", default=PROMPT, help="the text to go on from; - reads it from stdin")
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds of each kind, default 40")
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for the picture and the trace")
+    parser.add_argument("--temp", type=float, default=0.0, metavar="T")
+    flags.add_request_flags(parser, mode=False)
+    flags.add_cluster_flags(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    flags.set_up_logging(options)
+    if not 1 <= options.rounds <= 1000:
+        raise InvalidRequest(f"rounds is {options.rounds}; expected a whole number from 1 to 1000")
+    settings = ServeSettings(**flags.settings_of(options))
+    if settings.colocate:
+        raise InvalidRequest("overlap times a drafter beside the target; with colocate they take turns, leave it out")
+    if settings.trace is not None:
+        raise InvalidRequest("overlap writes its trace to rounds.json in --out; leave trace out")
+    prompt, out = read_prompt(options.prompt), writable(options.out, "choose another --out")
+    screen = Screen()
+    measured = _measure(settings, prompt, options.rounds, screen)
+    bars = _real_rounds(options, prompt, out, screen)
+    picture = out / "rounds.png"
+    title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
+    draw(bars, picture, title, FIRST_ROUND, 10)
+    screen.clear()
+    print(_table(measured))
+    print(table(breakdown(bars, FIRST_ROUND)))
+    print(f"ten rounds: {picture}\ntrace:      {out / 'rounds.json'} (open it at ui.perfetto.dev)")
+    return 0
+
+
+def _measure(settings: ServeSettings, prompt: str, rounds: int, screen: Screen) -> Overlap:
+    pair = choose_pair(settings)
+    tokens = load_codec(pair.target).encode(prompt)
+    with workbench(pair.settings, screen.show) as bench:
+        screen.show("timing rounds")
+        return measure(bench, tokens, rounds, settings.depth, settings.breadth)
+
+
+def _real_rounds(options: argparse.Namespace, prompt: str, out: Path, screen: Screen) -> list[Bar]:
+    """Generates with SSD under a trace, and reads it."""
+    trace = out / "rounds.json"
+    chosen = {**flags.settings_of(options), "trace": trace}
+    with LocalCluster(progress=screen.show, **chosen) as cluster:
+        _generate(cluster.client(), prompt, options.temp, screen)
+    return read(trace)
+
+
+def _generate(client: Client, prompt: str, temp: float, screen: Screen) -> None:
+    screen.show("generating real rounds")
+    sampling = SamplingParams(max_tokens=PICTURE_TOKENS, temp=temp, seed=7, ignore_eos=True)
+    client.generate(prompt, sampling, mode="ssd", chat_template=False)
+
+
+def _table(o: Overlap) -> str:
+    rows = [
+        ("verify alone", f"{o.verify:.2f} ms", f"one forward over {o.depth + 1} tokens"),
+        ("work ahead alone", f"{o.ahead:.2f} ms", f"{o.branches} branches, {o.depth} tokens deep"),
+        ("both at once", f"{o.both:.2f} ms", f"verify {o.verify_beside:.2f}, work ahead {o.ahead_beside:.2f}"),
+        ("overlap efficiency", f"{o.efficiency:.2f}", "1: the shorter hides fully; 0: they take turns"),
+        ("speedup", f"{o.speedup:.2f}x", "sequential time over parallel time"),
+    ]
+    return f"medians of {o.rounds} rounds\n" + "\n".join(
+        f"  {name:20}{value:>10}   {note}" for name, value, note in rows
+    )

@@ -1,0 +1,163 @@
+"""Who competes: our modes on clusters of their own and mlx-lm's loops, started for one bench and ended with it.
+
+A family is one way to decode in all its settings; a trial on a few prompts leaves the best of each for the main run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Peer, PeerProcess, Run, compete
+from outrider.bench.contest.statistics import total_rate
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine import cores
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import WorkerStats
+from outrider.protocol.sampling import SamplingParams
+
+BASELINE = "ar"
+# What a contestant's name ends with when both cores are its.
+BOTH_CORES = ", both cores"
+# The settings of each family are chosen on this many prompts before the main run.
+TRIAL_PROMPTS = 4
+
+Families = list[list[Contestant]]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """All contestants by family. `weight_bytes`: what the target reads in one forward."""
+
+    families: Families
+    weight_bytes: int
+
+    def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[Contestant]:
+        """The best of each family, by a trial. SD by the model alone stays in, since the formula is about it."""
+        trial = compete([c for family in self.families for c in family], prompts[:TRIAL_PROMPTS], sampling, tell)
+        rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
+        chosen: dict[str, Contestant] = {}
+        for family in self.families:
+            models = [contestant for contestant in family if contestant.name.startswith("sd model")]
+            for some in (family, models):
+                if some:
+                    best = max(some, key=lambda contestant: rates[contestant.name])
+                    chosen.setdefault(best.name, best)
+        return list(chosen.values())
+
+
+@contextmanager
+def field(
+    given: dict[str, Any], settings: ServeSettings, depths: Sequence[int], both_cores: bool, peers: bool, tell: Tell
+) -> Iterator[Field]:
+    """`given` are the cluster's settings as keywords; `settings` the same with folders in them (see `pairing`).
+
+    Raises:
+        OutriderError: a cluster or mlx-lm can't be started.
+    """
+    with ExitStack() as stack:
+        start = _Starter(stack, given, settings, depths, tell)
+        families, weight_bytes = start.ours("", given)
+        if peers:
+            families += start.peers("", settings)
+        if both_cores:
+            # SSD has a core for each worker; this is what the others make of as many.
+            threads = 2 * settings.threads
+            families += start.ours(BOTH_CORES, {**given, "threads": threads}, plain=True)[0]
+            if peers:
+                families += start.peers(BOTH_CORES, replace(settings, threads=threads))
+        yield Field(families, weight_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Starter:
+    """Starts clusters and peers that end with `stack`."""
+
+    stack: ExitStack
+    given: dict[str, Any]
+    settings: ServeSettings
+    depths: Sequence[int]
+    tell: Tell
+
+    def ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> tuple[Families, int]:
+        """AR and SD from every source, and unless `plain` also SSD and auto; and the size of the target's weights."""
+        copying = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
+        cluster = self._cluster(given)
+        ngram = self._cluster({**copying, "draft_backend": "ngram", "ngrams": True}).client()
+        if not plain:
+            # A target without a drafter is left free; here it shares the core of all other targets.
+            keep_on(_target(ngram).pid, cores.core_of("target", self.settings))
+        clients = {
+            "model": self._cluster({**given, "ngrams": False}).client(),
+            "n-gram": ngram,
+            "both": cluster.client(),
+        }
+        families: Families = [
+            [Ours(BASELINE + suffix, cluster.client(), "ar")],
+            [
+                Ours(f"sd {source} K={depth}{suffix}", client, "sd", depth)
+                for depth in self.depths
+                for source, client in clients.items()
+            ],
+        ]
+        if not plain:
+            families += self._colocated(given)
+            families.append([Ours(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
+            families.append([Ours("auto", cluster.client(), "auto")])
+        return families, _target(cluster.client()).weight_bytes
+
+    def _colocated(self, given: dict[str, Any]) -> Families:
+        """SD with the draft in the target's process, where it can be there."""
+        if self.settings.draft_backend != "mlx" or self.settings.simulate is not None:
+            return []
+        client = self._cluster({**given, "colocate": True}).client()
+        keep_on(_target(client).pid, cores.core_of("target", self.settings))
+        return [[Ours(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
+
+    def peers(self, suffix: str, settings: ServeSettings) -> Families:
+        process = self.stack.enter_context(PeerProcess(settings))
+        found: Families = [[Peer(f"mlx-lm{suffix}", process)]]
+        if settings.draft_model is not None:
+            found.append([Peer(f"mlx-lm sd K={depth}{suffix}", process, depth) for depth in self.depths])
+        return found
+
+    def _cluster(self, given: dict[str, Any]) -> LocalCluster:
+        return self.stack.enter_context(LocalCluster(progress=self.tell, **given))
+
+
+def _target(client: Client) -> WorkerStats:
+    return next(worker for worker in client.stats().workers if worker.role == "target")
+
+
+def keep_on(pid: int, core: int | None) -> None:
+    """Pins all threads of a process that runs already."""
+    threads = Path(f"/proc/{pid}/task")
+    for thread in threads.iterdir() if core is not None and threads.is_dir() else ():
+        cores.pin(int(thread.name), core)
+
+
+def require_peer() -> None:
+    """
+    Raises:
+        InvalidRequest: mlx-lm is not installed.
+    """
+    if find_spec("mlx_lm") is None:
+        raise InvalidRequest("mlx-lm is not installed, so there is no comparing; install it, or pass --no-peers")
+
+
+def of_main_table(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
+    return {name: found for name, found in runs.items() if not name.endswith(BOTH_CORES)}
+
+
+def of_second_table(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
+    """Those with both cores, and of the main table those that have both anyway."""
+    return {
+        name: found for name, found in runs.items() if name.endswith(BOTH_CORES) or name.startswith(("ssd", "auto"))
+    }

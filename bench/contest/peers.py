@@ -1,0 +1,66 @@
+"""The same weights in mlx-lm's own loops, for comparison.
+
+Reads one JSON object a line from stdin, {tokens, max_tokens, num_draft_tokens (0: plain decoding), temp, seed}, and
+answers each with {tokens, decode_seconds}: from the first generated token to the last, prefill left out. Knows nothing
+of Outrider's ways; both models are in float32 on CPU, as ours are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import stream_generate
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.utils import load_tokenizer
+
+from outrider.bench.helper import answer_all
+from outrider.engine.loading import load
+from outrider.orchestrator.cli import run_as_program
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`tokens` generated, and the seconds from the first to the last of them."""
+
+    tokens: list[int]
+    decode_seconds: float
+
+
+class Peers:
+    """Both models in this process, as mlx-lm's speculative decoding has them; without a draft only plain decoding."""
+
+    def __init__(self, model: str, draft_model: str | None) -> None:
+        self._target = load(model).model
+        self._draft = load(draft_model).model if draft_model is not None else None
+        self._tokenizer: Any = load_tokenizer(model)
+        self._tokenizer.eos_token_ids = set()  # every run is as long as asked
+
+    def run(self, tokens: list[int], max_tokens: int, num_draft_tokens: int, temp: float, seed: int) -> Run:
+        mx.random.seed(seed)
+        options: dict[str, Any] = {"sampler": make_sampler(temp), "max_tokens": max_tokens}
+        if num_draft_tokens:
+            options |= {"draft_model": self._draft, "num_draft_tokens": num_draft_tokens}
+        generated, first = [], 0.0
+        for response in stream_generate(self._target, self._tokenizer, tokens, **options):
+            first = first or time.perf_counter()
+            generated.append(response.token)
+        return Run(generated, time.perf_counter() - first)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draft-model")
+
+
+def run(options: argparse.Namespace) -> int:
+    peers = Peers(options.model, options.draft_model)
+    answer_all(lambda asked: asdict(peers.run(**asked)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,104 @@
+"""What a probe promises: tokens per second of AR, SD and SSD by K and B, what limits each, and what to do about it.
+
+The formula is `orchestrator.core.speedup`'s. AR and SD get times measured alone; SSD the verify as it is beside a
+working drafter, for both read the same memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.bench.timing.probe import WORTH_IT, Probe
+from outrider.bench.timing.trial import Trial
+from outrider.orchestrator.core.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Tokens per second of one mode at its K and B. `limit` says what bounds it."""
+
+    mode: str
+    depth: int
+    branches: int
+    tokens_per_second: float
+    limit: str
+
+
+def forecasts(probe: Probe, turnaround_ms: float) -> list[Forecast]:
+    """All modes and settings the probe tried, the fastest first."""
+    found = [Forecast("ar", 0, 0, 1000 / probe.step_ms, f"one token a forward, {probe.step_ms:.1f} ms each")]
+    for trial in probe.trials:
+        sd = sd_rate(costs_in_turn(probe), Odds(_always(trial.tokens_in_full), 0.0), trial.depth)
+        found.append(Forecast("sd", trial.depth, 0, 1000 * sd, _sd_limit(probe, trial)))
+        beside = costs_beside(probe, trial, turnaround_ms)
+        ssd = ssd_rate(beside, Odds(_always(trial.tokens), trial.hit_rate), trial.depth)
+        found.append(Forecast("ssd", trial.depth, trial.branches, 1000 * ssd, _ssd_limit(probe, trial)))
+    return sorted(found, key=lambda forecast: -forecast.tokens_per_second)
+
+
+def best_of(found: list[Forecast], mode: str) -> Forecast | None:
+    return next((forecast for forecast in found if forecast.mode == mode), None)
+
+
+def recommendation(found: list[Forecast]) -> Forecast:
+    """The fastest, unless it gains less than `WORTH_IT` on plain decoding."""
+    plain = best_of(found, "ar") or found[0]
+    return found[0] if found[0].tokens_per_second > WORTH_IT * plain.tokens_per_second else plain
+
+
+def costs_in_turn(probe: Probe) -> Costs:
+    """SD's: all of a round that is no verify is its chain's."""
+
+    def chain_ms(depth: int) -> float:
+        return max(probe.turn_ms(depth) - probe.verify_ms(depth + 1), 0.0)
+
+    return Costs(probe.step_ms, probe.verify_ms, chain_ms, lambda depth: 0.0, 0.0)
+
+
+def costs_beside(probe: Probe, trial: Trial, turnaround_ms: float) -> Costs:
+    """SSD's with this trial's K and B: verifies as they were beside the drafter.
+
+    Branches are served as deep as they have come, and the trial's tokens are of such; so no tree is waited for. A chain
+    asked for after a miss has SD's wait, not a hit's, and begins when half a depth, on average, is through.
+    """
+    usual_ms, slower = statistics.fmean(tried.verify_ms for tried in trial.rounds), slowdown(probe, trial)
+
+    def verify_ms(rows: int) -> float:
+        return usual_ms if rows == trial.depth + 1 else slower * probe.verify_ms(rows)
+
+    def chain_ms(depth: int) -> float:
+        between_ms = max(probe.between_ms - turnaround_ms, 0.0)
+        return probe.chain_ms(depth) + probe.link_ms + probe.tree_ms(trial.branches) / 2 + between_ms
+
+    return Costs(probe.step_ms, verify_ms, chain_ms, lambda depth: 0.0, turnaround_ms)
+
+
+def slowdown(probe: Probe, trial: Trial) -> float:
+    """How many times as long a verify takes beside the drafter as alone."""
+    return statistics.median(tried.verify_ms / probe.verify_ms(tried.rows) for tried in trial.rounds)
+
+
+def most_gained(probe: Probe, depth: int) -> float:
+    """1 + T_SD for this pair."""
+    return ceiling(costs_in_turn(probe), depth)
+
+
+def _always(value: float) -> Callable[[int], float]:
+    return lambda depth: value
+
+
+def _sd_limit(probe: Probe, trial: Trial) -> str:
+    verify, chain = probe.verify_ms(trial.depth + 1), costs_in_turn(probe).chain_ms(trial.depth)
+    return f"{trial.tokens_in_full:.2f} tokens for verify {verify:.1f} + draft {chain:.1f} ms"
+
+
+def _ssd_limit(probe: Probe, trial: Trial) -> str:
+    verify = statistics.fmean(tried.verify_ms for tried in trial.rounds)
+    tree = (trial.depth + 1) * probe.tree_ms(trial.branches)
+    hidden = "the drafting hides" if tree <= verify else f"the drafter needs {tree:.1f} ms"
+    return (
+        f"{trial.tokens:.2f} tokens a round, {trial.hit_rate:.0%} hits; verify beside the drafter {verify:.1f} ms,"
+        f" {slowdown(probe, trial):.2f} times what it takes alone; {hidden}"
+    )

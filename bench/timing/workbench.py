@@ -1,0 +1,202 @@
+"""The workers on a bench: real processes and real messages without the rounds, so that each can be timed by itself.
+
+All times are spans the workers measured around evaluated work, on this machine's one clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import zmq
+
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import clock
+from outrider.protocol.directory import private_directory
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.messages import (
+    Branch,
+    Branches,
+    Close,
+    Commit,
+    Drafted,
+    Fault,
+    Message,
+    Open,
+    Outcome,
+    Span,
+    Verify,
+)
+from outrider.protocol.sampling import SamplingParams
+
+REQUEST = "bench"
+PATIENCE_MS = 120_000
+TARGET = "target-0"
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A verify and the work ahead beside it; `pieces` as they were pushed, at least one."""
+
+    outcome: Outcome
+    pieces: tuple[Branches, ...]
+
+    @property
+    def ahead(self) -> Span:
+        """From the first forward of the drafter to its last."""
+        return Span(self.pieces[0].work.started_ns, self.pieces[-1].work.ended_ns)
+
+
+@contextmanager
+def workbench(settings: ServeSettings, tell: Callable[[str], None]) -> Iterator[Workbench]:
+    """The workers of these settings, started; `settings` must name folders (see `pairing`)."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with private_directory() as directory, Workbench(WorkerPool(context, settings, directory.path), tell) as bench:
+        yield bench
+
+
+class Workbench:
+    """Starts and owns the workers of `pool`; a context manager. One request at a time: `open`, rounds, `close`."""
+
+    def __init__(self, pool: WorkerPool, tell: Callable[[str], None]) -> None:
+        self._pool = pool
+        self._tell = tell
+        self._arrived: deque[Message] = deque()
+        self._poller = zmq.Poller()
+        self._poller.register(pool.socket, zmq.POLLIN)
+
+    def __enter__(self) -> Workbench:
+        self._pool.start()
+        while not self._pool.ready:
+            self._listen()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.close()
+
+    def need_drafter(self) -> None:
+        """
+        Raises:
+            WorkerError: this cluster has no draft worker.
+        """
+        if not self._pool.drafters():
+            raise WorkerError("this measurement needs a draft worker; choose a draft backend other than ngram and none")
+
+    # --- a request ------------------------------------------------------------------------------------------------
+
+    def open(self, tokens: Sequence[int], sampling: SamplingParams, *, target: bool, drafter: bool) -> int | None:
+        """OPEN to the workers meant; the target's first token after `tokens`, if it was meant."""
+        opening = Open(REQUEST, 0, 0, np.asarray(tokens, np.int32), sampling)
+        if drafter:
+            self._to_drafters(opening)
+        if not target:
+            return None
+        self._pool.send_target(opening)
+        return self._wait(Outcome).bonus
+
+    def close(self) -> None:
+        self._pool.send_target(Close(REQUEST))
+        self._to_drafters(Close(REQUEST))
+
+    def text(self, prompt: Sequence[int], length: int, sampling: SamplingParams) -> tuple[tuple[int, ...], list[Span]]:
+        """The prompt and `length` tokens that the target says after it, and the span of each run-ahead step."""
+        first = self.open(prompt, sampling, target=True, drafter=False)
+        text, spans = [*prompt, first or 0], []
+        self._pool.send_target(Verify(REQUEST, 0, 1, len(text), (), run_ahead=length - 2))
+        while len(text) < len(prompt) + length:
+            outcome = self._wait(Outcome)
+            text.append(outcome.bonus)
+            spans.append(outcome.work)
+        self.close()
+        return tuple(text), spans
+
+    # --- rounds ---------------------------------------------------------------------------------------------------
+
+    def verify(self, number: int, base_len: int, chain: Sequence[int]) -> Outcome:
+        """One VERIFY by itself."""
+        self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
+        return self._wait(Outcome)
+
+    def work_ahead(
+        self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
+    ) -> tuple[list[Branch], list[Span]]:
+        """One COMMIT by itself: the branches at full depth, and the span of each forward."""
+        self._commit(number, base_len, new, tuple(chain), depth, branches)
+        found: dict[tuple[int, int], Branch] = {}
+        spans = []
+        while True:
+            message = self._wait(Branches)
+            spans.append(message.work)
+            found |= {(entry.accepted, entry.bonus): entry for entry in message.entries}
+            if message.final:
+                return list(found.values()), spans
+
+    def both(
+        self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
+    ) -> Together:
+        """VERIFY and COMMIT at once, until both are through."""
+        self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
+        self._commit(number, base_len, new, tuple(chain), depth, branches)
+        verified: Outcome | None = None
+        pieces: list[Branches] = []
+        while verified is None or not pieces or not pieces[-1].final:
+            message = self._wait((Outcome, Branches))
+            if isinstance(message, Outcome):
+                verified = message
+            elif isinstance(message, Branches):
+                pieces.append(message)
+        return Together(verified, tuple(pieces))
+
+    def chain(self, number: int, base_len: int, new: Sequence[int], depth: int) -> tuple[Drafted, float]:
+        """A just-in-time chain, and the milliseconds from asking to having it."""
+        asked_ns = clock.now()
+        self._commit(number, base_len, new, None, depth, 0)
+        drafted = self._wait(Drafted)
+        return drafted, (clock.now() - asked_ns) / 1e6
+
+    def _commit(
+        self, number: int, base_len: int, new: Sequence[int], chain: tuple[int, ...] | None, depth: int, branches: int
+    ) -> None:
+        self._to_drafters(Commit(REQUEST, 0, number, base_len, tuple(new), chain, depth, branches))
+
+    def _to_drafters(self, message: Message) -> None:
+        for name in self._pool.drafters():
+            self._pool.send_drafter(name, message)
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+
+    def _wait(self, wanted: type[M] | tuple[type[M], ...]) -> M:
+        """The next message of a wanted class; unwanted ones before it are dropped.
+
+        Raises:
+            WorkerError: a worker was lost or failed, or did not answer in time.
+        """
+        deadline_ns = clock.now() + PATIENCE_MS * 1_000_000
+        while clock.now() < deadline_ns:
+            while self._arrived:
+                message = self._arrived.popleft()
+                if isinstance(message, wanted):
+                    return message
+            self._listen()
+        raise WorkerError(f"no answer from the workers within {PATIENCE_MS // 1000} s")
+
+    def _listen(self) -> None:
+        """Takes in what arrives within a moment. WorkerError: a worker was lost or failed."""
+        self._poller.poll(250)
+        for _, message in self._pool.receive():
+            if isinstance(message, Fault):
+                raise WorkerError(message.message)
+            self._arrived.append(message)
+        if self._pool.news:
+            self._pool.news = False
+            self._tell(self._pool.stage)
+        self._pool.ping(clock.now())
+        for loss in self._pool.losses():
+            raise WorkerError(loss.why)

@@ -1,0 +1,82 @@
+"""The rounds of a request gone through again: from the trace a cluster wrote and the tokens it gave.
+
+Knows bars and integers; nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from outrider.bench.trace.timeline import Bar, read
+from outrider.protocol.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """`chain` was verified after `base_len` tokens with the outcome (accepted, bonus).
+
+    `next_hit`: whether the lookup of that outcome found a branch; None when nothing was looked up. `after`: how this
+    round's own chain had been found: hit, miss, or start for round 0.
+    """
+
+    base_len: int
+    chain: tuple[int, ...]
+    accepted: int
+    bonus: int
+    after: str
+    next_hit: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """One verify as the trace tells it; `name` is where its chain came from."""
+
+    name: str
+    chain: tuple[int, ...]
+    accepted: int
+
+
+def read_rounds(trace: Path, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[Round]]:
+    """The rounds of each request: `texts` are prompt and generated tokens, in the order they were asked, one at a time.
+
+    Raises:
+        InvalidRequest: the trace does not fit the texts.
+    """
+    requests = list(_requests(read(trace)))
+    if len(requests) != len(texts):
+        raise InvalidRequest(f"{trace} tells of {len(requests)} requests; expected {len(texts)}")
+    return [_rounds(verified, *text) for verified, text in zip(requests, texts, strict=True)]
+
+
+def _requests(bars: Sequence[Bar]) -> Iterator[list[_Verified]]:
+    """The verifies of each request, its OPEN first."""
+    sent: dict[int, tuple[str, tuple[int, ...]]] = {}
+    current: list[_Verified] = []
+    for bar in sorted(bars, key=lambda bar: bar.start + bar.length):
+        if bar.track == "orchestrator" and "tokens" in bar.args:
+            sent[bar.round] = (bar.name, tuple(bar.args["tokens"]))
+        elif bar.track == "target":
+            if bar.round == 0:
+                if current:
+                    yield current
+                current, sent = [], {}
+            current.append(_Verified(*sent.get(bar.round, ("start", ())), bar.args["accepted"]))
+    if current:
+        yield current
+
+
+def _rounds(verified: Sequence[_Verified], prompt: Sequence[int], generated: Sequence[int]) -> list[Round]:
+    text, base_len, found = [*prompt, *generated], len(prompt), []
+    for this, following in pairwise(verified):
+        if base_len + this.accepted >= len(text):
+            raise InvalidRequest("the trace goes on after the text's end; expected the trace of these texts")
+        end = base_len + this.accepted + 1
+        # With one token left no chain fits before the bonus, so nothing was looked up.
+        hit = following.name == "hit" if len(text) - end > 1 else None
+        after = "start" if this.name == "start" else "hit" if this.name == "hit" else "miss"
+        found.append(Round(base_len, this.chain, this.accepted, text[end - 1], after, hit))
+        base_len = end
+    return found

@@ -1,1 +1,0 @@
-"""Measuring what a machine can do with a pair: overlap, probe, prediction, comparison, pictures."""

@@ -1,0 +1,139 @@
+"""Bench and tune: one clear sentence for each mistake, before anything starts, and no half profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.bench.commands import tune
+from outrider.orchestrator.cli import main
+from outrider.orchestrator.core import tuning
+from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.protocol.errors import InvalidRequest, ModelError
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A command that gets as far as starting processes has missed the mistake."""
+
+    def started(*_: Any, **__: Any) -> None:
+        pytest.fail("processes were started")
+
+    monkeypatch.setattr("outrider.bench.contest.field.LocalCluster", started)
+    monkeypatch.setattr(tune, "LocalCluster", started)
+    monkeypatch.setattr(tune, "_probe", started)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def complaint(captured: Captured, *arguments: str) -> tuple[int, str]:
+    code = main(list(arguments))
+    found = captured.readouterr()
+    assert found.out == ""
+    assert len(found.err.strip().splitlines()) == 1
+    return code, found.err.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompts", "0"], "prompts is 0; the class code has 1 to 26"),
+        (["--prompts", "999"], "prompts is 999; the class code has 1 to 26"),
+        (["--classes", "poems"], "no prompts are called 'poems'; expected one of code, repeated, prose, json"),
+        (["--classes", ""], "no prompts are called ''"),
+        (["--depths", "0"], "num_draft_tokens is 0; expected a whole number from 1 to 32"),
+        (["--depths", "two"], "depths is 'two'; expected numbers with commas between"),
+        (["--temps", "hot"], "temps is 'hot'; expected numbers with commas between"),
+        (["--temps=-1"], "temp is -1.0"),
+        (["--max-tokens", "1"], "max_tokens is 1; expected a whole number from 2"),
+    ],
+)
+def test_a_bench_of_nothing_is_refused(capsys: Captured, arguments: list[str], words: str) -> None:
+    code, said = complaint(capsys, "bench", *arguments)
+    assert code == InvalidRequest.exit_code
+    assert said.startswith("outrider bench: ")
+    assert words in said
+
+
+def test_results_that_cannot_be_written_are_refused_before_the_work(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, said = complaint(capsys, "bench", "--prompts", "1", "--out", str(tmp_path / "file" / "out"))
+    assert code == InvalidRequest.exit_code
+    assert "nothing can be written to" in said
+    assert "choose another --out" in said
+
+
+def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bench.contest.field.find_spec", lambda name: None)
+    code, said = complaint(capsys, "bench", "--prompts", "1")
+    assert (code, said) == (
+        InvalidRequest.exit_code,
+        "outrider bench: mlx-lm is not installed, so there is no comparing; install it, or pass --no-peers",
+    )
+
+
+def test_without_peers_none_need_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bench.contest.field.find_spec", lambda name: None)
+    with pytest.raises(pytest.fail.Exception, match="processes were started"):
+        main(["bench", "--prompts", "1", "--no-peers"])
+
+
+@pytest.mark.parametrize("backend", ["ngram", "none"])
+def test_tune_without_a_draft_model_says_so(capsys: Captured, backend: str) -> None:
+    code, said = complaint(capsys, "tune", "--draft-backend", backend)
+    assert code == InvalidRequest.exit_code
+    assert f"tune probes a draft model; expected another backend than {backend}" in said
+
+
+def test_tune_for_a_model_that_is_not_there(capsys: Captured) -> None:
+    assert complaint(capsys, "tune", "--model", "/no/such")[0] == ModelError.exit_code
+
+
+def test_a_profile_that_cannot_be_kept_is_refused_before_the_probe(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    code, said = complaint(capsys, "tune")
+    assert code == InvalidRequest.exit_code
+    assert "nothing can be written to" in said
+    assert "set XDG_CACHE_HOME" in said
+
+
+def test_a_tune_interrupted_half_way_leaves_no_profile(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "_turnaround", lambda *_: 0.3)
+    monkeypatch.setattr(tune, "_probe", interrupt)
+    assert main(["tune"]) == 130
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+    assert "tune: interrupted; nothing was saved" in capsys.readouterr().err
+
+
+def test_one_interrupted_while_it_is_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Tuning(10.0, ((1, 10.5),), 3.5, 1.9, 0.3, 0.4, (0.8,), 0.85, (Choice("ar", 0, 0, 95.0),))
+    tuning.save(record, tmp_path / "tuning.json")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "os", SimpleNamespace(replace=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tuning.save(Tuning(99.0, ((1, 1.0),), 1.0, 1.0, 1.0, 1.0, (0.1,), 0.1, ()), tmp_path / "tuning.json")
+    assert tuning.load(tmp_path / "tuning.json") == (record,)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tuning.json"]
+    assert not list(tmp_path.glob(".tuning-*"))
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_what_measures_a_drafter_beside_the_target_leaves_colocate_out(capsys: Captured, command: str) -> None:
+    code, said = complaint(capsys, command, "--colocate")
+    assert code == InvalidRequest.exit_code
+    assert "leave colocate out" in said

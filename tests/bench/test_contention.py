@@ -1,0 +1,85 @@
+"""What keeps the target's device busy runs as long as the bench, and never longer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.contest.contention import Contention
+from outrider.bench.contest.field import keep_on
+from outrider.orchestrator.machine import cores
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import WorkerError
+
+ROOT = Path(__file__).parents[2]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_it_is_busy_on_the_targets_core_and_ends_with_the_bench() -> None:
+    with Contention(ServeSettings()) as busy:
+        assert not is_gone(busy.pid)
+        core = cores.core_of("target", ServeSettings())
+        if core is not None:
+            assert os.sched_getaffinity(busy.pid) == {core}
+            assert f"core {core}, the target's" in busy.describe()
+    assert is_gone(busy.pid)
+
+
+def test_it_ends_when_the_bench_fails() -> None:
+    with pytest.raises(ValueError, match="bench"), Contention(ServeSettings()) as busy:
+        raise ValueError("bench")
+    assert is_gone(busy.pid)
+
+
+def test_it_ends_when_whoever_started_it_is_killed() -> None:
+    """Its stdin is a pipe that ends then."""
+    process = subprocess.Popen(
+        python("-m", "outrider.bench.contest.busy", "cpu"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=child_environment(),
+    )
+    if process.stdin is None or process.stdout is None:
+        pytest.fail("no pipes")
+    assert b"ready" in process.stdout.readline()
+    process.stdin.close()
+    assert process.wait(20) == 0
+    process.stdout.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="cores are told apart on Linux alone")
+def test_a_target_that_was_left_free_comes_to_the_core_of_the_others_with_all_its_threads() -> None:
+    """Else it would slip away from what contends, and win."""
+    work = "import threading, sys; e = threading.Event(); threading.Thread(target=e.wait, daemon=True).start();"
+    work += "print('up', flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        if process.stdout is None:
+            pytest.fail("no pipe")
+        process.stdout.readline()
+        core = max(os.sched_getaffinity(0))
+        keep_on(process.pid, core)
+        threads = [int(thread.name) for thread in Path(f"/proc/{process.pid}/task").iterdir()]
+        assert len(threads) == 2
+        assert all(os.sched_getaffinity(thread) == {core} for thread in threads)
+
+
+def test_one_that_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "outrider.bench.helper.python", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"]
+    )
+    with pytest.raises(WorkerError, match="ended; its message"), Contention(ServeSettings()):
+        os.kill(os.getpid(), signal.SIGTERM)  # never reached

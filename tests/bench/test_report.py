@@ -1,0 +1,53 @@
+"""Tables say what ran where, and the picture holds as many contestants as there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.contest import bars, report
+from outrider.bench.contest.account import Judged
+from outrider.bench.contest.contest import Run
+from outrider.bench.contest.field import BOTH_CORES, of_main_table, of_second_table
+from outrider.bench.contest.statistics import Timed
+from outrider.protocol.errors import InvalidRequest
+
+NAMES = ("ar", "sd model K=3", "ssd K=3", "auto", "mlx-lm", "ar, both cores", "mlx-lm sd K=3, both cores")
+RUNS = {name: [Run(tuple(range(65)), Timed(64, 1.0 / (1 + at)))] * 3 for at, name in enumerate(NAMES)}
+
+
+def made(kind: str = "code") -> report.Section:
+    judged = {"ssd K=3": Judged(190.0, 200.0, 13.0, 12.5, 0.4, 0.4)}
+    return report.section(kind, 0.8, "1 BLAS thread per worker", of_main_table(RUNS), "ar", judged, ["- a line"])
+
+
+def test_a_table_says_what_was_measured_of_what_the_formula_promises() -> None:
+    table = report.table(made())
+    assert "code, T = 0.8: 3 prompts, 0% of 4-grams repeated; 1 BLAS thread per worker" in table
+    assert "of the formula" in table
+    row = next(line for line in table.splitlines() if line.startswith("| ssd"))
+    assert [cell.strip() for cell in row.split("|")][2:5] == ["192.0", "3.00 [3.00, 3.00]", "0.95"]
+    assert table.endswith("\n\n- a line")
+
+
+def test_a_table_of_which_the_formula_says_nothing_has_no_such_column() -> None:
+    second = report.section("code", 0.0, "both cores", of_second_table(RUNS), "ar, both cores", {})
+    assert "of the formula" not in report.table(second)
+    assert len({line.count("|") for line in report.table(second).splitlines() if "|" in line}) == 1
+
+
+def test_each_contestant_stands_in_the_table_of_its_cores() -> None:
+    assert [row.name for row in made().rows] == ["mlx-lm", "auto", "ssd K=3", "sd model K=3", "ar"]
+    assert set(of_second_table(RUNS)) == {"ssd K=3", "auto", *(name for name in NAMES if name.endswith(BOTH_CORES))}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_picture_has_a_panel_a_table(tmp_path: Path, count: int) -> None:
+    bars.draw([made()] * count, tmp_path / "bench.png", "test")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="can't be written"):
+        bars.draw([made()], tmp_path / "missing" / "bench.png", "test")

@@ -1,0 +1,133 @@
+"""Predictions follow the formula, statistics mean what they say, and a picture needs a trace."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.contest.statistics import Timed, bootstrap, ratio, repeated_share
+from outrider.bench.trace.timeline import draw, read
+from outrider.orchestrator.core.speedup import (
+    Costs,
+    Kind,
+    Odds,
+    ar_rate,
+    ceiling,
+    mixed_rate,
+    round_ms,
+    sd_rate,
+    ssd_rate,
+)
+from outrider.orchestrator.core.trace import Trace
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Span
+
+FLAT = Costs(10.0, lambda rows: 10.0, lambda depth: 4.0, lambda depth: 9.0, 0.0)
+
+
+def odds(tokens: float, hit: float) -> Odds:
+    return Odds(lambda depth: tokens, hit)
+
+
+def test_with_every_lookup_a_hit_and_drafting_hidden_ssd_reaches_its_ceiling() -> None:
+    """Corollary of theorem 7: SSD over SD is 1 + T_SD."""
+    certain = odds(3.0, 1.0)
+    assert ssd_rate(FLAT, certain, 3) / sd_rate(FLAT, certain, 3) == pytest.approx(ceiling(FLAT, 3))
+
+
+def test_with_no_hit_ssd_is_no_worse_than_sd() -> None:
+    never = odds(3.0, 0.0)
+    assert ssd_rate(FLAT, never, 3) >= sd_rate(FLAT, never, 3) * 0.999
+
+
+@pytest.mark.parametrize("hit", [0.1, 0.5, 0.9])
+def test_more_hits_are_more_tokens(hit: float) -> None:
+    assert ssd_rate(FLAT, odds(3.0, hit + 0.05), 3) > ssd_rate(FLAT, odds(3.0, hit), 3)
+
+
+def test_turnaround_costs_speculation_and_not_plain_decoding() -> None:
+    slow = replace(FLAT, turnaround_ms=5.0)
+    assert ar_rate(slow) == ar_rate(FLAT)
+    assert ssd_rate(slow, odds(3.0, 0.9), 3) < ssd_rate(FLAT, odds(3.0, 0.9), 3)
+
+
+def test_a_mix_of_rounds_is_their_tokens_over_their_time() -> None:
+    """Theorem 7 term by term: a hit of 10 ms, a chain asked for (4 ms more), a tree longer than the verify."""
+    slow = replace(FLAT, tree_ms=lambda depth: 4.0 * depth, turnaround_ms=1.0)
+    hit, asking, late = Kind(0.5, 4, 3.0, ahead=2), Kind(0.3, 4, 3.0, asked=3), Kind(0.2, 4, 2.0, ahead=3)
+    assert [round_ms(slow, kind) for kind in (hit, asking, late)] == [11.0, 15.0, 13.0]
+    assert mixed_rate(slow, [hit, asking, late]) == pytest.approx((0.8 * 3.0 + 0.2 * 2.0) / (5.5 + 4.5 + 2.6))
+
+
+@pytest.mark.parametrize(("hit", "turnaround_ms"), [(0.0, 0.0), (0.6, 0.4), (1.0, 2.0)])
+def test_ssd_is_a_mix_of_hits_and_the_better_miss(hit: float, turnaround_ms: float) -> None:
+    costs = replace(FLAT, turnaround_ms=turnaround_ms)
+    found = ssd_rate(costs, odds(3.0, hit), 3)
+    kinds = [Kind(hit, 4, 3.0, ahead=3), Kind(1 - hit, 4, 3.0, asked=3)]
+    assert found == pytest.approx(mixed_rate(costs, kinds))
+
+
+def test_a_ratio_is_of_all_tokens_over_all_time_and_its_interval_holds_it() -> None:
+    rng = random.Random(0)
+    theirs = [Timed(100, rng.uniform(0.9, 1.1)) for _ in range(30)]
+    ours = [Timed(100, run.seconds / 1.5) for run in theirs]
+    found = ratio(ours, theirs)
+    assert found.value == pytest.approx(1.5)
+    assert found.low <= 1.5 + 1e-9
+    assert found.high >= 1.5 - 1e-9
+
+
+def test_the_interval_of_a_mean_covers_it_about_as_often_as_it_says() -> None:
+    rng = random.Random(1)
+    covered = 0
+    for _ in range(60):
+        values = [rng.gauss(0.0, 1.0) for _ in range(30)]
+        interval = bootstrap(values, lambda found: sum(found) / len(found))
+        covered += interval.low <= 0.0 <= interval.high
+    assert 48 <= covered <= 60
+
+
+def test_a_looping_text_is_seen() -> None:
+    assert repeated_share([1, 2, 3, 4] * 20) > 0.9
+    assert repeated_share(list(range(80))) == 0.0
+
+
+def traced(path: Path) -> None:
+    trace = Trace(path)
+    for number in range(1, 20):
+        start = number * 12_000_000
+        trace.add("target", "verify 4", Span(start, start + 10_000_000), round=number, accepted=2)
+        trace.add("draft-0", "depth 1", Span(start, start + 4_000_000), round=number, rows=8)
+        trace.mark("orchestrator", "hit" if number % 3 else "miss", start, round=number, chain=3)
+    trace.close()
+
+
+def test_a_trace_opens_in_perfetto_and_draws(tmp_path: Path) -> None:
+    traced(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    draw(read(tmp_path / "trace.json"), tmp_path / "rounds.png", "test", 3, 10)
+    assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rounds_that_are_not_there_cannot_be_drawn(tmp_path: Path) -> None:
+    traced(tmp_path / "trace.json")
+    with pytest.raises(InvalidRequest, match="no rounds 50"):
+        draw(read(tmp_path / "trace.json"), tmp_path / "rounds.png", "test", 50, 10)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "M"}]}'])
+def test_what_is_no_trace_is_one_sentence(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest, match="no trace"):
+        read(path)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="can't be written"):
+        Trace(tmp_path / "missing" / "trace.json")

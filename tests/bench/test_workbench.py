@@ -1,0 +1,48 @@
+"""A bench waits for its workers, and no longer than they live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import zmq
+
+from outrider.bench.timing.workbench import Workbench
+from outrider.orchestrator.core.worker import Loss
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.messages import Fault, Message, Outcome
+
+
+class Pool:
+    """A pool that says what it is told to, and loses whom it is told to."""
+
+    news = False
+
+    def __init__(self, says: tuple[Message, ...] = (), loses: str = "") -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.bind("inproc://silent-" + str(id(self)))
+        self._says, self._loses = says, loses
+
+    def receive(self) -> Iterator[tuple[str, Message]]:
+        return (("target-0", message) for message in self._says)
+
+    def ping(self, now_ns: int) -> None: ...
+
+    def losses(self) -> list[Any]:
+        return [Loss(cast("Any", None), self._loses, True)] if self._loses else []
+
+
+@pytest.mark.parametrize(
+    ("pool", "words"),
+    [
+        (Pool(loses="target-0 has not answered"), "target-0 has not answered"),
+        (Pool(says=(Fault("target-0", "bench", "out of memory"),)), "out of memory"),
+    ],
+)
+def test_a_wait_ends_with_the_worker_it_waits_for(pool: Pool, words: str) -> None:
+    bench = Workbench(cast("WorkerPool", pool), lambda stage: None)
+    with pytest.raises(WorkerError, match=words):
+        bench._wait(Outcome)
