@@ -42,11 +42,18 @@ class Running:
 
     def prolongs(self, message: Verify) -> bool:
         """Whether it asks for plain rounds to go on where those under way would have ended."""
+        return self._is_plain(message) and message.round == self.last.round + self.ahead_left + 1
+
+    def is_under_way(self, message: Verify) -> bool:
+        """Whether the plain rounds under way are to make all that it asks for: it was heard before."""
+        return self._is_plain(message) and message.round + message.run_ahead <= self.last.round + self.ahead_left
+
+    def _is_plain(self, message: Verify) -> bool:
+        """Whether it asks for plain rounds of the text that those under way say, one token a round."""
         return (
             isinstance(self.ahead, RunAhead)
             and (message.chain, message.draft, message.epoch) == ((), 0, self.epoch)
-            and message.round == self.last.round + self.ahead_left + 1
-            and message.base_len == len(self.slot.tokens) + self.ahead_left
+            and message.base_len - message.round == len(self.slot.tokens) - self.last.round - 1
         )
 
     def stop_ahead(self) -> None:

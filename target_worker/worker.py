@@ -188,16 +188,16 @@ class TargetWorker:
         if running.prolongs(message):
             running.ahead_left += 1 + message.run_ahead
             return None
-        running.stop_ahead()
         repeated = [answer for answer in running.answers if answer.round >= message.round]
         if message.epoch == running.epoch and repeated and repeated[0].round == message.round:
             for answer in repeated:
                 self._link.send(answer)
             return None
-        if message.epoch < running.epoch or message.round < running.last.round:
+        if message.epoch < running.epoch or message.round < running.last.round or running.is_under_way(message):
             self._stale += 1
             log.debug("stale verify of round %d (%d so far)", message.round, self._stale)
             return None
+        running.stop_ahead()
         if message.base_len != len(running.slot.tokens):
             self._link.send(Resync(message.request, message.epoch))
             return None

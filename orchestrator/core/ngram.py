@@ -5,11 +5,14 @@ Needs no worker, so it survives all of them. Knows tokens only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 LONGEST = 5
 SHORTEST = 2
+# The core looks through so many tokens at a time, well under a millisecond, and keeps as many in mind, some 15 MiB.
+PIECE = 256
+WINDOW = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,24 +24,54 @@ class Copy:
 
 
 class NgramIndex:
-    """The n-grams of one request's text, each with where it was last followed by something."""
+    """The n-grams of the last `WINDOW` tokens of one request's text, each with where it was last followed by something.
+
+    Tokens are taken at once and looked through when there is time: until then what they say is not found.
+    """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []
         self._followed_at: dict[tuple[int, ...], int] = {}
+        self._read = 0
         self.extend(tokens)
+        self.read_on(len(self._tokens))
 
     @property
     def is_empty(self) -> bool:
         """Whether it was never given a token: nothing is to be found."""
         return not self._tokens
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are tokens to look through."""
+        return self._read < len(self._tokens)
+
     def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            end = len(self._tokens)
-            for n in range(SHORTEST, min(LONGEST, end) + 1):
-                self._followed_at[tuple(self._tokens[end - n :])] = end
-            self._tokens.append(token)
+        """Takes more text; what is behind anyway is not read here."""
+        behind = self.is_behind
+        self._tokens += tokens
+        if not behind:
+            self.read_on(PIECE)
+
+    def read_on(self, count: int) -> None:
+        """Looks through up to `count` tokens more."""
+        if not self._read:
+            self._read = max(len(self._tokens) - WINDOW, 0)
+        for end in range(self._read, min(self._read + count, len(self._tokens))):
+            self._forget(end - WINDOW)
+            for gram in self._ending_at(end):
+                self._followed_at[gram] = end
+            self._read = end + 1
+
+    def _ending_at(self, end: int) -> Iterator[tuple[int, ...]]:
+        """The n-grams that the token at `end` follows."""
+        return (tuple(self._tokens[end - n : end]) for n in range(SHORTEST, min(LONGEST, end) + 1))
+
+    def _forget(self, end: int) -> None:
+        """Drops what was last followed by the token there, if any."""
+        for gram in self._ending_at(end):
+            if self._followed_at.get(gram) == end:
+                del self._followed_at[gram]
 
     def lookup(self, length: int, then: Sequence[int] = ()) -> Copy:
         """`length` tokens that followed the longest known suffix of the text, as if it went on with `then`.

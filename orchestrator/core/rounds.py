@@ -16,7 +16,7 @@ from outrider.orchestrator.core.door import may_say
 from outrider.orchestrator.core.ledger import Ledger
 from outrider.orchestrator.core.lending import lent, may_lend
 from outrider.orchestrator.core.limits import room, up_to_end
-from outrider.orchestrator.core.ngram import NgramIndex
+from outrider.orchestrator.core.ngram import PIECE, NgramIndex
 from outrider.orchestrator.core.proposal import Proposal, Source
 from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
 from outrider.orchestrator.core.request import Request, RoundSettings
@@ -63,13 +63,16 @@ class Rounds:
             admit,
             plan,
             tokens=list(admit.tokens),
-            ngrams=NgramIndex(admit.tokens if self._settings.ngrams and admit.mode != "ar" else ()),
+            ngrams=NgramIndex(),
             drafters=drafters,
             account=Account(admitted_ns=now_ns),
             notes=notes,
         )
         self._requests[request.id] = request
         self._open(request)
+        self._workers.let_go()
+        if self._settings.ngrams and admit.mode != "ar":
+            request.ngrams.extend(admit.tokens)
         self._tell(Began(request.id, admit.mode, tuple(notes)))
 
     def stop(self, request_id: str, reason: str) -> None:
@@ -117,10 +120,17 @@ class Rounds:
                 self._on_fault(request, sender, message, now_ns)
 
     def next_deadline_ns(self) -> int | None:
+        """When `on_time` is to be called at the latest; 0: at once, for a prompt is still to be looked through."""
+        if any(request.ngrams.is_behind for request in self._requests.values()):
+            return 0
         return min((r.waiting.deadline_ns for r in self._requests.values() if r.waiting), default=None)
 
     def on_time(self, now_ns: int) -> None:
-        """Ends waits that took too long: with the branch as deep as it is, or the target goes on alone."""
+        """Ends waits that took too long: with the branch as deep as it is, or the target goes on alone. Looks through a
+        piece of a long prompt."""
+        behind = next((request for request in self._requests.values() if request.ngrams.is_behind), None)
+        if behind is not None:
+            behind.ngrams.read_on(PIECE)
         for request in list(self._requests.values()):
             if request.waiting and now_ns >= request.waiting.deadline_ns:
                 outcome = request.waiting.outcome

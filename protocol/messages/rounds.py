@@ -61,7 +61,8 @@ class Verify:
     """Orchestrator -> target: one forward over the last committed token plus `chain`.
 
     `run_ahead` = n lets the target go on by itself for n further single-token rounds, one Outcome each, until any other
-    message for the request arrives; a Verify of plain rounds that begins where these would end prolongs them.
+    message for the request arrives; a Verify of plain rounds that begins where these would end prolongs them, and one
+    that is repeated or stale changes nothing.
 
     `kind` says how the chain was proposed and so which rule verifies it: by equality, or by rejection sampling against
     a certain proposal (one-hot) or against `q`, which a sparse one was drawn from.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.orchestrator.core.ngram import LONGEST, SHORTEST, Copy, NgramIndex
+from outrider.orchestrator.core import ngram
+from outrider.orchestrator.core.ngram import LONGEST, PIECE, SHORTEST, Copy, NgramIndex
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 
@@ -37,3 +39,32 @@ def test_what_is_said_bit_by_bit_is_known_like_what_is_said_at_once(text: list[i
 def test_a_loop_goes_on_past_the_end_of_the_text() -> None:
     assert NgramIndex([1, 2, 3, 1, 2, 3, 1, 2]).lookup(7) == Copy((3, 1, 2, 3, 1, 2, 3), 5)
     assert NgramIndex([1, 2, 3, 1, 2, 3]).lookup(4, then=[1, 2]) == Copy((3, 1, 2, 3), 5)
+
+
+@given(texts, texts, st.integers(1, 9))
+def test_what_is_looked_through_in_pieces_is_known_like_the_whole(text: list[int], then: list[int], piece: int) -> None:
+    long = [9] * PIECE + text
+    index = NgramIndex()
+    index.extend(long)
+    assert index.is_behind == bool(text)
+    index.extend(then)
+    while index.is_behind:
+        index.read_on(piece)
+    assert index.lookup(8) == NgramIndex(long + then).lookup(8)
+
+
+def test_what_is_not_looked_through_yet_is_not_found_and_what_is_is() -> None:
+    index = NgramIndex()
+    index.extend([*range(PIECE), 1, 2])
+    assert index.lookup(3) == Copy((3, 4, 5), 2)
+    index.extend([PIECE + 1, PIECE + 2])
+    assert index.lookup(3) == Copy()
+
+
+def test_the_index_of_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "WINDOW", 50)
+    index = NgramIndex(range(1000))
+    assert index.lookup(2, then=[960, 961]) == Copy((962, 963), 2)
+    assert index.lookup(2, then=[900, 901]) == Copy()
+    index.extend(range(2000, 2200))
+    assert len(index._followed_at) <= 4 * 50

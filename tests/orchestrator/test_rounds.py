@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster_in_process import Cluster, Script
 
+from outrider.orchestrator.core.ngram import PIECE, NgramIndex
 from outrider.orchestrator.events import Admit, Broke
 from outrider.protocol.messages import (
     Branch,
@@ -288,3 +289,24 @@ def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:
     cluster.run(PROMPT, 60)
     assert cluster.generated == list(text[10:70])
     assert cluster.rounds.stale > 0
+
+
+def test_a_long_prompt_is_looked_through_after_its_open_has_left_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = random_text(17)
+    cluster = Cluster(text, script(text))
+    read: list[tuple[int, bool]] = []
+    read_on = NgramIndex.read_on
+
+    def noted(index: NgramIndex, count: int) -> None:
+        read.append((count, any(isinstance(message, Open) for message in cluster.told_target)))
+        read_on(index, count)
+
+    monkeypatch.setattr(NgramIndex, "read_on", noted)
+    cluster.rounds.begin(Admit("r", PROMPT * 1000, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    assert cluster.rounds.next_deadline_ns() == 0
+    turns = 0
+    while cluster.rounds.next_deadline_ns() == 0:
+        cluster.rounds.on_time(0)
+        turns += 1
+    assert turns > 30
+    assert all(opened and count <= PIECE for count, opened in read if count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,8 +25,8 @@ START = len(PROMPT) + 1  # committed tokens when round 1 begins
 class Stand:
     """A target worker with one request open."""
 
-    def __init__(self) -> None:
-        self.link = FakeLink("target-0", deque([Open("r", 0, 0, PROMPT, SamplingParams(temp=1.0, seed=4))]))
+    def __init__(self, epoch: int = 0) -> None:
+        self.link = FakeLink("target-0", deque([Open("r", epoch, 0, PROMPT, SamplingParams(temp=1.0, seed=4))]))
         self.worker = TargetWorker(self.link, markov(TABLE))  # type: ignore[arg-type]
         self.worker.turn()
 
@@ -107,3 +108,32 @@ def test_a_chain_is_no_prolonging() -> None:
     stand = Stand()
     found = stand.say(plain(1, 3)) + stand.say(Verify("r", 0, 5, START + 4, (TEXT[4],)))
     assert (found[-1].accepted, found[-1].bonus) == (1, TEXT[5])
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("repeated", [plain(1, 9), plain(0, 0)])
+def test_a_repeated_verify_does_not_end_them(turns: int, repeated: Verify) -> None:
+    stand = Stand()
+    found = stand.say(plain(1, 9), turns=turns) + stand.say(repeated)
+    assert not [a for a in found if isinstance(a, Resync)]
+    told = {a.round: a.bonus for a in found if a.round > 0}
+    assert told == dict(enumerate(TEXT[:10], start=1))
+
+
+def test_a_repeated_verify_of_the_last_round_is_answered_again() -> None:
+    stand = Stand()
+    found = stand.say(plain(1, 9), turns=1) + stand.say(plain(1, 9))
+    assert [a.round for a in found].count(1) == 2
+
+
+def test_a_repeated_prolonging_does_not_end_them() -> None:
+    stand = Stand()
+    found = stand.say(plain(1, 3), turns=1) + stand.say(plain(5, 4), plain(5, 4))
+    assert len(found) == 9 and is_plain_text(found)
+
+
+def test_a_verify_of_an_epoch_that_is_over_does_not_end_them() -> None:
+    stand = Stand(epoch=2)
+    ahead = replace(plain(1, 9), epoch=2)
+    found = stand.say(ahead, turns=1) + stand.say(plain(2, 3))
+    assert len(found) == 10 and is_plain_text(found)
