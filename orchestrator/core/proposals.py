@@ -90,9 +90,9 @@ class Proposer:
     def serve(self, request: Request, accepted: int, bonus: int, room: int, now_ns: int) -> Step:
         """The lookup. A hit is served as deep as it has come, unless one more token is worth its wait."""
         cache = request.cache
-        if self.full_depth and not cache.final:
-            return Linger(accepted, bonus, request.depth * self.estimates.depth_ms())
         found = cache.lookup(accepted, bonus)
+        if self.full_depth and not cache.final:
+            return Linger(accepted, bonus, request.depth * self.estimates.depth_ms(), missed=found is None)
         since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
         if found is None:
             return self._without(request, accepted, bonus, room, since_ms)

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster_in_process import Cluster, Script
 
 from outrider.orchestrator.core.ngram import PIECE, NgramIndex
+from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.events import Admit, Broke
 from outrider.protocol.messages import (
     Branch,
@@ -21,6 +22,7 @@ from outrider.protocol.messages import (
     Fault,
     Message,
     Open,
+    Outcome,
     Prepare,
     Resync,
     Span,
@@ -298,7 +300,8 @@ def test_a_long_prompt_is_looked_through_after_its_open_has_left_and_in_pieces(m
     read_on = NgramIndex.read_on
 
     def noted(index: NgramIndex, count: int) -> None:
-        read.append((count, any(isinstance(message, Open) for message in cluster.told_target)))
+        if not index.is_empty:
+            read.append((count, any(isinstance(message, Open) for message in cluster.told_target)))
         read_on(index, count)
 
     monkeypatch.setattr(NgramIndex, "read_on", noted)
@@ -309,4 +312,20 @@ def test_a_long_prompt_is_looked_through_after_its_open_has_left_and_in_pieces(m
         cluster.rounds.on_time(0)
         turns += 1
     assert turns > 30
-    assert all(opened and count <= PIECE for count, opened in read if count)
+    assert all(opened and count <= PIECE for count, opened in read)
+
+
+def test_with_full_depth_a_branch_that_comes_after_its_outcome_is_late_and_no_hit() -> None:
+    text = random_text(18)
+    cluster = Cluster(text, script(text, (1.0,)), depth=3, full_depth=True, ngrams=False, steps=0)
+    came: list[bool] = []  # by outcome: whether its branch had come
+    on_outcome = cluster.rounds._on_outcome
+
+    def noted(request: Request, outcome: Outcome, now_ns: int) -> None:
+        came.append(request.cache.lookup(outcome.accepted, outcome.bonus) is not None)
+        on_outcome(request, outcome, now_ns)
+
+    cluster.rounds._on_outcome = noted  # type: ignore[method-assign]
+    timings = cluster.run(PROMPT, 60).timings
+    assert (timings.cache_hits, timings.cache_late) == (came[:-1].count(True), came[:-1].count(False))
+    assert timings.cache_late > 5
