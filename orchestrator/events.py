@@ -6,6 +6,7 @@ socket, tokenizers, text and the queue of waiting requests; it deals in text.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.protocol.messages import Timings, WorkerStats
@@ -83,12 +84,14 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """`reason` is eos, stop, length or cancelled."""
+    """`reason` is eos, stop, length or cancelled. `until(n)` are the timings of the first n tokens, when no more of them
+    count."""
 
     request: str
     reason: str
     timings: Timings
     notes: tuple[str, ...] = ()
+    until: Callable[[int], Timings] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,13 @@
-"""What happened to one request, in counts and times. Knows nothing of how rounds are made."""
+"""What happened to one request, in counts and times. Knows nothing of how rounds are made.
+
+The latest rounds are kept one by one: a stop string is found after the core has gone on, and what came behind it does
+not count.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.proposal import Proposal, Source
@@ -11,6 +16,72 @@ from outrider.protocol.messages import Outcome, Timings
 
 # A request tells at most this many single turnarounds; the sums go on.
 MAX_TURNAROUNDS = 10_000
+# So many rounds can be taken back.
+RECENT_ROUNDS = 64
+
+
+@dataclass(slots=True)
+class Entry:
+    """One round: the lookup before it, by how many tokens the outcome had accepted; then, once it has `ended_ns`, the
+    tokens `kept` and its chain. `turnaround`: whether the wait before it was one."""
+
+    hit: int | None = None
+    missed: int | None = None
+    late: bool = False
+    copied: bool = False
+    waits: int = 0
+    kept: int = 0
+    chain: int = 0
+    accepted: int = 0
+    verify_ns: int = 0
+    idle_ns: int = 0
+    turnaround: bool = False
+    ended_ns: int = 0
+
+
+@dataclass(slots=True)
+class Sums:
+    """Rounds added up."""
+
+    tokens: int = 0
+    rounds: int = 0
+    chains: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    late: int = 0
+    copied: int = 0
+    waits: int = 0
+    verify_ns: int = 0
+    idle_ns: int = 0
+    last_ns: int = 0
+    turnarounds_ns: list[int] = field(default_factory=list)
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    hits_at: Counter[int] = field(default_factory=Counter)
+    misses_at: Counter[int] = field(default_factory=Counter)
+
+    def add(self, entry: Entry, most: int) -> None:
+        """A round, of whose tokens no more than `most` count; nor does a drafted token behind them."""
+        kept = min(entry.kept, most)
+        chain = entry.chain if kept > entry.accepted else min(entry.chain, kept)
+        accepted = min(entry.accepted, kept)
+        self.tokens += kept
+        self.rounds += 1
+        self.chains += chain > 0
+        self.drafted += chain
+        self.accepted += accepted
+        self.drafted_at.update(range(chain))
+        self.accepted_at.update(range(accepted))
+        self.hits_at.update([] if entry.hit is None else [entry.hit])
+        self.misses_at.update([] if entry.missed is None else [entry.missed])
+        self.late += entry.late
+        self.copied += entry.copied
+        self.waits += entry.waits
+        self.verify_ns += entry.verify_ns
+        self.idle_ns += entry.idle_ns
+        self.last_ns = entry.ended_ns
+        if entry.turnaround and len(self.turnarounds_ns) < MAX_TURNAROUNDS:
+            self.turnarounds_ns.append(entry.idle_ns)
 
 
 @dataclass(slots=True)
@@ -19,89 +90,82 @@ class Account:
 
     admitted_ns: int = 0
     first_ns: int = 0
-    last_ns: int = 0
-    rounds: int = 0
-    chains: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    late: int = 0
-    ngram_chains: int = 0
-    waits: int = 0
-    verify_ns: int = 0
-    idle_ns: int = 0
-    turnarounds_ns: list[int] = field(default_factory=list)
     peak_bytes: int = 0
-    drafted_at: Counter[int] = field(default_factory=Counter)
-    accepted_at: Counter[int] = field(default_factory=Counter)
-    hits_at: Counter[int] = field(default_factory=Counter)
-    misses_at: Counter[int] = field(default_factory=Counter)
+    _sums: Sums = field(default_factory=Sums)
+    _recent: dict[int, Entry] = field(default_factory=dict)
 
-    def proposed(self, proposal: Proposal, accepted: int) -> None:
-        """What follows an outcome that accepted this many tokens."""
+    def asked(self, number: int, missed: int | None) -> None:
+        """Round `number` waits for a drafter; `missed`: the lookup after so many accepted tokens found nothing."""
+        entry = self._entry(number)
+        entry.waits += 1
+        if missed is not None:
+            entry.missed = missed
+
+    def proposed(self, number: int, proposal: Proposal, accepted: int) -> None:
+        """What round `number` verifies, after an outcome that accepted this many tokens."""
+        entry = self._entry(number)
         if proposal.missed:
-            self.missed(accepted)
-            self.late += proposal.found
+            entry.missed, entry.late = accepted, proposal.found
         elif proposal.found:
-            self.hits_at[accepted] += 1
-        self.ngram_chains += proposal.source is Source.NGRAM
+            entry.hit = accepted
+        entry.copied = proposal.source is Source.NGRAM
 
-    def missed(self, accepted: int) -> None:
-        """A lookup found nothing."""
-        self.misses_at[accepted] += 1
-
-    def verified(self, chain: tuple[int, ...], accepted: int) -> None:
-        """One round; tokens past the end of the request are not to be passed in."""
-        self.rounds += 1
-        self.chains += bool(chain)
-        self.drafted += len(chain)
-        self.accepted += accepted
-        for position in range(len(chain)):
-            self.drafted_at[position] += 1
-            self.accepted_at[position] += position < accepted
-
-    def took(self, proposal: Proposal, outcome: Outcome, now_ns: int) -> None:
-        """A round's time in the target and the target's wait before it; the first outcome ends the prompt's time.
+    def ended(self, number: int, proposal: Proposal, outcome: Outcome, kept: int, now_ns: int) -> None:
+        """Round `number`, of whose tokens the first `kept` count; the first round ends the prompt's time.
 
         The wait before the verify of a hit that was served at once is a turnaround.
         """
-        self.last_ns = now_ns
         self.peak_bytes = max(self.peak_bytes, outcome.peak_bytes)
+        entry = self._entry(number)
+        entry.kept, entry.chain, entry.accepted = kept, len(proposal.chain), outcome.accepted
+        entry.ended_ns = now_ns
         if not self.first_ns:
             self.first_ns = now_ns
             return
-        self.verify_ns += outcome.work.ended_ns - outcome.work.started_ns
-        self.idle_ns += outcome.idle_ns
-        at_once = proposal.found and not proposal.waited
-        if at_once and len(self.turnarounds_ns) < MAX_TURNAROUNDS:
-            self.turnarounds_ns.append(outcome.idle_ns)
+        entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
+        entry.turnaround = proposal.found and not proposal.waited
 
     def timings(self, prompt_n: int, predicted_n: int) -> Timings:
-        predicted_ms = max(self.last_ns - self.first_ns, 0) / MILLISECOND_NS
-        positions = range(max(self.drafted_at, default=-1) + 1)
-        looked_up = range(max((*self.hits_at, *self.misses_at), default=-1) + 1)
+        """Of the rounds that brought the first `predicted_n` tokens."""
+        sums = deepcopy(self._sums)
+        for _, entry in sorted(self._recent.items(), key=lambda item: item[0]):
+            if entry.ended_ns and sums.tokens < predicted_n:
+                sums.add(entry, predicted_n - sums.tokens)
+        predicted_ms = max(sums.last_ns - self.first_ns, 0) / MILLISECOND_NS
+        positions = range(max(sums.drafted_at, default=-1) + 1)
+        looked_up = range(max((*sums.hits_at, *sums.misses_at), default=-1) + 1)
         # The first token belongs to the prompt's time, so the rate is that of the tokens after it (as mlx-lm counts).
-        rate = (predicted_n - 1) / predicted_ms * 1000 if predicted_ms > 0 else 0.0
+        rate = (predicted_n - 1) / predicted_ms * 1000 if predicted_ms > 0 and predicted_n else 0.0
         return Timings(
             prompt_n=prompt_n,
             prompt_ms=max(self.first_ns - self.admitted_ns, 0) / MILLISECOND_NS,
             predicted_n=predicted_n,
             predicted_ms=predicted_ms,
             predicted_per_second=rate,
-            draft_n=self.drafted,
-            draft_n_accepted=self.accepted,
-            draft_rounds=self.chains,
-            rounds=self.rounds,
-            cache_hits=self.hits_at.total(),
-            cache_misses=self.misses_at.total(),
-            cache_late=self.late,
-            ngram_chains=self.ngram_chains,
-            draft_waits=self.waits,
-            accepted_by_position=tuple(self.accepted_at[i] for i in positions),
-            drafted_by_position=tuple(self.drafted_at[i] for i in positions),
-            looked_up_by_accepted=tuple(self.hits_at[k] + self.misses_at[k] for k in looked_up),
-            hits_by_accepted=tuple(self.hits_at[k] for k in looked_up),
-            turnaround_ms=tuple(ns / MILLISECOND_NS for ns in self.turnarounds_ns),
-            verify_ms=self.verify_ns / MILLISECOND_NS,
-            idle_ms=self.idle_ns / MILLISECOND_NS,
+            draft_n=sums.drafted,
+            draft_n_accepted=sums.accepted,
+            draft_rounds=sums.chains,
+            rounds=sums.rounds,
+            cache_hits=sums.hits_at.total(),
+            cache_misses=sums.misses_at.total(),
+            cache_late=sums.late,
+            ngram_chains=sums.copied,
+            draft_waits=sums.waits,
+            accepted_by_position=tuple(sums.accepted_at[i] for i in positions),
+            drafted_by_position=tuple(sums.drafted_at[i] for i in positions),
+            looked_up_by_accepted=tuple(sums.hits_at[k] + sums.misses_at[k] for k in looked_up),
+            hits_by_accepted=tuple(sums.hits_at[k] for k in looked_up),
+            turnaround_ms=tuple(ns / MILLISECOND_NS for ns in sums.turnarounds_ns),
+            verify_ms=sums.verify_ns / MILLISECOND_NS,
+            idle_ms=sums.idle_ns / MILLISECOND_NS,
             peak_bytes=self.peak_bytes,
         )
+
+    def _entry(self, number: int) -> Entry:
+        """The round's own; the oldest of too many is added to the sums."""
+        if number not in self._recent:
+            self._recent[number] = Entry()
+            if len(self._recent) > RECENT_ROUNDS:
+                oldest = self._recent.pop(min(self._recent))
+                self._sums.add(oldest, oldest.kept)
+        return self._recent[number]

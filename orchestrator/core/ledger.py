@@ -74,14 +74,13 @@ class Ledger:
     # --- what was sent --------------------------------------------------------------------------------------------
 
     def asked(self, request: Request, missed: bool) -> None:
-        request.account.waits += 1
+        request.account.asked(request.round + 1, request.accepted if missed else None)
         if missed:
-            request.account.missed(request.accepted)
             self.estimates.saw_lookup(False)
 
     def proposed(self, request: Request, now_ns: int) -> None:
         proposal = request.proposal
-        request.account.proposed(proposal, request.accepted)
+        request.account.proposed(request.round, proposal, request.accepted)
         if proposal.found or proposal.missed:
             self.estimates.saw_lookup(proposal.found)  # late or not: `fallback` says whether that is worth a wait
         if self._trace.enabled and not proposal.draft:
@@ -108,9 +107,7 @@ class Ledger:
     def outcome(self, request: Request, ended: Round, outcome: Outcome, kept: int, now_ns: int) -> None:
         """Counts and times of a round; tokens past the end of the request do not count."""
         chain = ended.proposal.chain
-        counted = chain if kept > outcome.accepted else chain[:kept]
-        request.account.verified(counted, min(outcome.accepted, kept))
-        request.account.took(ended.proposal, outcome, now_ns)
+        request.account.ended(ended.number, ended.proposal, outcome, kept, now_ns)
         if ended.number > 0:
             self._learn(request, ended, outcome, kept, (now_ns - request.handled_ns) / MILLISECOND_NS)
         request.handled_ns = now_ns

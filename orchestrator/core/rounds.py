@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.dispatch import Dispatch, Workers
@@ -293,9 +294,9 @@ class Rounds:
 
     def _finish(self, request: Request, reason: str) -> None:
         self._close(request)
-        timings = request.account.timings(len(request.admit.tokens), request.generated)
+        until = partial(request.account.timings, len(request.admit.tokens))
         notes = [*request.notes, *filter(None, [self._ledger.reason(request)])]
-        self._tell(Ended(request.id, reason, timings, tuple(notes)))
+        self._tell(Ended(request.id, reason, until(request.generated), tuple(notes), until))
 
     def _break(self, request: Request, why: str) -> None:
         self._close(request)

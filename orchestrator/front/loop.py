@@ -236,7 +236,9 @@ class Front:
             piece = ticket.accepted.text.finish()
             self._show(ticket, piece)
             ticket.ending = "stop" if piece.stopped else event.reason
-        timings = totals.cut(event.timings, ticket.tokens)
+        timings = event.timings
+        if event.until is not None and ticket.tokens < timings.predicted_n:
+            timings = event.until(ticket.tokens)
         self._totals = totals.add(self._totals, timings)
         self._close(ticket, Done(ticket.name, ticket.ending, timings, event.notes))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import zip_longest
 
 from outrider.protocol.messages import Timings
@@ -35,14 +34,6 @@ def add(total: Timings, one: Timings) -> Timings:
         idle_ms=total.idle_ms + one.idle_ms,
         peak_bytes=max(total.peak_bytes, one.peak_bytes),
     )
-
-
-def cut(timings: Timings, tokens: int) -> Timings:
-    """The same with `tokens` generated: what was committed after a stop string does not count."""
-    if timings.predicted_n == tokens:
-        return timings
-    rate = 1000 * (tokens - 1) / timings.predicted_ms if timings.predicted_ms > 0 and tokens else 0.0
-    return replace(timings, predicted_n=tokens, predicted_per_second=rate)
 
 
 def _each(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:

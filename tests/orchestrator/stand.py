@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import zmq
@@ -53,7 +54,8 @@ class ScriptedCore:
                         for answer in self.play(event):
                             self.outbox.put(answer)
                     case Stop(request=request, reason=reason):
-                        self.outbox.put(Ended(request, reason, Timings(predicted_n=99, predicted_ms=10.0)))
+                        timings = Timings(predicted_n=99, predicted_ms=10.0)
+                        self.outbox.put(Ended(request, reason, timings, until=lambda n: Timings(predicted_n=n)))
                     case Quit():
                         return
 
@@ -119,7 +121,7 @@ def says(codec: TextCodec, text: str, reason: str = "eos", size: int = 3) -> Pla
         return [
             Began(admit.request, "ssd"),
             *(Committed(admit.request, group) for group in groups),
-            Ended(admit.request, reason, timings),
+            Ended(admit.request, reason, timings, until=lambda n: replace(timings, predicted_n=n)),
         ]
 
     return play

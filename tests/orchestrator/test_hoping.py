@@ -123,6 +123,7 @@ def test_a_branch_that_came_after_its_outcome_is_served_and_is_no_hit() -> None:
     late = Branches("r", 0, 0, 3, 4, (Branch(0, 5, (1, 2, 3, 4)),), Span(0, MILLISECOND_NS), final=True)
     rounds.handle("draft-0", late, 6 * MILLISECOND_NS)
     assert wires.verifies[0].chain == (1, 2, 3, 4)
+    rounds.handle("target-0", Outcome("r", 0, 1, 4, 4, 5, Span(0, 1)), 7 * MILLISECOND_NS)
     rounds.stop("r", "cancelled")
     timings = next(event.timings for event in told if isinstance(event, Ended))
     assert (timings.cache_hits, timings.cache_misses, timings.cache_late) == (0, 1, 1)

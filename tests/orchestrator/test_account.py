@@ -1,0 +1,56 @@
+"""An account counts what brought a request's tokens, and nothing that came behind the last of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.orchestrator.core.account import RECENT_ROUNDS, Account
+from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.protocol.messages import Outcome, Span
+
+HIT = Proposal((1, 2, 3), Source.CACHE, found=True)
+SECOND_NS = 1_000_000_000
+
+
+def account(rounds: int, accepted: int = 2) -> Account:
+    """The prompt's round, then hits of three tokens each of which so many hold, each booked as the core does: what
+    follows on an outcome before the outcome."""
+    found = Account(admitted_ns=SECOND_NS // 2)
+    proposal = Proposal()
+    for number in range(rounds + 1):
+        if number < rounds:
+            found.proposed(number + 1, HIT, accepted)
+        outcome = Outcome("r", 0, number, 0, accepted if number else 0, 9, Span(0, 5_000_000), idle_ns=1_000_000)
+        kept = accepted + 1 if number else 1
+        found.ended(number, proposal, outcome, kept, (number + 1) * SECOND_NS)
+        proposal = HIT
+    return found
+
+
+@pytest.mark.parametrize("rounds", [1, 20, 500])
+@pytest.mark.parametrize("later", [1, 3, RECENT_ROUNDS - 1])
+def test_rounds_behind_the_last_token_that_counts_do_not(rounds: int, later: int) -> None:
+    tokens = 1 + 3 * rounds
+    found = account(rounds + later).timings(7, tokens)
+    assert replace(found, turnaround_ms=()) == replace(account(rounds).timings(7, tokens), turnaround_ms=())
+    assert (found.rounds, found.draft_n_accepted, found.cache_hits) == (rounds + 1, 2 * rounds, rounds)
+    assert found.turnaround_ms == (1.0,) * rounds
+    assert found.predicted_ms == 1000.0 * rounds and found.prompt_ms == 500.0
+
+
+@pytest.mark.parametrize(("kept", "drafted", "accepted"), [(1, 1, 1), (2, 2, 2), (3, 3, 2)])
+def test_of_the_last_round_counts_what_lies_before_the_end(kept: int, drafted: int, accepted: int) -> None:
+    before, found = account(5).timings(7, 16), account(8).timings(7, 16 + kept)
+    assert found.rounds == before.rounds + 1
+    assert found.draft_n == before.draft_n + drafted
+    assert found.draft_n_accepted == before.draft_n_accepted + accepted
+    assert found.drafted_by_position == tuple(5 + (i < drafted) for i in range(3))
+
+
+def test_a_round_under_way_is_not_counted() -> None:
+    found = account(4)
+    found.asked(5, 2)
+    found.proposed(5, replace(HIT, missed=True), 2)
+    assert found.timings(7, 13) == account(4).timings(7, 13)
