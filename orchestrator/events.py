@@ -84,7 +84,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """`reason` is eos, stop, length or cancelled. `until(n)` are the timings of the first n tokens, when no more of them
+    """`reason` is eos, stop, length or cancelled. `until(n)`: the timings of the first n tokens, when no more of them
     count."""
 
     request: str
