@@ -35,8 +35,16 @@ class Failure:
     message: str
 
 
-Announcement = Stage | Ready | Failure
-_KINDS: dict[str, type[Announcement]] = {cls.__name__: cls for cls in (Stage, Ready, Failure)}
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """The server has ended as it was asked to, but for this; `kind` as above."""
+
+    kind: str
+    message: str
+
+
+Announcement = Stage | Ready | Failure | Unfinished
+_KINDS: dict[str, type[Announcement]] = {cls.__name__: cls for cls in (Stage, Ready, Failure, Unfinished)}
 
 
 def announce(line: socket.socket, announcement: Announcement) -> None:

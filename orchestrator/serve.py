@@ -26,7 +26,7 @@ from outrider.orchestrator.failure import as_error, kind_of
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.handshake import Announcement, Failure, Ready, wait_for_end
+from outrider.orchestrator.handshake import Announcement, Failure, Ready, Unfinished, wait_for_end
 from outrider.orchestrator.lines import End, Lines
 from outrider.orchestrator.machine import blas
 from outrider.orchestrator.machine.sweeper import Sweeper
@@ -58,8 +58,10 @@ def run(
     tell: Callable[[Announcement], None],
     parent: socket.socket | None = None,
     status: Callable[[Front], None] | None = None,
-) -> None:
+) -> Unfinished | None:
     """Serves until a signal or the parent's end. `tell` hears how the start goes, `status` is called once a second.
+
+    Returns what could not be finished in the end, such as a trace on a full disk.
 
     Raises:
         OutriderError: the cluster can't start or can't go on; everything it started is ended.
@@ -75,6 +77,16 @@ def run(
         directory = stack.enter_context(private_directory())
         front = stack.enter_context(_threads(pair, directory, happenings))
         _watch(happenings, tell, lambda: status(front) if status is not None else None)
+    return _unfinished(happenings)
+
+
+def _unfinished(happenings: SimpleQueue[Happening]) -> Unfinished | None:
+    """What went wrong when nobody watched any more."""
+    while not happenings.empty():
+        happening = happenings.get()
+        if isinstance(happening, Failure):
+            return Unfinished(happening.kind, happening.message)
+    return None
 
 
 def _watch(happenings: SimpleQueue[Happening], tell: Callable[[Announcement], None], tick: Callable[[], None]) -> None:

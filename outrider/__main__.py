@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.cli import main
+import signal
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Until a command runs, and after it, Ctrl-C ends this process without a word.
+
+    Inside an import it would be a traceback, and in numpy's an ImportError.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from outrider.orchestrator.cli import main as run
+
+    return run(arguments)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

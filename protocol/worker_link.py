@@ -185,6 +185,7 @@ def _end_on_signals(by_hand: bool) -> None:
 
     signal.signal(signal.SIGINT, end if by_hand else signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # `outrider worker` kept it back for this moment
 
 
 def _end_with_parent(fd: int) -> None:

@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--classes", default="code", help="comma-separated: code,repeated,prose,json; default code")
     group.add_argument("--temps", default="0,0.8", help="comma-separated temperatures, default 0,0.8")
     group.add_argument("--depths", default="2,3,4", help="K to try for SD, SSD and mlx-lm, default 2,3,4")
-    group.add_argument("--max-tokens", "-m", type=int, default=128, metavar="N", help="of each run, default 128")
+    group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help="of each run, default 128")
     group.add_argument("--no-peers", action="store_true", help="leave mlx-lm out, as every simulation does")
     group.add_argument("--both-cores", action="store_true", help="a second table: AR, SD and mlx-lm with both cores")
     group.add_argument("--contended", action="store_true", help="with another process busy on the target's device")

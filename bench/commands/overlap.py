@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", "-p", default=PROMPT, help="the text to go on from; - reads it from stdin")
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds of each kind, default 40")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for the picture and the trace")
-    parser.add_argument("--temp", type=float, default=0.0, metavar="T")
+    parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T")
     flags.add_request_flags(parser, mode=False)
     flags.add_cluster_flags(parser)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 
 from outrider.bench.timing.forecast import (
@@ -19,7 +18,7 @@ from outrider.bench.timing.probe import Probe, may_pay, probe
 from outrider.bench.timing.workbench import workbench
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.folder import writable
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core import tuning
 from outrider.orchestrator.core.tuning import Choice, Tuning
@@ -44,7 +43,7 @@ USUAL_TURNAROUND_MS = 0.3
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature to probe at, default 0")
+    parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T", help="to probe at, default 0")
     parser.add_argument("--measure", action="store_true", help="also run each mode and print it beside its forecast")
     flags.add_cluster_flags(parser)
 
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         measured = _probe(pair, sampling, screen)
     except KeyboardInterrupt:
         screen.clear()
-        print("outrider tune: interrupted; nothing was saved", file=sys.stderr)
+        say("outrider tune: interrupted; nothing was saved")
         raise
     reading = prompt_reader.measured(str(pair.settings.draft_model)) if settings.draft_backend == "mlx" else None
     screen.clear()

@@ -73,9 +73,13 @@ class Workbench:
         self._poller.register(pool.socket, zmq.POLLIN)
 
     def __enter__(self) -> Workbench:
-        self._pool.start()
-        while not self._pool.ready:
-            self._listen()
+        try:
+            self._pool.start()
+            while not self._pool.ready:
+                self._listen()
+        except BaseException:
+            self._pool.close()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -30,6 +30,8 @@ def main() -> int:
     except OutriderError as error:
         _say(f"{error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
     result = {
         "package": str(options.out), "source": manifest.source, "family": manifest.layout.architecture.family,

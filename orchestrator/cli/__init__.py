@@ -8,11 +8,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
 
+from outrider.orchestrator.cli import streams
+from outrider.orchestrator.cli.ending import ended_in_order
 from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.cli.screen import say
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import OutriderError
 
@@ -38,35 +42,38 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code of one command; see protocol.errors for what each code means."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] not in COMMANDS:
-        return _without_command(given)
-    if given[0] in PROGRAMS:
-        _become(PROGRAMS[given[0]], given[1:])
-    command = import_module(MEASURING.get(given[0], f"outrider.orchestrator.cli.{given[0]}"))
-    return run(f"outrider {given[0]}", command, given[1:])
+    return streams.guarded(lambda: _chosen(given))
 
 
 def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:
     """The exit code of a command: a module with `add_flags` and `run`. `name` is how it was called."""
     parser = Parser(prog=name, description=command.__doc__)
     command.add_flags(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     try:
-        return int(command.run(options))
+        with ended_in_order():
+            return int(command.run(options))
     except OutriderError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        say(f"{name}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def run_as_program() -> int:
     """The same for the module that Python was started with, as `python -m outrider.bench.identity`."""
     module = sys.modules["__main__"]
-    return run(f"python -m {module.__spec__.name}" if module.__spec__ else sys.argv[0], module, sys.argv[1:])
+    name = f"python -m {module.__spec__.name}" if module.__spec__ else sys.argv[0]
+    return streams.guarded(lambda: run(name, module, sys.argv[1:]))
+
+
+def _chosen(given: list[str]) -> int:
+    if not given or given[0] not in COMMANDS:
+        return _without_command(given)
+    if given[0] in PROGRAMS:
+        _become(PROGRAMS[given[0]], given[1:])
+    command = import_module(MEASURING.get(given[0], f"outrider.orchestrator.cli.{given[0]}"))
+    return run(f"outrider {given[0]}", command, given[1:])
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:
@@ -78,6 +85,8 @@ def _without_command(given: list[str]) -> int:
     parser = Parser(prog="outrider", description="Speculative speculative decoding on MLX.", epilog=_listing())
     parser.add_argument("--version", action="store_true", help="print the version and end")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
+    if given and not given[0].startswith("-"):
+        parser.error(f"there is no command {given[0]!r}; {_meant(given[0])}")
     options = parser.parse_args(given)
     if options.version:
         from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
@@ -85,9 +94,14 @@ def _without_command(given: list[str]) -> int:
         print(f"outrider {PACKAGE_VERSION} (protocol {PROTOCOL_VERSION})")
         return 0
     if options.command is not None:
-        parser.error(f"there is no command {options.command!r}; expected one of {', '.join(COMMANDS)}")
+        parser.error(f"the command comes first: outrider {options.command} {given[0]}")
     parser.print_help()
     return 0
+
+
+def _meant(word: str) -> str:
+    close = get_close_matches(word, COMMANDS, n=1)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
 
 
 def _listing() -> str:

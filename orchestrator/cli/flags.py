@@ -67,8 +67,8 @@ def add_log_flag(parser: argparse.ArgumentParser) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen and where the text ends."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", "-m", type=int, metavar="N", help=f"default {_SAMPLING.max_tokens}")
-    group.add_argument("--temp", type=float, metavar="T", help="temperature; 0, the default, is greedy")
+    group.add_argument("--max-tokens", "-m", "-n", type=int, metavar="N", help=f"default {_SAMPLING.max_tokens}")
+    group.add_argument("--temp", "--temperature", type=float, metavar="T", help="default 0: greedy")
     group.add_argument("--top-p", type=float, metavar="P")
     group.add_argument("--min-p", type=float, metavar="P")
     group.add_argument("--top-k", type=int, metavar="N")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli import flags, streams
+from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import Wish
@@ -35,9 +35,9 @@ def run(options: argparse.Namespace) -> int:
     screen = Screen()
     result = generate(options, screen, show_text=not options.json)
     if options.json:
-        print(json.dumps(as_json(result), ensure_ascii=False))
+        print(json.dumps(as_json(result), ensure_ascii=not streams.takes_unicode()))
     else:
-        print(result.summary(), file=sys.stderr)
+        say(result.summary())
     return 0
 
 

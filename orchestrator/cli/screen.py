@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import suppress
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Writes to stderr; one that is full or gone keeps no command from its work."""
+    with suppress(OSError):
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
 class Screen:
@@ -20,14 +27,14 @@ class Screen:
         self._shown = text
         if self._live:
             width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
+            say(f"\r\x1b[K{text[:width]}", end="")
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def clear(self) -> None:
         """Takes the changing line away."""
         if self._live and self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            say("\r\x1b[K", end="")
         self._shown = ""
 
     @property

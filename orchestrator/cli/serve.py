@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import socket
-import sys
 import time
-from typing import TYPE_CHECKING
 
+from outrider.orchestrator import serve
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.screen import Screen
-from outrider.orchestrator.failure import kind_of
+from outrider.orchestrator.cli.screen import Screen, say
+from outrider.orchestrator.failure import as_error, kind_of
+from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, announce
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import OutriderError
-
-if TYPE_CHECKING:
-    from outrider.orchestrator.front.loop import Front
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,29 +24,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from outrider.orchestrator import serve  # deferred: --help needs no sockets
-
     flags.set_up_logging(options)
     settings = ServeSettings(**flags.settings_of(options))
     if options.parent_fd is not None:
         return _for_parent(settings, socket.socket(fileno=options.parent_fd))
     board = Board(Screen())
     try:
-        serve.run(settings, board.tell, status=board.status)
+        unfinished = serve.run(settings, board.tell, status=board.status)
     finally:
         board.clear()
+    if unfinished is not None:
+        raise as_error(unfinished.kind, unfinished.message)
     return 0
 
 
 def _for_parent(settings: ServeSettings, parent: socket.socket) -> int:
     """Whoever started this process hears of everything on the inherited socket; nothing is printed."""
-    from outrider.orchestrator import serve
-
     try:
-        serve.run(settings, lambda told: announce(parent, told), parent=parent)
+        unfinished = serve.run(settings, lambda told: announce(parent, told), parent=parent)
     except OutriderError as error:
         announce(parent, Failure(kind_of(error), str(error)))
         return error.exit_code
+    if unfinished is not None:
+        announce(parent, unfinished)
     return 0
 
 
@@ -71,7 +68,7 @@ class Board:
                 self._screen.clear()
                 print(f"clients: {endpoint}\nworkers: {workers}", flush=True)
                 for note in notes:
-                    print(f"Note: {note}", file=sys.stderr)
+                    say(f"Note: {note}")
 
     def status(self, front: Front) -> None:
         """One line that changes, on a terminal only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 
 from outrider.orchestrator.cli import flags
@@ -11,7 +12,7 @@ from outrider.orchestrator.machine import blas
 from outrider.orchestrator.machine.spawn import MODULES, child_environment, worker_command
 from outrider.orchestrator.pair.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.endpoints import parse
+from outrider.protocol.endpoints import parse, require_server
 from outrider.protocol.errors import InvalidRequest
 
 
@@ -31,9 +32,11 @@ def run(options: argparse.Namespace) -> int:
     if options.role == "draft" and not settings.has_draft_worker:
         raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx, coreml or replay")
     endpoint = str(parse(options.connect))
+    require_server(endpoint)
     pair = choose_pair(settings)
     if options.role == "draft" and not pair.settings.has_draft_worker:
         raise InvalidRequest("no draft model is named; expected --model and --draft-model, or neither")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"
     command = worker_command(options.role, name, endpoint, pair.settings)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end in order (WorkerLink)
     os.execve(command[0], command, blas.environment(child_environment(), settings.threads))

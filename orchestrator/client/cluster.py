@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Unpack
 
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.failure import as_error
-from outrider.orchestrator.handshake import Failure, Ready, Stage, announcements
+from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, Unfinished, announcements
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import Settings, flags, settings_from
 from outrider.protocol.errors import WorkerError
@@ -62,7 +63,7 @@ class LocalCluster:
         try:
             ready = self._wait_until_ready(progress)
         except BaseException:
-            self.close()
+            self._end()
             raise
         self.endpoint = ready.endpoint
         self.notes = ready.notes
@@ -81,15 +82,32 @@ class LocalCluster:
         return AsyncClient(self.endpoint, timeout, self._check)
 
     def close(self) -> None:
-        """Ends the server and its workers, in order where it can. Again does nothing."""
-        self._line.close()
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        """Ends the server and its workers, in order where it can. Again does nothing.
+
+        Raises:
+            OutriderError: something could not be finished, such as a trace on a full disk; everything is ended.
+        """
+        left = self._end()
+        if left is not None:
+            raise as_error(left.kind, left.message)
+
+    def _end(self) -> Unfinished | None:
+        """Closes one way of the line, which ends the server, and hears on the other what it has to say at last."""
+        if self._line.fileno() < 0:
+            return None
+        told: list[Announcement] = []
+        with self._line, suppress(OSError):
+            self._line.settimeout(END_SECONDS)
+            self._line.shutdown(socket.SHUT_WR)
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)  # for a server that has not yet come to look at the line
+            told += announcements(self._line)
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        return next((one for one in told if isinstance(one, Unfinished)), None)
 
     def __enter__(self) -> LocalCluster:
         return self
@@ -97,7 +115,10 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._end()  # the error on its way is the one to be told
 
     def _wait_until_ready(self, progress: Callable[[str], None] | None) -> Ready:
         for told in announcements(self._line):
