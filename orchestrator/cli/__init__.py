@@ -88,7 +88,7 @@ def _without_command(given: list[str]) -> int:
     if given and not given[0].startswith("-"):
         parser.error(f"there is no command {given[0]!r}; {_meant(given[0])}")
     options = parser.parse_args(given)
-    if options.version:
+    if options.version and options.command is None:
         from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
 
         print(f"outrider {PACKAGE_VERSION} (protocol {PROTOCOL_VERSION})")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
-from contextlib import suppress
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes to stderr; one that is full or gone keeps no command from its work."""
-    with suppress(OSError):
+    """Writes to stderr; one that is full or gone keeps no command from its work, and hears no more."""
+    try:
         print(text, end=end, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class Screen:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import socket
 import threading
 from dataclasses import fields
 
@@ -57,11 +59,15 @@ def test_a_program_of_another_room_is_handed_its_arguments(run, become, command)
     assert become[0][-3:] == ["-m", PROGRAMS[command], "--help"]
 
 
-def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folder):
+def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folder, endpoint):
     folder = str(model_folder)
-    code, _, _ = run("worker", "draft", "--connect", "ipc:///tmp/w", "--model", folder, "--draft-model", folder)
+    with socket.socket(socket.AF_UNIX) as cluster:
+        cluster.bind(endpoint.removeprefix("ipc://"))
+        cluster.listen()
+        code, _, _ = run("worker", "draft", "--connect", endpoint, "--model", folder, "--draft-model", folder)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # what the worker does when it can end in order
     assert code == 99 and "outrider.draft_worker" in become[0] and "--parent-fd" not in become[0]
-    assert become[0][become[0].index("--endpoint") + 1] == "ipc:///tmp/w"
+    assert become[0][become[0].index("--endpoint") + 1] == endpoint
     assert become[0][become[0].index("--model") + 1] == str(model_folder.resolve())
 
 
@@ -79,6 +85,13 @@ def test_the_version_is_told(run):
     ("arguments", "code", "words"),
     [
         (["bake"], 2, "no command 'bake'; expected one of generate"),
+        (["genrate", "-p", "x", "--seed", "3"], 2, "no command 'genrate'; did you mean generate?"),
+        (["--mode", "generate"], 2, "unrecognized arguments: --mode"),
+        (["--version", "generate"], 2, "the command comes first: outrider generate --version"),
+        (["generate", "-p"], 2, "expected one argument"),
+        (["generate", "-p", "--json"], 2, "expected one argument"),
+        (["worker", "draft", "--connect", "ipc:///tmp/no/such"], 4, "nobody serves ipc:///tmp/no/such"),
+        (["generate", "-p", "x", "--connect", "ipc:///tmp/no/such"], 4, "nobody serves ipc:///tmp/no/such"),
         (["generate"], 2, "--prompt"),
         (["generate", "-p", "x", "--temp", "hot"], 2, "invalid float value"),
         (["generate", "-p", "x", "--tem", "1"], 2, "unrecognized arguments"),
@@ -145,6 +158,36 @@ def test_the_prompt_may_come_from_stdin(run, stand, codec, monkeypatch):
     assert stand.core.wait_for(Admit)[0].tokens == codec.encode("from stdin")
 
 
+@pytest.mark.parametrize("text", ["-x", "---", "-1", "--no-such-flag", "-- a comment", "-"])
+@pytest.mark.parametrize("flag", ["-p", "--prompt"])
+def test_a_prompt_may_begin_with_a_dash(run, stand, codec, monkeypatch, flag, text):
+    stand.core.play = says(codec, "x")
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
+    assert run("generate", flag, text, "--stop", "-y", "--connect", stand.endpoint)[0] == 0
+    admit = stand.core.wait_for(Admit)[0]
+    assert admit.tokens == codec.encode("from stdin" if text == "-" else text)
+    assert admit.sampling.stop == ("-y",)
+
+
+def test_flags_have_the_spellings_of_others(run, stand, codec):
+    stand.core.play = says(codec, "x")
+    run(
+        "generate",
+        "-p",
+        "x",
+        "--connect",
+        stand.endpoint,
+        "--temperature",
+        "0.5",
+        "-n",
+        "9",
+        "--frequency-penalty",
+        "-1e-1",
+    )
+    sampling = stand.core.wait_for(Admit)[0].sampling
+    assert (sampling.temp, sampling.max_tokens, sampling.frequency_penalty) == (0.5, 9, -0.1)
+
+
 def test_a_server_that_says_no_is_an_exit_code(run, stand):
     code, out, err = run("generate", "-p", "x " * 3000, "--connect", stand.endpoint)
     assert (code, out) == (2, "") and "expected at most 1023" in err
@@ -192,9 +235,7 @@ def test_one_interrupt_ends_a_stream(stand, codec, monkeypatch, run):
 def test_a_residual_text_cannot_be_proved_and_verify_says_so(run):
     code, out, err = run("verify", "--prompt", "x", "--temp", "1", "--sampling", "residual")
     assert (code, out) == (InvalidRequest.exit_code, "")
-    assert err == (
-        "outrider verify: residual sampling may give another text each time; expected coupled sampling\n"
-    )
+    assert err == ("outrider verify: residual sampling may give another text each time; expected coupled sampling\n")
 
 
 @pytest.mark.parametrize(

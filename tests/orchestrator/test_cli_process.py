@@ -1,0 +1,84 @@
+"""The command line as a process: what its streams may be, and an interrupt while it is still coming up."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from outrider.orchestrator.machine.spawn import child_environment, python
+from tests.orchestrator.stand import says
+
+LIMIT = 60
+
+
+def outrider(*arguments, shell="", **environment):
+    """Runs `outrider ARGUMENTS` with the redirections of `shell`."""
+    return subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {shell}', "sh", *python("-m", "outrider", *arguments)],
+        env=child_environment() | {"PYTHONUNBUFFERED": ""} | environment, capture_output=True, timeout=LIMIT,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["pairs"], ["generate", "--help"]])
+def test_an_output_that_is_full_is_a_sentence(arguments, unbuffered):
+    done = outrider(*arguments, shell=">/dev/full", PYTHONUNBUFFERED=unbuffered)
+    if unbuffered and "--help" in arguments:
+        assert done.stderr == b""  # argparse itself bears it
+    else:
+        assert done.returncode == 1
+        assert done.stderr.startswith(b"outrider: the output can't be written (No space left on device)")
+        assert done.stderr.count(b"\n") == 1
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    done = outrider("pairs", shell="| head -n 1")
+    assert done.stdout.count(b"\n") == 1 and done.stderr == b""
+
+
+@pytest.mark.parametrize("shell", ["2>&-", "2>&- <&-", ">&- 2>&- <&-", "2>/dev/full"])
+def test_closed_streams_are_no_reason_to_fail(shell):
+    done = outrider("pairs", shell=shell)
+    assert done.returncode == 0 and done.stderr == b""
+    assert ("models/target" in done.stdout.decode()) is (">&- 2" not in shell)
+    assert outrider("generate", "-p", "", shell=shell).returncode == 2
+
+
+def test_a_server_is_heard_through_closed_streams(stand, codec):
+    """No socket has got the number of a stream, and a text goes to stdout alone."""
+    stand.core.play = says(codec, "x = 1")
+    done = outrider("generate", "-p", "x", "--connect", stand.endpoint, shell="2>&- <&-")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"x = 1\n", b"")
+
+
+def test_what_an_ascii_terminal_cannot_show_is_no_error(stand, codec):
+    stand.core.play = says(codec, "x = 'é'")
+    ask = ("generate", "-p", "x", "--connect", stand.endpoint)
+    done = outrider(*ask, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and done.stdout.startswith(b"x = '?") and b"Traceback" not in done.stderr
+    assert json.loads(outrider(*ask, "--json", PYTHONIOENCODING="ascii").stdout)["text"] == "x = 'é'"
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from outrider.__main__ import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("module", ["numpy", "zmq", "outrider.orchestrator.cli.generate"])
+def test_an_interrupt_during_an_import_is_an_end_without_a_word(module):
+    command = python("-c", INTERRUPTED_IMPORT, module, "generate", "-p", "x", "--connect", "ipc:///no/such")
+    done = subprocess.run(command, env=child_environment(), capture_output=True, timeout=LIMIT)
+    assert (done.stdout, done.stderr) == (b"", b"") and done.returncode in (-signal.SIGINT, 130)

@@ -1,0 +1,101 @@
+"""Commands that start processes of their own: however they are ended, nothing stays behind, and what failed is told."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.orchestrator import InvalidRequest, LocalCluster, SamplingParams
+from outrider.orchestrator.machine.spawn import child_environment, python
+
+LIMIT = 60.0
+SMALL_FILES = 2048
+"""Bytes; a disk that is full from there on."""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A temporary folder for run directories, with a path short enough for sockets."""
+    path = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def outrider(folder: Path, *arguments: str, file_size: int | None = None) -> subprocess.Popen[str]:
+    def limit() -> None:
+        if file_size is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+
+    return subprocess.Popen(
+        python("-m", "outrider", *arguments),
+        env=child_environment() | {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        preexec_fn=limit,
+    )
+
+
+def run_folders(folder: Path) -> list[Path]:
+    return list(folder.glob("outrider-run-*"))
+
+
+def until_something_runs(folder: Path) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not any((run / "target-0.log").exists() for run in run_folders(folder)):
+        if time.monotonic() > deadline:
+            pytest.fail(f"no worker came up within {LIMIT} s")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [
+        (signal.SIGTERM, ["tune"]),
+        (signal.SIGHUP, ["overlap", "--out", "out"]),
+        (signal.SIGTERM, ["bench", "--no-peers", "--prompts", "1", "--out", "out"]),
+        (signal.SIGHUP, ["generate", "-p", "x"]),
+    ],
+)
+def test_a_signal_leaves_no_run_folder(folder: Path, number: signal.Signals, command: list[str]) -> None:
+    process = outrider(folder, *command)
+    until_something_runs(folder)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + number and "Traceback" not in err
+    assert run_folders(folder) == []
+
+
+def test_a_trace_on_a_full_disk_is_told_after_the_text(folder: Path) -> None:
+    process = outrider(folder, "generate", "-p", "def f(", "-m", "24", "--trace", "t.json", file_size=SMALL_FILES)
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == InvalidRequest.exit_code and len(out) > 20
+    assert err.splitlines()[-1] == f"outrider generate: the trace can't be written to t.json: File too large"
+
+
+def test_a_server_tells_of_a_trace_on_a_full_disk_at_its_end(folder: Path) -> None:
+    process = outrider(folder, "serve", "--draft-backend", "ngram", "--trace", "t.json", file_size=SMALL_FILES)
+    endpoint = (process.stdout.readline() if process.stdout else "").split()[1]
+    outrider(folder, "generate", "-p", "def f(", "-m", "40", "--connect", endpoint).communicate(timeout=LIMIT)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == InvalidRequest.exit_code and "outrider serve: the trace can't be written to" in err
+
+
+def test_a_dead_target_is_told_once() -> None:
+    """Whoever asked was told; the cluster's own end is then no error of its own."""
+    with LocalCluster(draft_backend="ngram") as running:
+        client = running.client()
+        os.kill(next(worker.pid for worker in client.stats().workers if worker.role == "target"), signal.SIGKILL)
+        with pytest.raises(Exception, match="target"):
+            client.generate("def f(", SamplingParams(max_tokens=400, ignore_eos=True))
