@@ -49,21 +49,39 @@ install_project() {
         || fail "the installation failed; its words are above"
 }
 
-# set_up EXTRA: EXTRA is empty, or "test". A stamp says what was installed, so that the next start takes no time.
+# set_up EXTRA: EXTRA is empty, or "test". A stamp says what was installed, so that the next start takes no time, and
+# whoever may only read the checkout can start what its owner has installed.
 set_up() {
-    local extra="$1" stamp wanted
-    stamp="$venv/.outrider-installed${extra:+-$extra}"
+    local stamp wanted
+    stamp="$venv/.outrider-installed${1:+-$1}"
     wanted="$(cksum <"$root/pyproject.toml")"
-    exec 9>"$root/.venv.lock"
-    if command -v flock >/dev/null 2>&1; then flock 9; fi # two first starts at once: one installs, the other waits
-    if [ ! -x "$python" ] || ! is_new_enough "$python"; then make_venv; fi
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-        install_project "${extra:+[$extra]}"
-        printf '%s\n' "$wanted" >"$stamp"
-        printf '%s\n' "$wanted" >"$venv/.outrider-installed"
+    if ! is_installed; then
+        if [ ! -w "$root" ] || { [ -e "$venv" ] && [ ! -w "$venv" ]; }; then
+            fail "$venv is not ready and not yours to write; ask its owner to start launch/run_local.sh once," \
+                "or use a copy of your own"
+        fi
+        exec 9>"$root/.venv.lock"
+        if command -v flock >/dev/null 2>&1; then flock 9; fi # two first starts at once: one installs, the other waits
+        is_installed || install_all "${1:+[$1]}"
+        exec 9>&-
     fi
     find_openblas
-    exec 9>&-
+}
+
+is_installed() { [ -x "$python" ] && is_new_enough "$python" && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; }
+
+install_all() {
+    if [ ! -x "$python" ] || ! is_new_enough "$python"; then make_venv; fi
+    install_project "$1"
+    printf '%s\n' "$wanted" >"$stamp"
+    printf '%s\n' "$wanted" >"$venv/.outrider-installed"
+}
+
+# For programs that run MLX in their own process; the workers of a cluster get it from the orchestrator.
+preload_openblas() {
+    local library
+    library="$("$python" -P -c 'from outrider.orchestrator.machine.blas import openblas; print(openblas() or "")')"
+    if [ -n "$library" ]; then export LD_PRELOAD="$library${LD_PRELOAD:+:$LD_PRELOAD}"; fi
 }
 
 has_openblas() { "$python" -P -c 'from outrider.orchestrator.machine.blas import notes; raise SystemExit(bool(notes()))'; }

@@ -8,7 +8,7 @@
 #
 # A step that fails is noted and the next one runs: a crash of Core ML is a finding, not the end.
 set -uo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 
 # The steps run in the project's directory, so what was named here must be found from there; an id stays as it is.
 whole() { if [ -d "$1" ]; then (cd "$1" && pwd); else printf '%s\n' "$1"; fi; }
@@ -37,7 +37,7 @@ if [ "$(uname -s)" != Darwin ]; then
     say "outrider: this is no Mac: the reference interpreter stands in for Core ML, which only shows that the check works"
 fi
 
-# step TITLE COMMAND...: its output in the report, and on the screen where it stands.
+# step TITLE COMMAND...: its output in the report, and on the screen what it says on the way.
 step() {
     local title="$1" started status
     shift
@@ -45,8 +45,8 @@ step() {
     started="$(date +%s)"
     {
         printf '\n## %s\n\n`%s`\n\n```\n' "$title" "$*"
-        "$@" 2>"$report.stderr"
-        status=$?
+        { "$@" 2>&1 >&3 | tee "$report.stderr" >&4; } 3>&1
+        status=${PIPESTATUS[0]}
         printf '```\n'
         if [ "$status" -ne 0 ] || [ "${keep_stderr:-}" = yes ]; then
             printf '\n```\n'
@@ -54,7 +54,7 @@ step() {
             printf '```\n'
         fi
         printf '\nexit code %s, %s s\n' "$status" "$(($(date +%s) - started))"
-    } >>"$report"
+    } 4>&2 >>"$report"
 }
 
 generate() {
@@ -67,6 +67,7 @@ generate() {
 }
 
 set_up test
+preload_openblas
 cd "$root" || exit 1
 printf '# Outrider on a Mac\n\n%s, %s, draft `%s`, target `%s`\n' "$(date -u +%Y-%m-%dT%H:%MZ)" \
     "$(git rev-parse --short HEAD 2>/dev/null || printf 'no commit')" "$draft" "$target" >>"$report"

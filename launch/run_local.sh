@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
 # Runs Outrider on this machine: with --prompt it completes it and ends, without it serves until Ctrl-C.
-# Takes the flags of `outrider generate` and `outrider serve`; makes .venv on the first start.
+# Takes the flags of `outrider generate` and `outrider serve` (--help shows both); makes .venv on the first start.
 set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 
 command=serve
 for argument in "$@"; do
     case "$argument" in
-        --prompt | --prompt=* | -p | -p?*) command=generate ;;
+        -h | --help) command=help ;;
+        --prompt | --prompt=* | -p | -p?*) [ "$command" = help ] || command=generate ;;
     esac
 done
 
 set_up ""
+if [ "$command" = help ]; then
+    printf 'With --prompt this completes the prompt and ends; it takes the flags of outrider generate:\n\n'
+    "$python" -P -m outrider generate --help
+    printf '\nWithout --prompt it serves until Ctrl-C; it takes the flags of outrider serve:\n\n'
+    exec "$python" -P -m outrider serve --help
+fi
 exec "$python" -P -m outrider "$command" "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what the tests need and runs them all, or those that are named: launch/test.sh tests/protocol -k codec
 set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 
 set_up test
 cd "$root"

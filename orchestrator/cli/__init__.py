@@ -5,6 +5,7 @@ Here and in the commands are the only prints of Outrider. Text and JSON go to st
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -82,7 +83,12 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
 
 
 def _without_command(given: list[str]) -> int:
-    parser = Parser(prog="outrider", description="Speculative speculative decoding on MLX.", epilog=_listing())
+    parser = Parser(
+        prog="outrider",
+        description="Speculative speculative decoding on MLX.",
+        epilog=_listing(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="store_true", help="print the version and end")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     if given and not given[0].startswith("-"):

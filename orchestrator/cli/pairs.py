@@ -43,22 +43,18 @@ def _facts(target: ModelFiles, draft: ModelFiles) -> list[str]:
 
 
 def _listing() -> str:
-    rows = [("TARGET", "DRAFT", "SIZES", "NOTE")]
-    rows += [
-        (
-            pair.target,
-            pair.draft,
-            f"{pair.target_parameters / BILLION:g}B / {pair.draft_parameters / BILLION:g}B ({pair.ratio:.0f}x)",
-            pair.note,
-        )
-        for pair in KNOWN_PAIRS
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row[3]]).rstrip() for row in rows]
+    """Two lines a pair, for ids are long and a terminal has 80 columns."""
+    lines = [f"{'TARGET':52}SIZES", f"  + {'DRAFT':48}NOTE"]
+    for pair in KNOWN_PAIRS:
+        sizes = f"{pair.target_parameters / BILLION:g}B / {pair.draft_parameters / BILLION:g}B ({pair.ratio:.0f}x)"
+        lines += [f"{pair.target:52}{sizes}", f"  + {pair.draft:48}{pair.note}".rstrip()]
     target, draft = embedded_pair()
     return "\n".join([
         *lines,
         "",
-        f"embedded, used when no model is named: {target} and {draft}",
-        "Same family and tokenizer as published; `outrider pairs TARGET DRAFT` compares the vocabularies of any two.",
+        "embedded, used when no model is named:",
+        f"  {target}",
+        f"  + {draft}",
+        "Same family and tokenizer as published; `outrider pairs TARGET DRAFT` compares",
+        "the vocabularies of any two.",
     ])  # fmt: skip

@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
     """Flags in full only; an error is one line on stderr and InvalidRequest's exit code."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(allow_abbrev=False, **options)
 
     def parse(self, given: Sequence[str]) -> argparse.Namespace:
         """Like `parse_args`, but what follows a flag that takes a value is its value unless it is a flag itself.

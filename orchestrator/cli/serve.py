@@ -14,6 +14,7 @@ from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, announce
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import Stats
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -77,12 +78,18 @@ class Board:
         self._at, self._tokens = now, tokens
         if not (self._ready and self._screen.live):
             return
-        stats = front.stats("")
-        workers = ", ".join(f"{worker.name} {worker.state}" for worker in stats.workers)
-        self._screen.show(
-            f"{workers} | {stats.active} running, {stats.queued} waiting, {stats.finished} done, {stats.failed} failed"
-            f" | {rate:.0f} tok/s"
-        )
+        self._screen.show(status_line(front.stats(""), rate))
 
     def clear(self) -> None:
         self._screen.clear()
+
+
+def status_line(stats: Stats, rate: float) -> str:
+    """What a server does, in few enough words for a terminal of 80 columns; of workers, those that are not ready."""
+    absent = [f"{worker.name} {worker.state}" for worker in stats.workers if worker.state != "ready"]
+    words = [
+        f"{rate:.0f} tok/s",
+        f"{stats.active} running, {stats.queued} waiting, {stats.finished} done, {stats.failed} failed",
+        *(absent or [f"{len(stats.workers)} workers"]),
+    ]
+    return " | ".join(words)

@@ -30,9 +30,9 @@ def _pair(target: str, target_b: float, draft: str, draft_b: float, note: str = 
 
 
 KNOWN_PAIRS = (
-    _pair("Llama-3.3-70B-Instruct-4bit", 70.6, "Llama-3.2-1B-Instruct-4bit", 1.24, "the paper's pair of families"),
+    _pair("Llama-3.3-70B-Instruct-4bit", 70.6, "Llama-3.2-1B-Instruct-4bit", 1.24, "of the paper's families"),
     _pair("Meta-Llama-3.1-8B-Instruct-4bit", 8.03, "Llama-3.2-1B-Instruct-4bit", 1.24, "draft large for the target"),
-    _pair("Qwen3-32B-4bit", 32.8, "Qwen3-0.6B-4bit", 0.6, "the paper's other pair of families"),
+    _pair("Qwen3-32B-4bit", 32.8, "Qwen3-0.6B-4bit", 0.6, "of the paper's families"),
     _pair("Qwen3-14B-4bit", 14.8, "Qwen3-0.6B-4bit", 0.6),
     _pair("Qwen3-8B-4bit", 8.2, "Qwen3-0.6B-4bit", 0.6),
     _pair("Qwen2.5-32B-Instruct-4bit", 32.8, "Qwen2.5-0.5B-Instruct-4bit", 0.49),

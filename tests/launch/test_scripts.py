@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,78 @@ def test_the_tests_bring_what_they_need_and_cover_a_plain_start(copy):
     assert run(copy, "run_local.sh").stderr == ""
 
 
+@pytest.mark.parametrize("link", ["elsewhere/outrider", "a tree/relative"])
+def test_a_script_may_be_called_through_a_link(copy, tmp_path, link):
+    with_venv(copy)
+    path = tmp_path / link
+    path.parent.mkdir(exist_ok=True)
+    target = copy / "launch/run_local.sh"
+    path.symlink_to(target if "elsewhere" in link else target.relative_to(path.parent))
+    (tmp_path / "twice").symlink_to(path)
+    for name in (path, tmp_path / "twice"):
+        done = subprocess.run(["bash", str(name), "--mode", "ar"], capture_output=True, text=True, cwd="/", timeout=60)
+        assert done.stdout == "-P|-m|outrider|serve|--mode|ar|cwd=/\n", done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["-p", "x", "--help"], ["--help", "-p", "x"]])
+def test_help_tells_of_everything_it_takes(copy, arguments):
+    with_venv(copy)
+    out = run(copy, "run_local.sh", *arguments).stdout
+    assert "-P|-m|outrider|generate|--help|" in out and "-P|-m|outrider|serve|--help|" in out
+    assert "With --prompt this completes" in out and "Without --prompt it serves" in out
+
+
+@pytest.fixture
+def as_another_user(copy):
+    """The tree as one that is looked at by somebody who may write nothing in it."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become somebody else")
+
+    def start(script, *arguments):
+        for path in (copy, *copy.rglob("*")):
+            if not path.is_symlink():
+                path.chmod(0o755)
+        for path in (copy.parent, *copy.parent.parents):
+            if path.is_relative_to(tempfile.gettempdir()) and path != Path(tempfile.gettempdir()):
+                path.chmod(0o755)
+        return subprocess.run(
+            ["bash", str(copy / "launch" / script), *arguments],
+            capture_output=True, text=True, timeout=60, cwd="/", env={"PATH": "/usr/bin:/bin", "HOME": "/"}, user=65534,
+        )  # fmt: skip
+
+    return start
+
+
+def test_another_user_starts_what_its_owner_has_installed(copy, as_another_user):
+    with_venv(copy)
+    done = as_another_user("run_local.sh")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "not yours to write; ask its owner to start launch/run_local.sh once" in done.stderr
+    run(copy, "run_local.sh")
+    done = as_another_user("run_local.sh")
+    assert (done.stdout, done.stderr) == ("-P|-m|outrider|serve|cwd=/\n", "")
+
+
+def test_the_mac_check_shows_its_progress_and_runs_on_the_blas_there_is(copy, tmp_path):
+    executable(
+        copy / ".venv/bin/python",
+        'case "$*" in\n'
+        '*"import openblas"*) echo /lib/such-a-blas.so ;;\n'
+        '*"-c "*|*"--version"*|*"pip install"*) exit 0 ;;\n'
+        '*survey*) echo "survey: half way" >&2; echo "a table, $LD_PRELOAD"; exit 3 ;;\n'
+        '*) echo "on the way" >&2; echo "result" ;;\n'
+        "esac",
+    )
+    report = tmp_path / "report.md"
+    done = run(copy, "mac_check.sh", "--quick", "--report", str(report))
+    assert done.returncode == 0 and done.stdout == ""
+    assert "survey: half way" in done.stderr and done.stderr.count("on the way") > 5
+    told = report.read_text()
+    assert "a table, /lib/such-a-blas.so" in told and "exit code 3" in told and told.count("exit code 0") > 5
+    assert "survey: half way" in told  # of a step that failed, for whoever reads the report
+    assert not list(tmp_path.glob("*.stderr"))
+
+
 def test_a_failed_installation_is_tried_again(copy):
     with_venv(copy)
     good = (copy / ".venv/bin/python").read_text()
@@ -95,7 +168,7 @@ def test_a_too_old_python_is_one_sentence(copy, tmp_path):
     old = tmp_path / "old"
     for name in ("python3", "python"):
         executable(old / name, '[ "$1" = --version ] && echo "Python 3.9.6" && exit 0\nexit 1')
-    for tool in ("bash", "dirname", "cksum", "cat", "uname", "id", "flock"):
+    for tool in ("bash", "dirname", "readlink", "cksum", "cat", "uname", "id", "flock"):
         (old / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
     done = run(copy, "run_local.sh", path=str(old))
     assert done.returncode == 1 and done.stdout == ""

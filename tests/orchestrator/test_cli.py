@@ -13,10 +13,13 @@ from dataclasses import fields
 import pytest
 
 from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main
+from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.events import Admit
+from outrider.orchestrator.pair.model_files import PACKAGE
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
+from outrider.protocol.messages import Stats, Timings
 from outrider.protocol.sampling import SamplingParams
-from tests.orchestrator.stand import says
+from tests.orchestrator.stand import says, worker_stats
 
 
 @pytest.fixture
@@ -75,6 +78,21 @@ def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folde
 def test_help_is_there(run, arguments):
     code, out, err = run(*arguments)
     assert code == 0 and "usage: outrider" in out and not err
+
+
+@pytest.mark.parametrize("arguments", [[], ["pairs"], *([command, "--help"] for command in HERE)])
+def test_what_is_printed_fits_80_columns(run, monkeypatch, arguments):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(*arguments)
+    assert not [line for line in out.splitlines() if len(line) > 80 and not line.strip("+ ").startswith(str(PACKAGE))]
+
+
+@pytest.mark.parametrize("state", ["ready", "starting"])
+def test_the_status_line_fits_80_columns(state):
+    workers = (worker_stats("target"), worker_stats("draft", state))
+    line = status_line(Stats("", "0", workers, 16, 250, 123456, 42, Timings(), 0, 0), 1234.5)
+    assert len(line) < 80
+    assert ("draft-0 starting" in line) is (state == "starting")
 
 
 def test_the_version_is_told(run):

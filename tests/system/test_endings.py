@@ -80,7 +80,7 @@ def test_a_trace_on_a_full_disk_is_told_after_the_text(folder: Path) -> None:
     process = outrider(folder, "generate", "-p", "def f(", "-m", "24", "--trace", "t.json", file_size=SMALL_FILES)
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == InvalidRequest.exit_code and len(out) > 20
-    assert err.splitlines()[-1] == f"outrider generate: the trace can't be written to t.json: File too large"
+    assert err.splitlines()[-1] == "outrider generate: the trace can't be written to t.json: File too large"
 
 
 def test_a_server_tells_of_a_trace_on_a_full_disk_at_its_end(folder: Path) -> None:
