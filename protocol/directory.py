@@ -74,15 +74,15 @@ def _sweep(root: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _empty(left)
-        except OSError:  # held by a living maker, or holds more than sockets
+        except OSError:  # held by a living maker, or holds more than was made here
             continue
         finally:
             os.close(descriptor)
 
 
 def _empty(left: Path) -> None:
-    """Removes the sockets and locks in a directory, and then it; whatever else lies there stays, and so does it."""
+    """Removes the sockets, locks and workers' logs in a directory, and then it; with anything else in it it stays."""
     for entry in left.iterdir():
-        if entry.is_socket() or entry.suffix == ".lock":
+        if entry.is_socket() or entry.suffix in (".lock", ".log"):
             entry.unlink()
     left.rmdir()
