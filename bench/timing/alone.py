@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outrider.bench.timing.curve import Curve, medians, milliseconds
-from outrider.bench.timing.probe import cadence
+from outrider.bench.timing.loops import aheads, numbers_of, steps, turns, verifies, whole
 from outrider.bench.timing.workbench import Workbench
 from outrider.orchestrator.core.speedup import Costs
-from outrider.protocol.messages import Span
 from outrider.protocol.sampling import SamplingParams
 
-# Rounds of each kind in a sample; the one before them, cold caches included, is not counted.
+# Rounds of each kind in a sample.
 ROUNDS = 2
 # Rows of a verify that are timed beyond K+1, for n-grams may fill a chain further.
 MORE_ROWS = (12, 16)
@@ -66,16 +65,20 @@ class Stopwatch:
         """
         self._bench.need_drafter()
         endless = replace(sampling, max_tokens=1 << 20)
-        needed = max((ROUNDS + 1) * (self._depths[-1] + 1), MORE_ROWS[-1]) + 2
+        rows = [*range(1, self._depths[-1] + 2), *(more for more in MORE_ROWS if more > self._depths[-1] + 1)]
+        needed = max(numbers_of(ROUNDS)[-1] * (self._depths[-1] + 1), rows[-1]) + 2
         length = max(sampling.max_tokens, 2 * needed)
         text, spans = self._bench.text(prompt, length, endless)
-        self._steps += cadence(spans)
-        middle = len(prompt) + length // 2
-        for _ in range(ROUNDS):
-            self._time_verify(middle, text, endless)
+        self._steps += steps(spans)
+        known = (len(prompt) + length // 2, text)
+        for count, verify_ms in verifies(self._bench, known, endless, rows * ROUNDS):
+            self._verify[count].append(verify_ms)
         for depth in self._depths:
-            self._time_chain(middle, text, endless, depth)
-            self._time_ahead(middle, text, endless, depth)
+            for turn in turns(self._bench, known, endless, depth, numbers_of(ROUNDS)):
+                self._chain[depth].append(turn.chain_ms)
+                self._between.append(turn.between_ms)
+            for spans in aheads(self._bench, known, endless, depth, self._branches, numbers_of(ROUNDS)):
+                self._ahead[depth].append(milliseconds(whole(spans)))
 
     def read(self) -> Alone:
         """Medians of all samples so far; at least one."""
@@ -86,38 +89,3 @@ class Stopwatch:
             medians(self._ahead),
             statistics.median(self._between),
         )
-
-    def _time_verify(self, start: int, text: Sequence[int], sampling: SamplingParams) -> None:
-        """c(M), each row count from the same place."""
-        usual = range(1, self._depths[-1] + 2)
-        for rows in (*usual, *(rows for rows in MORE_ROWS if rows not in usual)):
-            self._bench.open(text[:start], sampling, target=True, drafter=False)
-            warm = self._bench.verify(1, start + 1, ())
-            base_len = start + 2 + warm.accepted
-            outcome = self._bench.verify(2, base_len, text[base_len : base_len + rows - 1])
-            self._verify[rows].append(milliseconds(outcome.work))
-            self._bench.close()
-
-    def _time_chain(self, start: int, text: Sequence[int], sampling: SamplingParams, depth: int) -> None:
-        """Rounds as SD makes them: the chain is drafted, then as long a chain is verified."""
-        self._bench.open(text[:start], sampling, target=True, drafter=True)
-        told, at = start, start + 1
-        for number in range(1, ROUNDS + 2):
-            _, whole_ms = self._bench.chain(number, at, text[told:at], depth)
-            outcome = self._bench.verify(number, at, text[at : at + depth])
-            if number > 1:
-                self._chain[depth].append(whole_ms)
-                self._between.append(max(outcome.idle_ns / 1e6 - whole_ms, 0.0))
-            told, at = at, at + outcome.accepted + 1
-        self._bench.close()
-
-    def _time_ahead(self, start: int, text: Sequence[int], sampling: SamplingParams, depth: int) -> None:
-        self._bench.open(text[:start], sampling, target=False, drafter=True)
-        told, at = start, start + 1
-        for number in range(1, ROUNDS + 2):
-            chain = text[at : at + depth]
-            _, spans = self._bench.work_ahead(number, at, text[told:at], chain, depth, self._branches)
-            if number > 1:
-                self._ahead[depth].append(milliseconds(Span(spans[0].started_ns, spans[-1].ended_ns)))
-            told, at = at, at + depth + 1
-        self._bench.close()

@@ -10,13 +10,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from outrider.bench.timing.curve import Curve, medians, milliseconds
 from outrider.bench.timing.hourglass import Hourglass
-from outrider.bench.timing.trial import Text, Trial, trial
+from outrider.bench.timing.loops import WARM_UP, Text, aheads, chains, steps, turns, verifies
+from outrider.bench.timing.trial import Trial, trial
 from outrider.bench.timing.workbench import Workbench
-from outrider.protocol.messages import Span
 from outrider.protocol.sampling import SamplingParams
 
 # About so long it may take once the workers are there, whatever the machine and the draft.
@@ -32,8 +31,7 @@ FEWEST_TOKENS = 64
 # Tokens of each text that a trial goes over at least; at most in the first, which tells for how many there is time.
 FEWEST_TRIED = 16
 PILOT_TOKENS = 48
-# Rounds that a drafter's first work, cold caches included, may spoil.
-WARM_UP = 2
+TREE_DEPTH = 4
 # Speculation that brings less than this times plain decoding is not worth another process.
 WORTH_IT = 1.03
 
@@ -116,17 +114,17 @@ def _texts(
 ) -> tuple[list[Text], list[float]]:
     """What the target says after each prompt, shorter where it is slow, and what its tokens took."""
     texts: list[Text] = []
-    steps: list[float] = []
+    taken: list[float] = []
     length = FEWEST_TOKENS
     for index in glass.turns(len(prompts), FEWEST_TEXTS, TEXTS_BY):
         tell(f"probe: text {index + 1} of {len(prompts)}")
-        if steps:
-            affordable = 1000 * glass.left(TEXTS_BY) / (len(prompts) - index) / statistics.median(steps)
+        if taken:
+            affordable = 1000 * glass.left(TEXTS_BY) / (len(prompts) - index) / statistics.median(taken)
             length = min(max(int(affordable), FEWEST_TOKENS), TEXT_TOKENS)
         text, spans = bench.text(prompts[index], length, sampling)
         texts.append((len(prompts[index]), text))
-        steps += cadence(spans)
-    return sorted(texts, key=lambda known: known[0] - len(known[1])), steps
+        taken += steps(spans)
+    return sorted(texts, key=lambda known: known[0] - len(known[1])), taken
 
 
 def _pilot(
@@ -147,24 +145,12 @@ def _pilot(
     return found, tokens / max(before_s - glass.left(), 1e-3)
 
 
-def cadence(spans: Sequence[Span]) -> list[float]:
-    """Milliseconds from one run-ahead token to the next."""
-    ends = [span.ended_ns for span in spans]
-    return [(after - before) / 1e6 for before, after in pairwise(ends)]
-
-
 def _verify_curve(bench: Workbench, known: Text, sampling: SamplingParams, glass: Hourglass) -> Curve:
     """c(M), the row counts in turn, so that a drifting machine drifts for all alike."""
-    start, text = known
     times: defaultdict[int, list[float]] = defaultdict(list)
-    for _ in glass.turns(REPEATS, FEWEST_REPEATS, VERIFY_BY):
-        bench.open(text[:start], sampling, target=True, drafter=False)
-        base_len = start + 1
-        for number, rows in enumerate(VERIFY_ROWS, 1):
-            outcome = bench.verify(number, base_len, text[base_len : base_len + rows - 1])
-            times[len(text[base_len : base_len + rows - 1]) + 1].append(milliseconds(outcome.work))
-            base_len += outcome.accepted + 1
-        bench.close()
+    rows = (count for _ in glass.turns(REPEATS, FEWEST_REPEATS, VERIFY_BY) for count in VERIFY_ROWS)
+    for count, verify_ms in verifies(bench, known, sampling, rows):
+        times[count].append(verify_ms)
     return medians(times)
 
 
@@ -172,60 +158,40 @@ def _chain_curve(
     bench: Workbench, known: Text, sampling: SamplingParams, deepest: int, glass: Hourglass
 ) -> tuple[Curve, float]:
     """Just-in-time chains by their length, and the link."""
-    start, text = known
-    times: defaultdict[int, list[float]] = defaultdict(list)
-    links = []
+    works: dict[int, list[float]] = {}
+    links: list[float] = []
     for depth in range(1, deepest + 1):
-        bench.open(text[:start], sampling, target=False, drafter=True)
-        for number in _numbers(glass, CHAINS_BY):
-            at = start + number * 2
-            drafted, whole_ms = bench.chain(number, at, text[at - 2 : at] if number > 1 else text[start:at], depth)
-            work_ms = milliseconds(drafted.work)
-            links.append(whole_ms - work_ms)
-            if number > WARM_UP:
-                times[depth].append(work_ms)
-        bench.close()
-    return medians(times), statistics.median(links)
+        found = list(chains(bench, known, sampling, depth, _numbers(glass, CHAINS_BY)))
+        works[depth] = [work_ms for work_ms, _ in found]
+        links += [link_ms for _, link_ms in found]
+    return medians(works), statistics.median(links)
 
 
 def _tree_curve(
     bench: Workbench, known: Text, sampling: SamplingParams, branches: Sequence[int], glass: Hourglass
 ) -> Curve:
     """One depth of the tree by its number of branches: the middle forwards of a round, where all of them grow."""
-    start, text = known
-    times: defaultdict[int, list[float]] = defaultdict(list)
-    for count in branches:
-        bench.open(text[:start], sampling, target=False, drafter=True)
-        for number in _numbers(glass, TREES_BY):
-            at = start + number
-            _, spans = bench.work_ahead(number, at, text[at - 1 : at], (), 4, count)
-            times[count] += [milliseconds(span) for span in spans[1:] if number > WARM_UP]
-        bench.close()
-    return medians(times)
+    return medians({
+        count: [
+            milliseconds(span)
+            for spans in aheads(bench, known, sampling, TREE_DEPTH, count, _numbers(glass, TREES_BY), chain=0)
+            for span in spans[1:]
+        ]
+        for count in branches
+    })  # fmt: skip
 
 
 def _turn_curve(
     bench: Workbench, known: Text, sampling: SamplingParams, depths: Sequence[int], glass: Hourglass
 ) -> tuple[Curve, float]:
-    """Rounds of SD by K, the chain drafted, then one as long verified: from one verify's end to the next's; and the
-    wait between them that is not the chain's."""
-    start, text = known
-    times: defaultdict[int, list[float]] = defaultdict(list)
-    between = []
+    """Rounds of SD by K, and the wait in them that is not the chain's."""
+    wholes: dict[int, list[float]] = {}
+    between: list[float] = []
     for depth in depths:
-        bench.open(text[:start], sampling, target=True, drafter=True)
-        told, at, ended_ns = start, start + 1, 0
-        for number in _numbers(glass, TURNS_BY):
-            if at + depth >= len(text):
-                break
-            _, whole_ms = bench.chain(number, at, text[told:at], depth)
-            outcome = bench.verify(number, at, text[at : at + depth])
-            if number > WARM_UP:
-                between.append(max(outcome.idle_ns / 1e6 - whole_ms, 0.0))
-                times[depth].append((outcome.work.ended_ns - ended_ns) / 1e6)
-            told, at, ended_ns = at, at + outcome.accepted + 1, outcome.work.ended_ns
-        bench.close()
-    return medians(times), statistics.median(between)
+        found = list(turns(bench, known, sampling, depth, _numbers(glass, TURNS_BY)))
+        wholes[depth] = [turn.whole_ms for turn in found]
+        between += [turn.between_ms for turn in found]
+    return medians(wholes), statistics.median(between)
 
 
 def _numbers(glass: Hourglass, share: float) -> Iterator[int]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.timing.curve import milliseconds
+from outrider.bench.timing.loops import Text
 from outrider.bench.timing.workbench import Workbench
 from outrider.protocol.messages import Branch, Branches
 from outrider.protocol.sampling import SamplingParams
@@ -58,10 +59,6 @@ class Trial:
         """How often chain token `position` held, given that those before it did."""
         reached = sum(tried.in_full >= position for tried in self.rounds)
         return sum(tried.in_full > position for tried in self.rounds) / reached if reached else 0.0
-
-
-Text = tuple[int, Sequence[int]]
-"""The prompt's length, and the prompt with what the target says after it."""
 
 
 def trial(
