@@ -15,7 +15,7 @@ from outrider.drafting.paced import PacedDrafter
 from outrider.drafting.replay import ReplayDrafter
 from outrider.engine.pace import Pace
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import Hello, Loading
+from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink
 
@@ -35,7 +35,8 @@ def main() -> int:
                 far = slow = SlowLink(link, profile.link_ms)
                 if isinstance(drafter, ReplayDrafter):
                     drafter = drafter.erring_like(profile)
-                drafter = PacedDrafter(drafter, profile.name, Pace(profile.draft, slow.nap), lambda: slow.heard)
+                pace = Pace(profile.draft, slow.nap, complain=lambda why: link.send(Remark(link.name, why)))
+                drafter = PacedDrafter(drafter, profile.name, pace, lambda: slow.heard)
         except OutriderError as error:
             return link.failed(error)
         hello = Hello(

@@ -14,6 +14,9 @@ from typing import Any
 
 from outrider.protocol.errors import InvalidRequest
 
+# How every complaint of a worker begins that could not keep to its profile.
+NOT_KEPT = "the times are not the profile's"
+
 
 @dataclass(frozen=True, slots=True)
 class Latency:

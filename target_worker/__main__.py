@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import Hello, Loading
+from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink
 
@@ -55,7 +55,8 @@ def main() -> int:
             link.enter(hello)
         except OutriderError as error:
             return link.failed(error)
-        TargetWorker(link, model, Pace(profile.target) if profile else None, colocated).run()
+        pace = Pace(profile.target, complain=lambda why: link.send(Remark(link.name, why))) if profile else None
+        TargetWorker(link, model, pace, colocated).run()
     return 0
 
 

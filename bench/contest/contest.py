@@ -13,9 +13,12 @@ from typing import Protocol
 from outrider.bench.contest.statistics import Timed
 from outrider.bench.helper import Helper
 from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.result import GenerationResult
 from outrider.orchestrator.machine import cores
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Timings
+from outrider.protocol.profile import NOT_KEPT
 from outrider.protocol.sampling import SamplingParams
 
 # In the name of a contestant whose draft lives in the target's process.
@@ -54,8 +57,19 @@ class Ours:
         result = self.client.generate(
             prompt, sampling, mode=self.mode, num_draft_tokens=self.depth, branches=self.branches
         )
+        require_pace(result)
         times = result.timings
         return Run(result.token_ids, Timed(len(result.token_ids) - 1, times.predicted_ms / 1000), times)
+
+
+def require_pace(result: GenerationResult) -> None:
+    """
+    Raises:
+        WorkerError: a worker could not keep to its latency profile, so nothing can be said of the profile's machine.
+    """
+    for note in result.notes:
+        if NOT_KEPT in note:
+            raise WorkerError(f"the simulation failed: {note}")
 
 
 class PeerProcess(Helper):

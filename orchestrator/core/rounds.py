@@ -26,7 +26,7 @@ from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
-from outrider.protocol.messages import Branches, Close, Drafted, Fault, Message, Outcome, Prefilled, Resync
+from outrider.protocol.messages import Branches, Close, Drafted, Fault, Message, Outcome, Prefilled, Remark, Resync
 
 
 class Rounds:
@@ -101,6 +101,9 @@ class Rounds:
 
     def handle(self, sender: str, message: Message, now_ns: int) -> None:
         """A worker's message about a request. What is stale, or not the sender's to say, is dropped and counted."""
+        if isinstance(message, Remark):
+            self._on_remark(sender, message)
+            return
         request = self._requests.get(getattr(message, "request", None) or "")
         if request is None or not may_say(request, self._workers.is_target(sender), sender, message):
             self.stale += 1
@@ -204,6 +207,13 @@ class Rounds:
             self._leave(request, sender, message.message, now_ns)
         else:
             self._break(request, message.message)
+
+    def _on_remark(self, sender: str, remark: Remark) -> None:
+        """Is told with every text under way that the sender has a part in, once."""
+        for request in self._requests.values():
+            concerned = self._workers.is_target(sender) or sender in request.drafters
+            if concerned and not any(note.startswith(f"{sender}: ") for note in request.notes):
+                request.notes.append(f"{sender}: {remark.message}")
 
     # --- what comes next ------------------------------------------------------------------------------------------
 

@@ -35,12 +35,13 @@ from outrider.protocol.messages.workers import (
     Loading,
     Ping,
     Pong,
+    Remark,
     Shutdown,
     Welcome,
 )
 
 Message = (
-    Hello | Welcome | Loading | Ping | Pong | Fault | Shutdown
+    Hello | Welcome | Loading | Ping | Pong | Fault | Remark | Shutdown
     | Open | Verify | Prepare | Outcome | Commit | Branches | Drafted | Prefilled | Close | Resync
     | Generate | Started | Progress | Chunk | Done | Failed | Cancel | StatsQuery | Stats
 )
@@ -67,6 +68,7 @@ __all__ = [
     "Prefilled",
     "Prepare",
     "Progress",
+    "Remark",
     "Resync",
     "Shutdown",
     "Span",

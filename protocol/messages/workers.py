@@ -76,6 +76,14 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Remark:
+    """Worker -> orchestrator: what readers of the texts under way should know. Nothing is lost."""
+
+    name: Name
+    message: Text
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Orchestrator -> worker: end now, in order. With a `reason` it was turned away."""
 

@@ -24,6 +24,7 @@ from outrider.protocol.messages import (
     Open,
     Outcome,
     Prepare,
+    Remark,
     Resync,
     Span,
     Verify,
@@ -271,9 +272,26 @@ def test_a_simulation_without_its_drafter_fails() -> None:
     text = random_text(12)
     cluster = Cluster(text, script(text), simulated=True)
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
-    cluster.rounds.handle("draft-0", Fault("draft-0", "r", "the simulation failed: too late"), 0)
-    assert cluster.told[-1] == Broke("r", "WorkerError", "the simulation failed: too late")
+    cluster.rounds.handle("draft-0", Fault("draft-0", "r", "the drafter is full"), 0)
+    assert cluster.told[-1] == Broke("r", "WorkerError", "the drafter is full")
     assert not cluster.rounds.active
+
+
+@pytest.mark.parametrize("sender", ["target-0", "draft-0"])
+def test_what_a_worker_remarks_is_told_once_with_the_text(sender: str) -> None:
+    text = random_text(12)
+    cluster = Cluster(text, script(text), simulated=True)
+    handle = cluster.rounds.handle
+
+    def remarking(name: str, message: Message, now_ns: int) -> None:
+        handle(sender, Remark(sender, "the times are wrong"), now_ns)
+        handle("draft-7", Remark("draft-7", "I have no part in this"), now_ns)
+        handle(name, message, now_ns)
+
+    cluster.rounds.handle = remarking  # type: ignore[method-assign]
+    ended = cluster.run(PROMPT, 50)
+    assert cluster.generated == list(text[10:60])
+    assert ended.notes == (f"{sender}: the times are wrong",)
 
 
 def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:

@@ -1,0 +1,21 @@
+"""No figure is made of a simulated run that could not keep to its profile."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.bench.contest.contest import require_pace
+from outrider.orchestrator.client.result import GenerationResult
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.messages import Timings
+from outrider.protocol.profile import NOT_KEPT
+
+
+def result(*notes: str) -> GenerationResult:
+    return GenerationResult("", (), "length", Timings(), 0, "ssd", 1, "m", "d", notes)
+
+
+def test_a_run_whose_times_are_not_the_profiles_fails() -> None:
+    require_pace(result("auto: ssd, the best"))
+    with pytest.raises(WorkerError, match=f"the simulation failed: target-0: {NOT_KEPT}: 30"):
+        require_pace(result("auto: ssd, the best", f"target-0: {NOT_KEPT}: 30 ms late"))
