@@ -36,7 +36,8 @@ class Oracle:
         work.commit((), asked["chain"], 1, asked["branches"])
         found = set()
         while work.busy:
-            found |= {(entry.accepted, entry.bonus) for entry in work.advance().entries}
+            ready = work.advance()
+            found |= {(entry.accepted, entry.bonus) for entry in ready.entries} if ready is not None else set()
         work.commit([*asked["chain"][: asked["accepted"]], asked["bonus"]], None, 0, 0)
         tree.close()
         return found

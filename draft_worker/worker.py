@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,6 +46,10 @@ class Link(Protocol):
     def receive(self, wait: bool) -> Message | None: ...
 
 
+class _Unwanted(Exception):
+    """Nobody waits any more for what is being read."""
+
+
 @dataclass(slots=True)
 class Drafting:
     """A request on this drafter. `newest` is the commit its work belongs to; `owed`: that commit awaits DRAFTED."""
@@ -64,6 +69,7 @@ class DraftWorker:
         self._fan_out = fan_out
         self._calibration = Calibration()
         self._drafting: dict[str, Drafting] = {}
+        self._kept: deque[Message] = deque()  # looked at while a prompt was read
         self._stale = 0
 
     def run(self) -> None:
@@ -74,7 +80,7 @@ class DraftWorker:
     def turn(self) -> bool:
         """Handles one message if there is one, else makes one forward for every request; False: shut down."""
         working = [drafting for drafting in self._drafting.values() if drafting.owed or drafting.work.busy]
-        message = self._link.receive(wait=not working)
+        message = self._kept.popleft() if self._kept else self._link.receive(wait=not working)
         if isinstance(message, Shutdown):
             return False
         if message is not None:
@@ -118,8 +124,12 @@ class DraftWorker:
 
         def progress(done: int, total: int) -> None:
             self._link.send(Prefilled(message.request, message.epoch, done, total))
+            self._end_if_unwanted(message.request)
 
-        work = self._begun(message, progress)
+        try:
+            work = self._begun(message, progress)
+        except _Unwanted:
+            return
         work.commit((), message.verifying, message.depth, message.branches)
         newest = Commit(
             message.request,
@@ -132,6 +142,23 @@ class DraftWorker:
             message.branches,
         )
         self._drafting[message.request] = Drafting(work, message.epoch, newest)
+
+    def _end_if_unwanted(self, request: str) -> None:
+        """Looks through what arrived while a prompt was read, keeping it for later.
+
+        Raises:
+            _Unwanted: the request was closed or opened anew; what was said of it before that is forgotten.
+        """
+        while (message := self._link.receive(wait=False)) is not None:
+            self._kept.append(message)
+        for index, message in enumerate(self._kept):
+            if isinstance(message, Shutdown):
+                raise _Unwanted
+            if isinstance(message, Open | Close) and message.request == request:
+                news = list(self._kept)
+                others = [earlier for earlier in news[:index] if getattr(earlier, "request", None) != request]
+                self._kept = deque([*others, *news[index:]])
+                raise _Unwanted
 
     def _check_known(self, tokens: Sequence[int], chain: Sequence[int] | None) -> None:
         """The target may have more tokens than the draft: padding, which nobody but a random model says."""
@@ -156,7 +183,7 @@ class DraftWorker:
         if drafting is None or message.epoch > drafting.epoch:
             self._link.send(Resync(message.request, message.epoch))
             return
-        expected = drafting.work.tree.committed_len + len(message.tokens)
+        expected = drafting.work.committed_len + len(message.tokens)
         if message.epoch < drafting.epoch or message.round < drafting.newest.round or message.base_len < expected:
             self._stale += 1
             log.debug("stale commit of round %d (%d so far)", message.round, self._stale)
@@ -172,7 +199,7 @@ class DraftWorker:
 
     def _advance(self, drafting: Drafting) -> None:
         started_ns, newest = clock.now(), drafting.newest
-        if drafting.owed:
+        if drafting.owed and not drafting.work.far_behind:
             drafting.owed = False
             found = drafting.work.continuation(newest.depth)
             work = clock.since(started_ns)
@@ -181,6 +208,8 @@ class DraftWorker:
             )
             return
         ready = drafting.work.advance()
+        if ready is None:
+            return
         self._link.send(
             Branches(
                 newest.request,

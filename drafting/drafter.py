@@ -65,6 +65,14 @@ class TokenTree(Protocol):
         """The `count` best continuations of each node, best first. Waits for them."""
         ...
 
+    def read(self, tokens: Sequence[int], more: bool = False) -> None:
+        """Makes `tokens` final, which follow the root though nobody drafted them; the last becomes the root. Waits.
+
+        Every pending node is dropped. What may follow the tokens before the last is not looked at, so that many cost no
+        more memory than a prompt's. With `more` there is no root, until a later call reads the rest.
+        """
+        ...
+
     def commit(self, path: Sequence[int]) -> None:
         """Makes `path` (a child of the root and so on downwards) final; its last node becomes the root.
 

@@ -75,6 +75,12 @@ class PacedTree:
         self._pace.wait()
         return candidates
 
+    def read(self, tokens: Sequence[int], more: bool = False) -> None:
+        self._pace.begin(self._ready())
+        self._tree.read(tokens, more)
+        self._pace.end(len(tokens))
+        self._pace.wait()
+
     def commit(self, path: Sequence[int]) -> None:
         self._tree.commit(path)
 

@@ -148,6 +148,10 @@ class ReplayTree:
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
         return [self._ranked(self._nodes[node], count) for node in nodes]
 
+    def read(self, tokens: Sequence[int], more: bool = False) -> None:
+        for token in tokens:
+            self.commit(self.feed([self.root], [token]))
+
     def commit(self, path: Sequence[int]) -> None:
         for node in path:
             self._committed.append(self._nodes[node].token)

@@ -15,6 +15,9 @@ from outrider.drafting.fan_out import FanOut
 from outrider.protocol.messages import Branch
 from outrider.protocol.sparse import SparseQ
 
+_PIECE = 256  # committed tokens a forward, when there are too many to be fed beside the chain
+_BESIDE = 16
+
 
 @dataclass(slots=True)
 class Growing:
@@ -86,8 +89,21 @@ class Plan:
         return self.chain[k] if k < len(self.chain) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a commit asks for: `branches` outcomes of the chain `verifying`, `depth` deep; with None, nothing."""
+
+    verifying: tuple[int, ...] | None
+    depth: int
+    branches: int
+
+
 class WorkAhead:
-    """Prepares the likely outcomes of the chain under verification, all branches one token deeper a forward."""
+    """Prepares the likely outcomes of the chain under verification, all branches one token deeper a forward.
+
+    Committed tokens that nobody drafted wait until an `advance` feeds them: after a few beside the chain, after a
+    stretch without drafts in pieces that are only read.
+    """
 
     def __init__(
         self,
@@ -104,30 +120,49 @@ class WorkAhead:
         self._fan_out = fan_out
         self._calibration = calibration
         self._plan: Plan | None = None
+        self._behind: list[int] = []  # committed, and not yet fed
+        self._wanted = Wanted(None, 0, 0)
+
+    @property
+    def committed_len(self) -> int:
+        """Number of committed tokens, those that wait to be fed included."""
+        return self.tree.committed_len + len(self._behind)
+
+    @property
+    def far_behind(self) -> bool:
+        """True while a continuation would first have to feed many tokens: `advance` does so piece by piece."""
+        return len(self._behind) > _BESIDE
 
     @property
     def busy(self) -> bool:
         """True while there is a forward worth making, or it is still to be said that there is none."""
         plan = self._plan
-        return plan is not None and bool(not plan.begun or plan.unfed or plan.unforked or plan.growing)
+        if plan is None:
+            return bool(self._behind)
+        return bool(not plan.begun or plan.unfed or plan.unforked or plan.growing)
 
     def commit(self, tokens: Sequence[int], verifying: Sequence[int] | None, depth: int, branches: int) -> None:
         """Makes `tokens` final, then plans the outcomes of the chain `verifying`: `branches` of them, `depth` deep.
 
         What was drafted along that path is kept, all else is dropped. Near the end of the context branches get shorter,
-        then none are prepared. `verifying` None plans nothing.
+        then none are prepared. `verifying` None plans nothing. Makes no forward: of several commits in a row only the
+        last one's work is done.
         """
         self._learn(tokens)
-        chain = tuple(verifying or ())
-        line = [*tokens, *chain]
-        known = self._walk(self.tree.root, line)
-        if len(known) < len(tokens):
-            known += self._feed_line(known[-1] if known else self.tree.root, line[len(known) :])
-        self.tree.commit(known[: len(tokens)])
-        self._plan = None if verifying is None else self._planned(chain, known[len(tokens) :], depth, branches)
+        self._wanted = Wanted(None if verifying is None else tuple(verifying), depth, branches)
+        if not self._behind:
+            known = self._walk(self.tree.root, tokens)
+            self.tree.commit(known)
+            tokens = tokens[len(known) :]
+        self._behind += tokens
+        self._plan = None
+        if not self._behind:
+            self._make_plan()
 
     def continuation(self, depth: int) -> Continuation:
         """The `depth` tokens that follow the committed text, chained on the device and evaluated once (SD)."""
+        while self._behind:
+            self._catch_up()
         depth = min(depth, self.tree.room)
         if depth < 1:
             return Continuation()
@@ -136,8 +171,14 @@ class WorkAhead:
             nodes += self.tree.feed(nodes[-1:], [None])
         return Continuation(tuple(self.tree.best(nodes)), self._drawn_from(nodes))
 
-    def advance(self) -> Ready:
-        """One forward: what the chain still lacks is fed, every branch grows one token, new forks begin."""
+    def advance(self) -> Ready | None:
+        """One forward: what the chain still lacks is fed, every branch grows one token, new forks begin.
+
+        None: committed tokens were fed, which brings nothing to push.
+        """
+        if self._behind:
+            self._catch_up()
+            return None
         plan = self._plan
         if plan is None:
             return Ready((), 0, True)
@@ -152,13 +193,28 @@ class WorkAhead:
         q = self._drawn_from([node for g in moved for node in g.nodes[: plan.depth]])
         return Ready(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
 
-    def _planned(self, chain: tuple[int, ...], known: list[int], depth: int, branches: int) -> Plan:
-        depth = min(depth, self.tree.room - len(chain) - 1)
-        plan = Plan(chain, [self.tree.root, *known], depth, branches, [None] * (len(chain) + 1))
+    def _catch_up(self) -> None:
+        """One forward over committed tokens; once there are no more, what is wanted can be planned."""
+        if self.far_behind:
+            piece, self._behind = self._behind[:_PIECE], self._behind[_PIECE:]
+            self.tree.read(piece, more=self.far_behind)
+        else:
+            line = [*self._behind, *(self._wanted.verifying or ())]
+            self.tree.commit(self._feed_line(self.tree.root, line)[: len(self._behind)])
+            self._behind = []
+        if not self._behind:
+            self._make_plan()
+
+    def _make_plan(self) -> None:
+        chain = self._wanted.verifying
+        if chain is None:
+            return
+        known = self._walk(self.tree.root, chain)
+        depth, branches = min(self._wanted.depth, self.tree.room - len(chain) - 1), self._wanted.branches
+        plan = self._plan = Plan(chain, [self.tree.root, *known], depth, branches, [None] * (len(chain) + 1))
         if depth > 0 and branches > 0:
             plan.unfed = chain[len(known) :]
             plan.unforked = list(range(len(chain) + 1))
-        return plan
 
     def _feed(self, plan: Plan) -> list[int]:
         """The forward of `advance`: the unfed chain, and every growing branch's next token. Returns the bests."""

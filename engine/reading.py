@@ -66,7 +66,7 @@ class ReadColumns:
                     progress(done, total)
         except ReadingFault as error:
             log.warning("%s; the model reads on from token %d", error, done)
-        self.read = done - start
+        self.read += done - start
         self._columns.prefill(tokens, progress, total, done)
 
     def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:

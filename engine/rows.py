@@ -66,6 +66,9 @@ class Rows:
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
+        if start == len(tokens):
+            return
+        self._give([start - 1])
         prefill(self._model, self._frame, self._caches, tokens, progress, total, start)
         self._after = {len(tokens) - 1: _After(self._states(), 0)}
 

@@ -59,15 +59,13 @@ class Tree:
         """
         self._columns, self._sampler, self._context_length = columns, sampler, context_length
         self._draws = draws
-        self._committed = list(tokens[:-1])
-        columns.prefill(self._committed, progress, len(tokens))
-        self._layout = Layout(len(self._committed))
-        self._column_tokens = list(tokens[:-1])
+        self._committed: list[int] = []
+        self._layout = Layout(0)
+        self._column_tokens: list[int] = []
         self._recent: list[int] = []  # committed columns that still stand in the window
         self._nodes: dict[int, _Node] = {}
         self._next, self._root = 0, 0
-        self._grow([-1], [len(self._committed) - 1], [tokens[-1]])
-        self._settle(0)
+        self._read(tokens, False, progress)
 
     @property
     def root(self) -> int:
@@ -121,6 +119,11 @@ class Tree:
         """The scores [V] of what may follow a node."""
         return self._node(node).step.row(self._nodes[node].row)
 
+    def read(self, tokens: Sequence[int], more: bool = False) -> None:
+        if self._layout.end > self._layout.prefix:
+            self._columns.keep(self._layout.prefix, self._layout.compact(self._recent, []))
+        self._read(tokens, more)
+
     def commit(self, path: Sequence[int]) -> None:
         for node in path:
             if self._node(node).parent != self._root:
@@ -131,6 +134,20 @@ class Tree:
 
     def close(self) -> None:
         self._nodes.clear()
+
+    def _read(
+        self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Feeds final tokens behind the columns, all of them committed; the last as the root, unless there are more."""
+        start, plain = len(self._committed), list(tokens if more else tokens[:-1])
+        self._committed += plain
+        self._column_tokens += plain
+        self._recent, self._nodes = [], {}
+        self._columns.prefill(self._committed, progress, start + len(tokens), start)
+        self._layout = Layout(len(self._committed))
+        if not more:
+            (root,) = self._grow([-1], [len(self._committed) - 1], tokens[-1:])
+            self._settle(root)
 
     def _node(self, node: int) -> _Node:
         if node not in self._nodes:

@@ -24,7 +24,8 @@ from outrider.protocol.sparse import SparseQ
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-_PIECE = 128  # committed tokens a forward, when the draft has been left behind
+_PIECE = 256  # committed tokens a forward, when the draft has been left behind
+_BESIDE = 16  # so few are fed like a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,12 @@ class Drafting:
         return self._tree.column_tokens() if self._tree is not None else []
 
     def _follow(self, tokens: Sequence[int]) -> Tree | None:
-        """The tree with all `tokens` committed: what was drafted along them is kept, the rest fed in one forward."""
+        """The tree with all `tokens` committed: what was drafted along them is kept, the rest fed."""
         tree = self._tree
         if tree is None or not self._can_read(tokens[tree.committed_len :], len(tokens)):
             self._tree = None
             return None
-        while tree.committed_len < len(tokens):
-            start = tree.committed_len
-            _commit(tree, tokens[start : start + _PIECE])
+        _commit(tree, tokens[tree.committed_len :])
         return tree
 
     def _can_read(self, new: Sequence[int], length: int) -> bool:
@@ -147,8 +146,11 @@ def _commit(tree: Tree, tokens: Sequence[int]) -> None:
         if child is None:
             break
         path.append(child)
-    rest = list(tokens[len(path) :])
-    if rest:
-        first = tree.next_node
-        path += tree.feed([path[-1] if path else tree.root, *range(first, first + len(rest) - 1)], list(rest))
     tree.commit(path)
+    rest = list(tokens[len(path) :])
+    if len(rest) > _BESIDE:
+        for start in range(0, len(rest), _PIECE):
+            tree.read(rest[start : start + _PIECE], more=start + _PIECE < len(rest))
+    elif rest:
+        first = tree.next_node
+        tree.commit(tree.feed([tree.root, *range(first, first + len(rest) - 1)], list(rest)))

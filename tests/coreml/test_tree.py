@@ -218,6 +218,31 @@ def test_several_requests_share_a_drafter(bench: Callable[..., Bench], text: lis
     drafter.close()
 
 
+@pytest.mark.parametrize(("mode", "weights"), KINDS)
+def test_text_that_nobody_drafted_is_read_in_pieces(
+    bench: Callable[..., Bench], text: list[int], mode: str, weights: str
+) -> None:
+    """After drafts that come to nothing, and again after some that hold; then the tree grows as ever."""
+    made = bench("qwen2", mode=mode, weights=weights)
+    model, known = made.mlx(), list(text[:20])
+    with opened(made, known) as tree:
+        for pieces in ((1,), (30, 17, 3), (9, 1)):
+            fed = tree.feed([tree.root] * 3, [1, 2, 3])
+            tree.feed(fed, [None] * 3)
+            for number, count in enumerate(pieces, 1):
+                piece = text[len(known) : len(known) + count]
+                tree.read(piece, more=number < len(pieces))
+                known += piece
+            assert tree.column_tokens() == known and tree.committed_len == len(known)
+            check_node(tree, tree.root, known, model, TOLERANCE[weights])
+            after = tree.feed([tree.root, tree.root], [7, 8])
+            check_node(tree, after[1], [*known, 8], model, TOLERANCE[weights])
+            tree.commit(after[:1])
+            known.append(7)
+        with pytest.raises(DrafterFault, match="context"):
+            tree.read([5] * CONTEXT)
+
+
 def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int]) -> None:
     """Every branch prepared for a round is what the model itself would say there."""
     made = bench("llama", weights="fp32")
@@ -229,7 +254,8 @@ def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int])
         for _ in range(3):
             chains: dict[tuple[int, int], tuple[int, ...]] = {}
             while work.busy:
-                chains.update({(entry.accepted, entry.bonus): entry.chain for entry in work.advance().entries})
+                ready = work.advance()
+                chains.update({(e.accepted, e.bonus): e.chain for e in (ready.entries if ready is not None else ())})
             assert len(chains) == 6
             for (accepted, bonus), chain in chains.items():
                 path = [*known, *verifying[:accepted], bonus]

@@ -60,7 +60,7 @@ def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
             if not work.busy:
                 continue
             ready = work.advance()
-            if not ready.entries:
+            if ready is None or not ready.entries:
                 continue
             assert ready.q is not None and ready.q.fits([token for e in ready.entries for token in e.chain])
             end = 0

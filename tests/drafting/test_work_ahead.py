@@ -27,7 +27,8 @@ def work_ahead(tokens: tuple[int, ...] = PROMPT, eos: tuple[int, ...] = (), cont
 def finish(work: WorkAhead) -> list[Ready]:
     ready = []
     while work.busy:
-        ready.append(work.advance())
+        told = work.advance()
+        ready += [told] if told is not None else []
     return ready
 
 
@@ -77,8 +78,8 @@ def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -
     for _ in range(30):
         entries = {}
         for _ in range(forwards):
-            if work.busy:
-                entries |= {(e.accepted, e.bonus): e.chain for e in work.advance().entries}
+            if work.busy and (ready := work.advance()) is not None:
+                entries |= {(e.accepted, e.bonus): e.chain for e in ready.entries}
         for (accepted, bonus), branch in entries.items():
             place = (*committed, *chain[:accepted], bonus)
             assert branch == work_ahead(place).continuation(len(branch)).chain
@@ -88,8 +89,9 @@ def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -
         committed += new
         chain = list(entries.get((accepted, bonus), ()))[: rng.randrange(4)]
         work.commit(new, chain, 3, 8)
-        assert work.tree.column_tokens() == committed
-        assert work.tree.committed_len == len(committed)
+        fed = work.tree.column_tokens()
+        assert fed == committed[: len(fed)]
+        assert work.committed_len == len(committed)
 
 
 def test_near_the_end_of_the_context_branches_get_shorter_then_none() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +14,7 @@ from scipy import stats
 
 from outrider.engine.columns import OneRow
 from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_model import NumpyRow
 from outrider.engine.open_tree import open_tree, tree_form
 from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
@@ -112,6 +114,32 @@ def test_nodes_under_filters_and_penalties(loaded: Loaded, family: str, setting:
         for count in (4, 3):
             grown.feed(count)
         grown.commit(3)
+    assert grown.worst < 1e-4
+
+
+@pytest.mark.parametrize("form", [NumpyRow, OneRow, Rows])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
+def test_text_that_nobody_drafted_is_read_in_pieces(loaded: Loaded, family: str, form: Callable[..., Any]) -> None:
+    """After drafts that came to nothing, and again after some that hold; then the tree grows as ever."""
+    model = loaded(family)
+    if form is not Rows and (not model.attention_only or (family, form) == ("gemma3_text", NumpyRow)):
+        pytest.skip("not a form of this model")
+    grown = Grown(model, PENALISED, [2 + 11 * i % 250 for i in range(23)], family)
+    sampler = Sampler(PENALISED, model.vocab_size, normalised=False)
+    grown.tree = Tree(form(model), sampler, model.context_length, grown.texts[0])
+    for pieces in ((1,), (30, 17, 3), (2, 1)):
+        grown.feed(4, checked=1)
+        grown.commit(1)
+        grown.feed(9, checked=1)
+        committed = list(grown.texts[grown.tree.root])
+        for number, count in enumerate(pieces, 1):
+            piece = [3 + 7 * (len(committed) + i) % 250 for i in range(count)]
+            grown.tree.read(piece, more=number < len(pieces))
+            committed += piece
+        grown.texts = {grown.tree.root: committed}
+        assert grown.tree.column_tokens() == committed and grown.tree.committed_len == len(committed)
+        grown.check(grown.tree.root)
+    grown.feed(3)
     assert grown.worst < 1e-4
 
 

@@ -43,23 +43,15 @@ class CoreMLTree:
         Raises:
             DrafterFault: they do not fit the context, or the device failed.
         """
-        self._predict = predict
-        self._context = host.layout.context
-        if not 1 <= len(tokens) <= self._context:
-            raise DrafterFault(f"{len(tokens)} tokens to read; the draft's context takes 1 to {self._context}")
+        self._predict, self._layout = predict, host.layout
         self._columns: Columns = predict.submit(Columns, host, sampling, draws).result()
         self._committed: list[Node] = []
-        for position, token in enumerate(tokens):
-            above = self._committed[-1] if self._committed else None
-            self._committed.append(Node(-1, above, position, token, position))
+        self._nodes: dict[int, Node] = {}
+        self.root, self.next_node = 0, 0
         with ExitStack() as undo:  # a prompt that can't be read, or need not be read to its end
             undo.callback(predict.submit, self._columns.close)
-            self._read(host, progress)
+            self._read(tokens, False, progress)
             undo.pop_all()
-        root = self._committed[-1]
-        root.number = self.root = 0
-        self._nodes = {0: root}
-        self.next_node = 1
 
     @property
     def committed_len(self) -> int:
@@ -67,7 +59,7 @@ class CoreMLTree:
 
     @property
     def room(self) -> int:
-        return self._context - len(self._committed)
+        return self._layout.context - len(self._committed)
 
     def column_tokens(self) -> list[int]:
         return [node.known_token for node in self._committed]
@@ -99,6 +91,15 @@ class CoreMLTree:
         qs = [step.q(row) for step, row in steps if isinstance(step, DrawnStep)]
         return SparseQ(np.stack([ids for ids, _ in qs]), np.stack([probs for _, probs in qs])) if qs else None
 
+    def read(self, tokens: Sequence[int], more: bool = False) -> None:
+        lost = [node for number, node in self._nodes.items() if number != self.root]
+        for node in lost:
+            node.dropped = True
+        self._nodes = {}
+        self._committed[-1].children = []
+        self._predict.submit(self._columns.commit, [], lost)
+        self._read(tokens, more)
+
     def commit(self, path: Sequence[int]) -> None:
         if not path:
             return
@@ -129,14 +130,19 @@ class CoreMLTree:
         self._nodes = {}
         self._predict.submit(self._columns.close)
 
-    def _read(self, host: Host, progress: Progress | None) -> None:
-        """Feeds the committed tokens: as many as need no logits through the prefill, the rest with them."""
-        done, total = 0, len(self._committed)
-        prefill, scored = host.layout.prefill.rows, host.layout.largest.rows
+    def _read(self, tokens: Sequence[int], more: bool, progress: Progress | None = None) -> None:
+        """Feeds final tokens: as many as need no logits through the prefill, the rest with them, the last as root."""
+        done, total = len(self._committed), len(self._committed) + len(tokens)
+        if not done < total <= self._layout.context:
+            raise DrafterFault(f"{total} tokens to read; the draft's context takes 1 to {self._layout.context}")
+        for position, token in enumerate(tokens, done):
+            above = self._committed[-1] if self._committed else None
+            self._committed.append(Node(-1, above, position, token, position))
+        prefill, scored = self._layout.prefill.rows, self._layout.largest.rows
         while done < total:
             left = total - done
-            if left > scored:
-                end = done + min(prefill, left - 1)
+            if more or left > scored:
+                end = done + min(prefill, left if more else left - 1)
                 job = self._predict.submit(self._columns.read_unscored, self._committed[done:end])
             else:
                 end = total
@@ -145,6 +151,13 @@ class CoreMLTree:
             done = end
             if progress:
                 progress(done, total)
+        if not more:
+            self._plant(self._committed[-1])
+
+    def _plant(self, root: Node) -> None:
+        root.number = self.root = self.next_node
+        self._nodes = {self.root: root}
+        self.next_node += 1
 
     def _node(self, number: int) -> Node:
         if number not in self._nodes:
@@ -153,8 +166,8 @@ class CoreMLTree:
 
     def _grown(self, parent: int, token: int | None) -> Node:
         above = self._node(parent)
-        if above.position + 1 >= self._context:
-            raise DrafterFault(f"the draft's context of {self._context} tokens is full; no drafting beyond it")
+        if above.position + 1 >= self._layout.context:
+            raise DrafterFault(f"the draft's context of {self._layout.context} tokens is full; no drafting beyond it")
         position = above.position + 1
         node = Node(self.next_node, above, position, token, above.fork if token is None else position)
         above.children.append(node)
