@@ -19,6 +19,8 @@ from outrider.bench.contest.explain import Subject, judge_all, lines, subjects_o
 from outrider.bench.contest.field import (
     BASELINE,
     BOTH_CORES,
+    FEWEST_TRIAL_PROMPTS,
+    TRIAL_PROMPTS,
     Field,
     field,
     of_main_table,
@@ -59,9 +61,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be run, checked before anything starts."""
+    """What is to be run, checked before anything starts. By class: `prompts`, and `trials`, on which K is chosen."""
 
     prompts: dict[str, list[tuple[int, ...]]]
+    trials: dict[str, list[tuple[int, ...]]]
     samplings: list[SamplingParams]
     depths: list[int]
     peers: bool
@@ -106,7 +109,9 @@ def _plan(options: argparse.Namespace, pair: ChosenPair) -> Plan:
     if peers:
         require_peer()
     prompts = {kind: _prompts(kind, options.prompts, pair) for kind in options.classes.split(",")}
-    return Plan(prompts, samplings, depths, peers, options.both_cores)
+    trials = {kind: found[options.prompts :] for kind, found in prompts.items()}
+    prompts = {kind: found[: options.prompts] for kind, found in prompts.items()}
+    return Plan(prompts, trials, samplings, depths, peers, options.both_cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ class Arena:
         self, kind: str, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> tuple[list[report.Section], dict[str, list[Run]]]:
         """The tables of one class at one temperature."""
-        best = self.field.best(prompts, sampling, self.tell)
+        best = self.field.best(self.plan.trials[kind], sampling, self.tell)
         stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.breadth) if self.bench else None
         runs = compete(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
         alone = stopwatch.read() if stopwatch else None
@@ -167,11 +172,15 @@ def _started(options: argparse.Namespace, plan: Plan, pair: ChosenPair, screen: 
 
 
 def _prompts(kind: str, count: int, pair: ChosenPair) -> list[tuple[int, ...]]:
+    """So many, and behind them those of the trial."""
     prompts = load(kind)
-    if not 1 <= count <= len(prompts):
-        raise InvalidRequest(f"prompts is {count}; the class {kind} has 1 to {len(prompts)}")
+    most = len(prompts) - FEWEST_TRIAL_PROMPTS
+    if not 1 <= count <= most:
+        raise InvalidRequest(
+            f"prompts is {count}; the class {kind} has 1 to {most} beside {FEWEST_TRIAL_PROMPTS} that K is chosen on"
+        )
     codec = load_codec(pair.target)
-    return [codec.encode(prompt.text) for prompt in prompts[:count]]
+    return [codec.encode(prompt.text) for prompt in prompts[: count + TRIAL_PROMPTS]]
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:

@@ -87,9 +87,18 @@ def _table(o: Overlap) -> str:
         ("verify alone", f"{o.verify:.2f} ms", f"one forward over {o.depth + 1} tokens"),
         ("work ahead alone", f"{o.ahead:.2f} ms", f"{o.branches} branches, {o.depth} tokens deep"),
         ("both at once", f"{o.both:.2f} ms", f"verify {o.verify_beside:.2f}, work ahead {o.ahead_beside:.2f}"),
-        ("overlap efficiency", f"{o.efficiency:.2f}", "1: the shorter hides fully; 0: they take turns"),
+        ("overlap efficiency", f"{o.efficiency:.2f}", _meaning(o.efficiency)),
         ("speedup", f"{o.speedup:.2f}x", "sequential time over parallel time"),
     ]
     return f"medians of {o.rounds} rounds\n" + "\n".join(
         f"  {name:20}{value:>10}   {note}" for name, value, note in rows
     )
+
+
+def _meaning(efficiency: float) -> str:
+    scale = "1: the shorter hides fully; 0: they take turns"
+    if efficiency > 1:
+        return f"{scale}. Above 1: both were slower alone, by other work or a changing clock; measure again"
+    if efficiency < 0:
+        return f"{scale}. Below 0: side by side they take longer than in turns"
+    return scale

@@ -25,8 +25,9 @@ from outrider.protocol.sampling import SamplingParams
 BASELINE = "ar"
 # What a contestant's name ends with when both cores are its.
 BOTH_CORES = ", both cores"
-# The settings of each family are chosen on this many prompts before the main run.
+# The settings of each family are chosen on this many prompts more, before the main run; where a class is short, on two.
 TRIAL_PROMPTS = 4
+FEWEST_TRIAL_PROMPTS = 2
 
 Families = list[list[Contestant]]
 Tell = Callable[[str], None]
@@ -40,8 +41,9 @@ class Field:
     weight_bytes: int
 
     def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[Contestant]:
-        """The best of each family, by a trial. SD by the model alone stays in, since the formula is about it."""
-        trial = compete([c for family in self.families for c in family], prompts[:TRIAL_PROMPTS], sampling, tell)
+        """The best of each family, by a trial on prompts that count nowhere else: the best of many settings is the
+        luckiest of them, too. SD by the model alone stays in, since the formula is about it."""
+        trial = compete([c for family in self.families for c in family], prompts, sampling, tell)
         rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
         chosen: dict[str, Contestant] = {}
         for family in self.families:

@@ -56,7 +56,7 @@ def read(path: Path) -> list[Bar]:
     """
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+        tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
         work = sorted((event for event in events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
         origin = float(work[0]["ts"]) if work else 0.0
         return [

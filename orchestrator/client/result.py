@@ -52,12 +52,14 @@ class GenerationResult:
 
 def speculation(times: Timings) -> str:
     """Rounds, drafted, accepted, tokens per round and hits in words; "off" when nothing was drafted."""
+    # The prompt's own round, with its one token, is not of decoding and not made of drafts.
+    rounds = max(times.rounds - 1, 0)
     if not times.draft_n:
-        return f"off, {times.rounds} rounds"
+        return f"off, {rounds} rounds"
     looked_up = times.cache_hits + times.cache_misses
-    per_round = times.predicted_n / times.rounds if times.rounds else 0.0
+    per_round = (times.predicted_n - 1) / rounds if rounds else 0.0
     return (
-        f"{times.rounds} rounds, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
+        f"{rounds} rounds, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
         f" ({_share(times.draft_n_accepted, times.draft_n)}), {per_round:.2f} tokens per round,"
         f" {times.cache_hits} hits ({_share(times.cache_hits, looked_up)})"
         + (f", {times.cache_late} late" if times.cache_late else "")

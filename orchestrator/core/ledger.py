@@ -11,15 +11,11 @@ from outrider.orchestrator.core.controller import EPISODE_ROUNDS, NOTICE_ROUNDS,
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.proposal import Proposal, Source
 from outrider.orchestrator.core.request import Request, Round, RoundSettings, Waiting
-from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.trace import ORCHESTRATOR, TARGET, TARGETS_DRAFTER, Trace
 from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Branches, Drafted, Outcome, Span
-
-ORCHESTRATOR = "orchestrator"
-TARGET = "target"
-TARGETS_DRAFTER = "target's drafter"
 
 
 class Ledger:

@@ -13,6 +13,15 @@ from typing import Any
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span
 
+ORCHESTRATOR = "orchestrator"
+TARGET = "target"
+TARGETS_DRAFTER = "target's drafter"
+
+
+def process_of(track: str) -> str:
+    """Whose work a track shows: a drafter in the target's process has a track of its own there."""
+    return TARGET if track == TARGETS_DRAFTER else track
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -50,14 +59,20 @@ class Trace:
 
     def _write(self) -> None:
         tracks = sorted({event.track for event in self._events})
+        processes = sorted({process_of(track) for track in tracks})
+        pids = {track: 1 + processes.index(process_of(track)) for track in tracks}
         names = [
-            {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": track}}
+            {"ph": "M", "pid": 1 + index, "name": "process_name", "args": {"name": process}}
+            for index, process in enumerate(processes)
+        ]
+        names += [
+            {"ph": "M", "pid": pids[track], "tid": tid, "name": "thread_name", "args": {"name": track}}
             for tid, track in enumerate(tracks)
         ]
         events = [
             {
                 "ph": "X",
-                "pid": 1,
+                "pid": pids[event.track],
                 "tid": tracks.index(event.track),
                 "name": event.name,
                 "args": event.args,

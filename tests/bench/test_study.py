@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.bench.commands.overlap import _table
 from outrider.bench.contest.statistics import Timed, bootstrap, ratio, repeated_share
+from outrider.bench.timing.overlap import Overlap
 from outrider.bench.trace.timeline import draw, read
 from outrider.orchestrator.core.speedup import (
     Costs,
@@ -22,7 +24,7 @@ from outrider.orchestrator.core.speedup import (
     sd_rate,
     ssd_rate,
 )
-from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.trace import TARGET, TARGETS_DRAFTER, Trace
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span
 
@@ -110,6 +112,9 @@ def test_a_trace_opens_in_perfetto_and_draws(tmp_path: Path) -> None:
     traced(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(named.values()) == ["draft-0", "orchestrator", "target"]
+    assert {named[event["pid"]] for event in events if event["name"].startswith("depth")} == {"draft-0"}
     draw(read(tmp_path / "trace.json"), tmp_path / "rounds.png", "test", 3, 10)
     assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
 
@@ -131,3 +136,19 @@ def test_what_is_no_trace_is_one_sentence(tmp_path: Path, content: str) -> None:
 def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be written"):
         Trace(tmp_path / "missing" / "trace.json")
+
+
+def test_a_drafter_in_the_targets_process_has_a_track_in_it(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json")
+    trace.add(TARGET, "verify 4", Span(5, 9), round=1, accepted=2)
+    trace.add(TARGETS_DRAFTER, "chain", Span(1, 5), round=1)
+    trace.close()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {1}
+    assert [bar.track for bar in read(tmp_path / "trace.json")] == [TARGETS_DRAFTER, TARGET]
+
+
+@pytest.mark.parametrize(("both", "word"), [(9.0, "Above 1"), (10.0, ""), (15.0, ""), (21.0, "Below 0")])
+def test_an_overlap_off_its_scale_is_explained(both: float, word: str) -> None:
+    found = _table(Overlap(9, 4, 16, 10.0, 6.0, both, 10.0, 6.0))
+    assert ("Above 1" in found, "Below 0" in found) == (word == "Above 1", word == "Below 0")

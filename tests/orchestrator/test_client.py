@@ -298,10 +298,10 @@ def test_the_summary_has_mlx_lms_lines_and_one_for_speculation():
     assert result.summary().splitlines() == [
         "Prompt: 10 tokens, 500.000 tokens-per-sec",
         "Generation: 60 tokens, 123.456 tokens-per-sec",
-        "Speculation: 20 rounds, 80 drafted, 40 accepted (50.0%), 3.00 tokens per round, 15 hits (75.0%)",
+        "Speculation: 19 rounds, 80 drafted, 40 accepted (50.0%), 3.11 tokens per round, 15 hits (75.0%)",
     ]
 
 
 def test_the_summary_of_a_run_without_speculation_says_off():
     result = GenerationResult("", (), "eos", Timings(rounds=9), 0, "ar", 1, "m", "d", ("mode ar was asked for",))
-    assert result.summary().splitlines()[-2:] == ["Speculation: off, 9 rounds", "Note: mode ar was asked for"]
+    assert result.summary().splitlines()[-2:] == ["Speculation: off, 8 rounds", "Note: mode ar was asked for"]
