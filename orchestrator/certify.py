@@ -75,6 +75,6 @@ def _take(told: dict[str, Any], progress: Callable[[str], None]) -> Report | Non
         raise as_error(told["kind"], told["error"])
     if "positions" in told:
         ties, mismatches = (tuple(Difference(**one) for one in told[name]) for name in ("ties", "mismatches"))
-        return Report(told["positions"], told["identical"], ties, mismatches, told["tolerance"])
+        return Report(told["positions"], told["identical"], ties, mismatches, told["context_length"])
     progress(told.get("stage") or f"replaying: {told['position']} of {told['of']} tokens")
     return None

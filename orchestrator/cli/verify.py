@@ -83,7 +83,7 @@ def _told(report: Report, codec: TextCodec) -> str:
     verdict = "certified" if report.holds else "NOT the target's own output"
     lines = [
         f"{report.positions} tokens replayed: {report.identical} identical, {len(report.ties)} ties"
-        f" (margin under {report.tolerance:g}), {len(report.mismatches)} mismatches: {verdict}"
+        f" (what rounding may do), {len(report.mismatches)} mismatches: {verdict}"
     ]
     lines += [_line("tie", one, codec) for one in report.ties]
     lines += [_line("MISMATCH", one, codec) for one in report.mismatches]
@@ -91,7 +91,7 @@ def _told(report: Report, codec: TextCodec) -> str:
 
 
 def _line(what: str, one: Difference, codec: TextCodec) -> str:
-    margin = "filtered out by the target" if one.margin is None else f"margin {one.margin:.3g}"
+    margin = "filtered out by the target" if one.margin is None else f"margin {one.margin:.3g} of {one.tolerance:.3g}"
     return (
         f"  {what} at {one.position}: the target says {codec.decode((one.expected,))!r}"
         f" and the output {codec.decode((one.token,))!r}, {margin}"

@@ -16,7 +16,7 @@ from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.sampling import SamplingParams
 
 CASE = Case(Prompt("code", 0, "x"), (1, 2), SamplingParams(max_tokens=3))
-DIFFERENCE = Difference(3, 6, 5, 0.5)
+DIFFERENCE = Difference(3, 6, 5, 0.5, 1e-4)
 
 
 def judged(monkeypatch: pytest.MonkeyPatch, report: Report) -> Judge:
@@ -29,18 +29,18 @@ def judged(monkeypatch: pytest.MonkeyPatch, report: Report) -> Judge:
 
 
 def test_the_first_text_is_the_reference_and_the_same_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = judged(monkeypatch, Report(3, 3, (), (), 1e-4))
+    judge = judged(monkeypatch, Report(3, 3, (), (), 1024))
     assert [judge.tallies[row, "T=0"].same for row in ("alone", "same", "other")] == [1, 1, 0]
 
 
 def test_what_rounding_explains_is_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = judged(monkeypatch, Report(3, 2, (DIFFERENCE,), (), 1e-4))
+    judge = judged(monkeypatch, Report(3, 2, (DIFFERENCE,), (), 1024))
     assert judge.tallies["other", "T=0"].ties == 1
     assert "1 by a tie" in table(judge)
 
 
 def test_anything_else_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = judged(monkeypatch, Report(3, 2, (), (DIFFERENCE,), 1e-4))
+    judge = judged(monkeypatch, Report(3, 2, (), (DIFFERENCE,), 1024))
     assert len(judge.tallies["other", "T=0"].different) == 1
     assert "1 DIFFERENT" in table(judge)
 

@@ -1,0 +1,98 @@
+"""What rounding did is a tie, at every temperature and behind every filter; what it can't have done is a mismatch.
+
+OUTRIDER_FUZZ=20000 judges that many positions of each kind; the usual number is for every day.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.engine.sampling import Sampler
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.judgement import is_tie, judge
+
+POSITIONS = int(os.environ.get("OUTRIDER_FUZZ", "600")) // 20
+VOCABULARY = 64
+TEMPERATURES = (0.0, 0.1, 0.3, 0.7, 1.0, 2.0)
+FORMATS = (mx.bfloat16, mx.float16, mx.float32)
+SHAPES = {
+    "plain": SamplingParams(seed=5),
+    "top-p": SamplingParams(seed=5, top_p=0.9),
+    "all filters": SamplingParams(seed=5, top_p=0.95, min_p=0.02, top_k=12),
+    "penalties": SamplingParams(seed=5, repetition_penalty=1.3, presence_penalty=0.5, min_p=0.01),
+}
+
+
+def places(dtype: mx.Dtype, seed: int) -> Iterator[tuple[mx.array, mx.array, list[int]]]:
+    """Logits of a position, the same with each a step of its format off or not, and the tokens before it."""
+    random = np.random.default_rng(seed)
+    for position in range(4, 4 + POSITIONS):
+        size = random.choice([4.0, 12.0, 40.0])  # where steps are small and where they are large
+        logits = mx.array((random.standard_normal((1, VOCABULARY)) * size / 4 + size / 2).astype(np.float32))
+        logits = logits.astype(dtype)
+        exact = np.array(logits.astype(mx.float32))
+        step = float(mx.finfo(dtype).eps) * 2.0 ** np.floor(np.log2(np.abs(exact) + 1e-9))
+        moved = exact + step * random.integers(-1, 2, exact.shape)
+        yield logits, mx.array(moved.astype(np.float32)).astype(dtype), random.integers(0, 64, position).tolist()
+
+
+def chosen(logits: mx.array, tokens: list[int], sampler: Sampler) -> int:
+    scores = sampler.scores(logits, [len(tokens)], [tokens] if sampler.needs_history else None)
+    return int(mx.argmax(scores[0]).item())
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_of_the_format_in_every_logit_is_a_tie(dtype, shape):
+    ties = 0
+    for number, temp in enumerate(TEMPERATURES):
+        params = replace(SHAPES[shape], temp=temp)
+        sampler = Sampler(params, VOCABULARY, normalised=temp == 0)
+        for logits, moved, tokens in places(dtype, number):
+            found = judge(logits, tokens, sampler, chosen(moved, tokens, sampler))
+            assert found is None or is_tie(found), (temp, found)
+            ties += found is not None
+    assert ties or dtype != mx.bfloat16, "or nothing was tried"
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_that_some_other_logits_chose_is_a_mismatch(dtype, shape):
+    """Each the choice by other logits: a token that these hold possible, and most often none that rounding gives."""
+    wrong = caught = 0
+    for number, temp in enumerate(TEMPERATURES):
+        params = replace(SHAPES[shape], temp=temp)
+        sampler = Sampler(params, VOCABULARY, normalised=temp == 0)
+        for logits, _, tokens in places(dtype, number):
+            token = chosen(logits[:, ::-1], tokens, sampler)
+            found = judge(logits, tokens, sampler, token)
+            wrong += found is not None
+            caught += found is not None and not is_tie(found)
+    assert caught > 0.95 * wrong > 0
+
+
+@pytest.mark.parametrize("temp", TEMPERATURES)
+@pytest.mark.parametrize(("gap", "tied"), [(0.2, True), (0.4, False)])
+def test_a_margin_is_counted_in_logits_whatever_the_temperature(temp, gap, tied):
+    """Two steps of bfloat16 near 20 are 0.25: what a step each way can do to two logits, before any division by T."""
+    params = SamplingParams(temp=temp, seed=1)
+    sampler = Sampler(params, VOCABULARY, normalised=temp == 0)
+    noise = np.array(sampler.noise([3]))[0] if temp else np.zeros(VOCABULARY)
+    logits = np.full(VOCABULARY, 0.0)
+    logits[7] = 20.0
+    logits[9] = 20.0 - gap + temp * (noise[7] - noise[9])
+    found = judge(mx.array(logits[None].astype(np.float32)).astype(mx.bfloat16), [1, 2, 3], sampler, 9)
+    assert found is not None and is_tie(found) is tied
+    assert found.margin == pytest.approx(gap, abs=0.07)
+
+
+def test_what_a_filter_rules_out_by_far_has_no_margin():
+    for params in (SamplingParams(temp=0.1, seed=1, top_k=1), SamplingParams(temp=0.1, seed=1, top_p=0.5)):
+        found = judge(mx.arange(8.0)[None], [1, 2], Sampler(params, 8), 3)
+        assert found is not None and found.margin is None and not is_tie(found)
