@@ -96,10 +96,15 @@ def sampling_of(options: argparse.Namespace) -> SamplingParams:
     Raises:
         InvalidRequest: a value is out of range.
     """
+    return SamplingParams(**given_sampling(options))
+
+
+def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """The sampling settings that were given, as keywords of SamplingParams."""
     given = _given(options, SamplingParams)
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
-    return SamplingParams(**given)
+    return given
 
 
 def set_up_logging(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -33,17 +34,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     screen = Screen()
-    result = generate(options, screen, show_text=not options.json)
+    wish = wish_of(options)
+    result = generate(options, wish, screen, show_text=not options.json)
     if options.json:
-        print(json.dumps(as_json(result), ensure_ascii=not streams.takes_unicode()))
+        print(json.dumps(as_json(result, wish), ensure_ascii=not streams.takes_unicode()))
     else:
         say(result.summary())
     return 0
 
 
-def add_generation_flags(parser: argparse.ArgumentParser) -> None:
+def add_generation_flags(parser: argparse.ArgumentParser, prompt_needed: bool = True) -> None:
     """Everything that says what to generate and where; `verify` has the same."""
-    parser.add_argument("--prompt", "-p", required=True, help="the text to complete; - reads it from stdin")
+    parser.add_argument("--prompt", "-p", required=prompt_needed, help="the text to complete; - reads it from stdin")
     parser.add_argument("--ignore-chat-template", action="store_true", help="take the prompt as plain text")
     parser.add_argument("--connect", metavar="ENDPOINT", help="ask the server there instead of starting a cluster")
     flags.add_sampling_flags(parser)
@@ -51,9 +53,8 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_cluster_flags(parser)
 
 
-def generate(options: argparse.Namespace, screen: Screen, show_text: bool) -> GenerationResult:
-    """One completion as the flags ask for it; everything that can be checked is checked before anything starts."""
-    wish = wish_of(options)
+def generate(options: argparse.Namespace, wish: Wish, screen: Screen, show_text: bool) -> GenerationResult:
+    """One completion, made where the flags say; everything that can be checked is checked before anything starts."""
     with server(options, screen) as client:
         stream = client.stream(
             wish.prompt,
@@ -108,8 +109,10 @@ def read_prompt(given: str) -> str:
         raise InvalidRequest(f"the prompt on stdin is not UTF-8 ({error.reason}); expected text") from None
 
 
-def as_json(result: GenerationResult) -> dict[str, Any]:
-    """The result under llama.cpp's names."""
+def as_json(result: GenerationResult, wish: Wish) -> dict[str, Any]:
+    """The result under llama.cpp's names, with all that `verify` must know to prove it."""
+    sampling = dataclasses.asdict(wish.sampling)
+    del sampling["seed"]  # what was drawn stands beside it
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
@@ -119,6 +122,9 @@ def as_json(result: GenerationResult) -> dict[str, Any]:
         "seed": result.seed,
         "model": result.model,
         "draft_model": result.draft_model,
+        "prompt": wish.prompt,
+        "chat_template": wish.chat_template,
+        "sampling": sampling,
         "timings": _timings(result.timings),
     }
 

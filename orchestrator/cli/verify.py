@@ -1,7 +1,8 @@
-"""Proves that an output is the target's own: replays it teacher-forced through the target alone, token by token.
+"""Proves that an output is the target's own, and all of it: replays it teacher-forced through the target alone.
 
-Generates first, with the same flags as `outrider generate`, or takes the file that `generate --json` printed (give the
-same prompt and sampling flags with it). A tie is a difference that rounding explains; any other is a mismatch.
+Takes the file that `generate --json` printed, with model, prompt and sampling from there (flags given beside it take
+their place), or generates first, with the same flags as `outrider generate`. Certified are the tokens, that no more and
+no fewer belong to it, and the text. A tie is a difference that rounding explains; any other is a mismatch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.orchestrator.certify import certify
+from outrider.orchestrator.claim import Output, faults
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.generate import add_generation_flags, generate, wish_of
+from outrider.orchestrator.cli.generate import add_generation_flags, generate, read_prompt, wish_of
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.front.admission import prompt_tokens
 from outrider.orchestrator.pair.chat import chat_template
@@ -22,22 +24,13 @@ from outrider.orchestrator.pair.model_files import find_model, read_json
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
 
 NOT_CERTIFIED = 1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Output:
-    """What is to be proved: these tokens, by this model with this seed."""
-
-    token_ids: tuple[int, ...]
-    prompt_tokens: int
-    model: str
-    seed: int
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_generation_flags(parser)
+    add_generation_flags(parser, prompt_needed=False)
     parser.add_argument("--json-file", type=Path, metavar="FILE", help="the output of `outrider generate --json`")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
 
@@ -45,46 +38,90 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     screen = Screen()
-    wish = wish_of(options)
-    if wish.sampling.is_residual:
-        raise InvalidRequest("residual sampling may give another text each time; expected coupled sampling")
-    output = _from_file(options.json_file) if options.json_file else _generated(options, screen)
-    model = find_model(options.model or output.model)
+    output = _from_file(options) if options.json_file else _generated(options, screen)
+    _require_coupled(output.sampling)
+    model = find_model(output.model)
     codec = load_codec(model)
-    tokens = prompt_tokens(codec, chat_template(model.folder) if wish.chat_template else None, str(wish.prompt))
+    tokens = prompt_tokens(codec, chat_template(model.folder) if output.chat_template else None, output.prompt)
     if len(tokens) != output.prompt_tokens:
         raise InvalidRequest(
             f"the prompt has {len(tokens)} tokens and the output followed {output.prompt_tokens}; expected the prompt"
             " and the model it was made with"
         )
-    sampling = dataclasses.replace(wish.sampling, seed=output.seed)
-    report = certify(model.folder, tokens, output.token_ids, sampling, screen.show)
+    report = certify(model.folder, tokens, output.token_ids, output.sampling, screen.show)
+    found = faults(output, codec, tokens, report.context_length)
+    holds = report.holds and not found
     screen.clear()
-    print(json.dumps(dataclasses.asdict(report)) if options.json else _told(report, codec))
-    return 0 if report.holds else NOT_CERTIFIED
+    if options.json:
+        print(json.dumps({**dataclasses.asdict(report), "faults": found, "certified": holds}))
+    else:
+        print(_told(report, found, codec))
+    return 0 if holds else NOT_CERTIFIED
 
 
 def _generated(options: argparse.Namespace, screen: Screen) -> Output:
-    result = generate(options, screen, show_text=False)
-    return Output(result.token_ids, result.prompt_tokens, result.model, result.seed)
+    if options.prompt is None:
+        raise InvalidRequest("there is nothing to verify; expected --json-file, or --prompt to generate from")
+    wish = wish_of(options)
+    _require_coupled(wish.sampling)
+    result = generate(options, wish, screen, show_text=False)
+    return Output(
+        model=options.model or result.model,
+        prompt=str(wish.prompt),
+        chat_template=wish.chat_template,
+        prompt_tokens=result.prompt_tokens,
+        sampling=dataclasses.replace(wish.sampling, seed=result.seed),
+        token_ids=result.token_ids,
+        text=result.text,
+        finish_reason=result.finish_reason,
+    )
 
 
-def _from_file(path: Path) -> Output:
+def _from_file(options: argparse.Namespace) -> Output:
+    path: Path = options.json_file
     if not path.is_file():
         raise InvalidRequest(f"no such file: {path}; expected the output of `outrider generate --json`")
     found: dict[str, Any] = read_json(path)
+    prompt = found.get("prompt") if options.prompt is None else read_prompt(options.prompt)
+    if prompt is None:
+        raise InvalidRequest(f"{path} does not tell its prompt; expected --prompt, and the sampling flags, beside it")
     try:
-        return Output(tuple(found["token_ids"]), int(found["prompt_tokens"]), str(found["model"]), int(found["seed"]))
+        return Output(
+            model=options.model or _text(found["model"]),
+            prompt=_text(prompt),
+            chat_template=bool(found.get("chat_template", True)) and not options.ignore_chat_template,
+            prompt_tokens=int(found["prompt_tokens"]),
+            sampling=SamplingParams(
+                **{**found.get("sampling", {}), "seed": found["seed"], **flags.given_sampling(options)}
+            ),
+            token_ids=tuple(found["token_ids"]),
+            text=_text(found["text"]),
+            finish_reason=_text(found["finish_reason"]),
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"{path} is no output of `outrider generate --json` ({error!r})") from None
+        raise InvalidRequest(
+            f"{path} can't be used ({error}); expected what `outrider generate --json` printed"
+        ) from None
 
 
-def _told(report: Report, codec: TextCodec) -> str:
-    verdict = "certified" if report.holds else "NOT the target's own output"
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} where a text should be")
+    return value
+
+
+def _require_coupled(sampling: SamplingParams) -> None:
+    if sampling.is_residual:
+        raise InvalidRequest("residual sampling may give another text each time; expected coupled sampling")
+
+
+def _told(report: Report, found: tuple[str, ...], codec: TextCodec) -> str:
+    verdict = "certified" if report.holds and not found else "NOT the target's own output"
     lines = [
         f"{report.positions} tokens replayed: {report.identical} identical, {len(report.ties)} ties"
         f" (what rounding may do), {len(report.mismatches)} mismatches: {verdict}"
     ]
+    lines += [f"  FAULT: {one}" for one in found]
     lines += [_line("tie", one, codec) for one in report.ties]
     lines += [_line("MISMATCH", one, codec) for one in report.mismatches]
     return "\n".join(lines)

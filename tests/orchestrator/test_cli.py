@@ -15,7 +15,8 @@ import pytest
 from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main
 from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.events import Admit
-from outrider.orchestrator.pair.model_files import PACKAGE
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, PACKAGE
+from outrider.protocol.certificate import Report
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
 from outrider.protocol.messages import Stats, Timings
 from outrider.protocol.sampling import SamplingParams
@@ -137,6 +138,7 @@ def test_the_version_is_told(run):
         (["pairs", "one"], 2, "only one model"),
         (["pairs", "/no/such", "/no/such"], 3, "no such path"),
         (["verify", "-p", "x", "--json-file", "/no/such"], 2, "no such file"),
+        (["verify"], 2, "nothing to verify; expected --json-file, or --prompt"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_its_code(run, arguments, code, words):
@@ -159,7 +161,8 @@ def test_json_is_one_object_with_the_promised_names(run, stand, codec):
     found = json.loads(out)
     assert code == 0 and err == ""
     assert found.keys() == {
-        "text", "token_ids", "prompt_tokens", "finish_reason", "mode", "seed", "model", "draft_model", "timings"
+        "text", "token_ids", "prompt_tokens", "finish_reason", "mode", "seed", "model", "draft_model", "prompt",
+        "chat_template", "sampling", "timings",
     }  # fmt: skip
     assert found["timings"].keys() == {
         "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second", "draft_n", "draft_n_accepted",
@@ -248,6 +251,98 @@ def test_one_interrupt_ends_a_stream(stand, codec, monkeypatch, run):
     monkeypatch.setattr("outrider.orchestrator.cli.generate.Screen.clear", interrupt)
     assert run("generate", "-p", "x", "--connect", stand.endpoint) == (130, "", "")
     assert threading.active_count() < 20
+
+
+@pytest.fixture
+def output(run, stand, codec, tmp_path):
+    """What `generate --json` printed, and a file to put it in."""
+    stand.core.play = says(codec, "x = 'é'", "length")
+    length = len(codec.encode("x = 'é'", special=False))
+    arguments = ("--temp", "0.5", "--seed", "5", "--logit-bias", '{"11": -5}', "--stop", "zz", "-m", str(length))
+    code, out, _ = run("generate", "-p", "def f(", "--connect", stand.endpoint, "--json", *arguments)
+    assert code == 0
+    file = tmp_path / "output.json"
+    file.write_text(out)
+    return json.loads(out), file
+
+
+@pytest.fixture
+def claims(monkeypatch):
+    """What is handed to the replay, which finds every token to be the target's."""
+    seen = []
+
+    def certify(folder, tokens, generated, sampling, progress):
+        seen.append((folder, tuple(tokens), tuple(generated), sampling))
+        return Report(len(generated), len(generated), (), (), 1024)
+
+    monkeypatch.setattr("outrider.orchestrator.cli.verify.certify", certify)
+    return seen
+
+
+def test_verify_takes_model_prompt_and_sampling_from_the_file(run, codec, output, claims):
+    found, file = output
+    code, out, err = run("verify", "--json-file", str(file))
+    assert (code, err) == (0, "") and out.endswith("0 mismatches: certified\n")
+    expected = SamplingParams(
+        temp=0.5, seed=5, logit_bias=((11, -5.0),), stop=("zz",), max_tokens=len(found["token_ids"])
+    )
+    assert claims == [(EMBEDDED_TARGET, codec.encode("def f("), tuple(found["token_ids"]), expected)]
+
+
+def test_flags_beside_the_file_take_its_place(run, codec, output, claims):
+    _, file = output
+    run("verify", "--json-file", str(file), "--prompt", "def g(", "--temp", "0", "--seed", "6")
+    assert claims[0][1] == codec.encode("def g(") and (claims[0][3].temp, claims[0][3].seed) == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"text": "x = 'e'"}, "not what its tokens spell"),
+        ({"text": ""}, "not what its tokens spell"),
+        ({"token_ids": []}, "cut short after 0 tokens"),
+        ({"finish_reason": "eos"}, "ended by length and says eos"),
+    ],
+)
+def test_verify_finds_a_file_that_was_changed(run, output, claims, changes, fault):
+    found, file = output
+    file.write_text(json.dumps({**found, **changes}))
+    code, out, _ = run("verify", "--json-file", str(file))
+    assert code == 1 and "NOT the target's own" in out and fault in out
+    code, out, _ = run("verify", "--json-file", str(file), "--json")
+    told = json.loads(out)
+    assert (code, told["certified"], told["mismatches"]) == (1, False, []) and fault in " ".join(told["faults"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"text": None}, {"token_ids": 5}, {"prompt": 7}, {"sampling": []}, {"sampling": {"heat": 1}}, {"seed": "x"},
+        {"sampling": {"temp": -1}}, {"prompt_tokens": None}, {"prompt": None}, {"model": 3}, {"prompt_tokens": 999},
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_output_is_a_sentence(run, output, claims, changes):
+    found, file = output
+    file.write_text(json.dumps({**found, **changes}))
+    code, out, err = run("verify", "--json-file", str(file))
+    assert (code, out) == (InvalidRequest.exit_code, "") and len(err.splitlines()) == 1 and "expected" in err
+
+
+def test_a_file_of_before_is_verified_with_its_flags(run, codec, output, claims):
+    found, file = output
+    for name in ("prompt", "chat_template", "sampling"):
+        del found[name]
+    file.write_text(json.dumps(found))
+    length = str(len(found["token_ids"]))
+    assert run("verify", "--json-file", str(file), "-p", "def f(", "--temp", "0.5", "-m", length)[0] == 0
+    assert (claims[0][3].temp, claims[0][3].seed) == (0.5, 5)
+
+
+def test_verify_reads_a_prompt_on_stdin_once(run, stand, codec, claims, monkeypatch):
+    stand.core.play = says(codec, "x", "length")
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
+    assert run("verify", "-p", "-", "-m", "1", "--connect", stand.endpoint)[0] == 0
+    assert claims[0][1] == codec.encode("from stdin")
 
 
 def test_a_residual_text_cannot_be_proved_and_verify_says_so(run):

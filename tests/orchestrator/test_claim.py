@@ -1,0 +1,92 @@
+"""A text is certified whole: cut short, gone on, changed or ended by something else, it is found out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.orchestrator.claim import Output, faults
+from outrider.protocol.sampling import SamplingParams
+
+EOS = 0
+CONTEXT = 1024
+TEXT = "é = '你好'\nreturn 1"
+
+
+@pytest.fixture
+def prompt(codec):
+    return codec.encode("def f(")
+
+
+def output(codec, text, reason, *more, **sampling):
+    """An honest one, its length asked for as long as it is unless something else ends it."""
+    tokens = (*codec.encode(text, special=False), *more)
+    wanted = sampling.pop("max_tokens", len(tokens) if reason == "length" else 256)
+    params = SamplingParams(max_tokens=wanted, **sampling)
+    return Output("m", "def f(", True, 3, params, tokens, text, reason)
+
+
+@pytest.fixture
+def honest(codec):
+    return [
+        output(codec, TEXT, "length"),
+        output(codec, TEXT, "eos", EOS),
+        replace(output(codec, TEXT + "\n\n", "stop", stop=("\n\n", "never")), text=TEXT),
+        output(codec, TEXT, "eos", EOS, stop=("\n\n",)),
+    ]
+
+
+def test_an_honest_output_has_no_fault(codec, prompt, honest):
+    for one in honest:
+        assert faults(one, codec, prompt, CONTEXT) == ()
+
+
+def test_a_text_cut_short_is_found_at_every_length(codec, prompt, honest):
+    for one in honest:
+        for length in range(len(one.token_ids)):
+            for text in (one.text, codec.decode(one.token_ids[:length])):
+                short = replace(one, token_ids=one.token_ids[:length], text=text)
+                assert any("cut short" in fault for fault in faults(short, codec, prompt, CONTEXT)), length
+
+
+def test_a_text_that_goes_on_is_found(codec, prompt, honest):
+    for one in honest:
+        longer = replace(one, token_ids=(*one.token_ids, 5))
+        assert any("goes on after its end" in fault for fault in faults(longer, codec, prompt, CONTEXT))
+
+
+def test_a_changed_text_is_found_where_it_differs(codec, prompt, honest):
+    for one in honest:
+        for changed in (one.text[:4] + "X" + one.text[5:], one.text + "!", one.text[:-1], ""):
+            (fault,) = faults(replace(one, text=changed), codec, prompt, CONTEXT)
+            assert "not what its tokens spell" in fault
+    assert "from character 4 on" in faults(replace(honest[0], text=TEXT[:4] + "X"), codec, prompt, CONTEXT)[0]
+
+
+def test_another_reason_to_end_is_found(codec, prompt, honest):
+    for one in honest:
+        for reason in {"eos", "stop", "length", "cancelled"} - {one.finish_reason}:
+            (fault,) = faults(replace(one, finish_reason=reason), codec, prompt, CONTEXT)
+            assert f"ended by {one.finish_reason} and says {reason}" in fault
+
+
+def test_a_context_that_ends_is_a_length(codec, prompt):
+    one = output(codec, TEXT, "length", max_tokens=500)
+    assert faults(one, codec, prompt, len(prompt) + len(one.token_ids)) == ()
+    assert "cut short" in faults(one, codec, prompt, CONTEXT)[0]
+
+
+def test_an_end_token_that_is_ignored_is_text(codec, prompt):
+    tokens = (*codec.encode("a", special=False), EOS)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    one = Output("m", "def f(", True, 3, params, tokens, "a<|endoftext|>", "length")
+    assert faults(one, codec, prompt, CONTEXT) == ()
+    assert faults(replace(one, sampling=replace(params, ignore_eos=False)), codec, prompt, CONTEXT)
+
+
+def test_a_character_left_unfinished_belongs_to_the_text(codec, prompt):
+    tokens = codec.encode("你", special=False)[:1]
+    one = Output("m", "def f(", True, 3, SamplingParams(max_tokens=1), tokens, "\ufffd", "length")
+    assert faults(one, codec, prompt, CONTEXT) == ()
+    assert faults(replace(one, text=""), codec, prompt, CONTEXT)
