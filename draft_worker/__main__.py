@@ -13,6 +13,7 @@ from outrider.drafting.backends import BACKENDS, make
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.paced import PacedDrafter
 from outrider.drafting.replay import ReplayDrafter
+from outrider.engine.memory import Peak
 from outrider.engine.pace import Pace
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Hello, Loading, Remark
@@ -56,7 +57,8 @@ def main() -> int:
             link.enter(hello)
         except OutriderError as error:
             return link.failed(error)
-        DraftWorker(far, drafter, POLICIES[options.fan_out]).run()
+        memory = Peak() if options.backend == "mlx" else None
+        DraftWorker(far, drafter, POLICIES[options.fan_out], memory).run()
     return 0
 
 

@@ -50,6 +50,14 @@ class _Unwanted(Exception):
     """Nobody waits any more for what is being read."""
 
 
+class Memory(Protocol):
+    """The most bytes held since `restart` (see `engine.memory.Peak`)."""
+
+    def restart(self) -> None: ...
+
+    def bytes(self) -> int: ...
+
+
 @dataclass(slots=True)
 class Drafting:
     """A request on this drafter. `newest` is the commit its work belongs to; `owed`: that commit awaits DRAFTED."""
@@ -63,10 +71,12 @@ class Drafting:
 class DraftWorker:
     """Serves requests from `link` with `drafter` until told to shut down."""
 
-    def __init__(self, link: Link, drafter: Drafter, fan_out: FanOut) -> None:
+    def __init__(self, link: Link, drafter: Drafter, fan_out: FanOut, memory: Memory | None = None) -> None:
+        """`memory`: where the drafter's is, if it can be measured."""
         self._link = link
         self._drafter = drafter
         self._fan_out = fan_out
+        self._memory = memory
         self._calibration = Calibration()
         self._drafting: dict[str, Drafting] = {}
         self._kept: deque[Message] = deque()  # looked at while a prompt was read
@@ -121,6 +131,8 @@ class DraftWorker:
             )
 
         self._check_known(message.tokens.tolist(), message.verifying)
+        if self._memory is not None and not self._drafting:
+            self._memory.restart()
 
         def progress(done: int, total: int) -> None:
             self._link.send(Prefilled(message.request, message.epoch, done, total))
@@ -204,7 +216,16 @@ class DraftWorker:
             found = drafting.work.continuation(newest.depth)
             work = clock.since(started_ns)
             self._link.send(
-                Drafted(newest.request, newest.epoch, newest.round, newest.base_len, found.chain, work, found.q)
+                Drafted(
+                    newest.request,
+                    newest.epoch,
+                    newest.round,
+                    newest.base_len,
+                    found.chain,
+                    work,
+                    found.q,
+                    self._peak_bytes(),
+                )
             )
             return
         ready = drafting.work.advance()
@@ -221,8 +242,12 @@ class DraftWorker:
                 clock.since(started_ns),
                 ready.final,
                 ready.q,
+                self._peak_bytes(),
             )
         )
+
+    def _peak_bytes(self) -> int:
+        return self._memory.bytes() if self._memory is not None else 0
 
     def _drop(self, request: str) -> None:
         drafting = self._drafting.pop(request, None)

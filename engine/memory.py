@@ -1,7 +1,7 @@
 """How much memory this process may wire and keep cached. Only Metal has such limits; elsewhere this does nothing.
 
 MLX-LM would wire three quarters of the machine in each process; two workers must share it, so each asks for what it
-needs. Nobody checks the sum; `outrider doctor` shows what may be wired.
+needs. Nobody checks the sum; `outrider doctor` shows what may be wired. And how much it did hold, anywhere.
 """
 
 from __future__ import annotations
@@ -16,6 +16,16 @@ log = logging.getLogger(__name__)
 _KV_BUDGET = 2 * 2**30
 _MARGIN = 2**29
 _CACHE = 2**30
+
+
+class Peak:
+    """The most bytes that MLX has held in this process since `restart`, weights included."""
+
+    def restart(self) -> None:
+        mx.reset_peak_memory()
+
+    def bytes(self) -> int:
+        return mx.get_peak_memory()
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ class TargetWorker:
 
     def _open(self, message: Open) -> None:
         self._running.pop(message.request, None)
+        if not self._running:
+            mx.reset_peak_memory()
         started_ns = clock.now()
 
         def progress(done: int, total: int) -> None:
@@ -132,6 +134,7 @@ class TargetWorker:
             0,
             verdict.bonus,
             clock.since(started_ns),
+            peak_bytes=mx.get_peak_memory(),
         )
         running = Running(slots[0], message.epoch, deque(maxlen=2), message.eos)
         self._running[message.request] = running

@@ -90,7 +90,7 @@ class Account:
 
     admitted_ns: int = 0
     first_ns: int = 0
-    peak_bytes: int = 0
+    _peaks: dict[str, int] = field(default_factory=dict)
     _sums: Sums = field(default_factory=Sums)
     _recent: dict[int, Entry] = field(default_factory=dict)
 
@@ -115,7 +115,6 @@ class Account:
 
         The wait before the verify of a hit that was served at once is a turnaround.
         """
-        self.peak_bytes = max(self.peak_bytes, outcome.peak_bytes)
         entry = self._entry(number)
         entry.kept, entry.chain, entry.accepted = kept, len(proposal.chain), outcome.accepted
         entry.ended_ns = now_ns
@@ -124,6 +123,10 @@ class Account:
             return
         entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
         entry.turnaround = proposal.found and not proposal.waited
+
+    def held(self, worker: str, peak_bytes: int) -> None:
+        """The most memory that this worker has held."""
+        self._peaks[worker] = max(self._peaks.get(worker, 0), peak_bytes)
 
     def timings(self, prompt_n: int, predicted_n: int) -> Timings:
         """Of the rounds that brought the first `predicted_n` tokens."""
@@ -158,7 +161,7 @@ class Account:
             turnaround_ms=tuple(ns / MILLISECOND_NS for ns in sums.turnarounds_ns),
             verify_ms=sums.verify_ns / MILLISECOND_NS,
             idle_ms=sums.idle_ns / MILLISECOND_NS,
-            peak_bytes=self.peak_bytes,
+            peak_bytes=sum(self._peaks.values()),
         )
 
     def _entry(self, number: int) -> Entry:

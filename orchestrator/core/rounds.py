@@ -108,6 +108,8 @@ class Rounds:
         if request is None or not may_say(request, self._workers.is_target(sender), sender, message):
             self.stale += 1
             return
+        if isinstance(message, Outcome | Branches | Drafted):
+            request.account.held(sender, message.peak_bytes)
         match message:
             case Outcome():
                 self._on_outcome(request, message, now_ns)

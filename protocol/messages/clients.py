@@ -72,7 +72,8 @@ class Timings:
     Hits and misses count outcomes that were looked up in the speculation cache: a hit had its branch there by then. For
     `cache_late` of the misses the branch came while it was waited for. `looked_up_by_accepted[k]` and
     `hits_by_accepted[k]` are of outcomes that accepted k tokens. `rounds` counts every verify. `peak_bytes` is the most
-    memory the target's MLX has held since its start.
+    memory that MLX has held in the target and in its drafters since the request began, or the first of those that ran
+    with it, weights included.
     """
 
     prompt_n: Count = 0

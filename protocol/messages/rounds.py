@@ -122,9 +122,9 @@ class Outcome:
     """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`.
 
     `idle_ns`: from the end of the verify before to the start of this one. `onward`: the prepared chain that the target
-    goes on with as the next round; None: it waits for VERIFY. `peak_bytes`: the most memory MLX has held. `drafted` is
-    the chain that the target's own drafter had proposed for this round, of which `accepted` tokens hold, and `drafting`
-    when it did; None: it was not asked to. `work` is the verify alone.
+    goes on with as the next round; None: it waits for VERIFY. `peak_bytes`: the most memory MLX has held since a request
+    began while no other ran. `drafted` is the chain that the target's own drafter had proposed for this round, of which
+    `accepted` tokens hold, and `drafting` when it did; None: it was not asked to. `work` is the verify alone.
     """
 
     request: RequestId
@@ -167,7 +167,7 @@ class Branches:
     """Drafter -> orchestrator, unasked: the branches of this round's outcomes as deep as they are by now.
 
     `final` says that nothing more will come for the round. `q`: what the chains' tokens were drawn from, a row a token,
-    entry after entry; None: they were not drawn by chance.
+    entry after entry; None: they were not drawn by chance. `peak_bytes` as in Outcome, of the drafter; 0: not known.
     """
 
     request: RequestId
@@ -179,6 +179,7 @@ class Branches:
     work: Span
     final: bool = False
     q: SparseQ | None = None
+    peak_bytes: Serial = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,7 @@ class Drafted:
     chain: Chain
     work: Span
     q: SparseQ | None = None
+    peak_bytes: Serial = 0
 
 
 @dataclass(frozen=True, slots=True)

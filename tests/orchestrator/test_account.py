@@ -54,3 +54,10 @@ def test_a_round_under_way_is_not_counted() -> None:
     found.asked(5, 2)
     found.proposed(5, replace(HIT, missed=True), 2)
     assert found.timings(7, 13) == account(4).timings(7, 13)
+
+
+def test_the_memory_is_of_all_workers_each_at_its_most() -> None:
+    found = account(2)
+    for worker, held in (("target-0", 50), ("draft-0", 7), ("target-0", 40), ("draft-1", 3)):
+        found.held(worker, held)
+    assert found.timings(7, 4).peak_bytes == 60

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -137,3 +138,9 @@ def test_a_verify_of_an_epoch_that_is_over_does_not_end_them() -> None:
     ahead = replace(plain(1, 9), epoch=2)
     found = stand.say(ahead, turns=1) + stand.say(plain(2, 3))
     assert len(found) == 10 and is_plain_text(found)
+
+
+def test_the_first_token_tells_of_memory_and_what_was_held_before_the_request_does_not_count() -> None:
+    mx.eval(mx.zeros((64, 1 << 20)))
+    stand = Stand()
+    assert 0 < stand.link.sent[0].peak_bytes < 1 << 20
