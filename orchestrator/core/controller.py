@@ -37,6 +37,8 @@ FADE = 0.7
 OTHER_DEPTH_MARGIN = 1.05
 # Whoever is in use stays unless another is better by this much: noise should not make it waver.
 STAY_MARGIN = 1.02
+# From what a tuning recommends only by this much and the error of both rates: other work comes and goes meanwhile.
+HOME_MARGIN = 1.05
 # What a tuning says counts as much as this many milliseconds of measuring.
 TUNING_WEIGHT_MS = 100.0
 
@@ -188,8 +190,9 @@ class Controller:
 
     def _to_leave(self, current: Way, other: Way, rate: float) -> float:
         """What `other` must bring to take the place of `current`: luck alone must not drive it from what was tuned."""
-        noise = math.hypot(self._records[current].noise, self._records[other].noise) if current == self._home else 0.0
-        return rate * STAY_MARGIN + noise
+        if current != self._home:
+            return rate * STAY_MARGIN
+        return rate * HOME_MARGIN + math.hypot(self._records[current].noise, self._records[other].noise)
 
     def _try(self, way: Way, predicted: dict[Way, tuple[Plan, float]], to_beat: float, why: str) -> Plan:
         self._trial = Trial(to_beat)

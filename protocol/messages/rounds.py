@@ -122,9 +122,10 @@ class Outcome:
     """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`.
 
     `idle_ns`: from the end of the verify before to the start of this one. `onward`: the prepared chain that the target
-    goes on with as the next round; None: it waits for VERIFY. `peak_bytes`: the most memory MLX has held since a request
-    began while no other ran. `drafted` is the chain that the target's own drafter had proposed for this round, of which
-    `accepted` tokens hold, and `drafting` when it did; None: it was not asked to. `work` is the verify alone.
+    goes on with as the next round; None: it waits for VERIFY. `peak_bytes`: the most memory MLX has held since the last
+    request that began while no other ran. `drafted` is the chain that the target's own drafter had proposed for this
+    round, of which `accepted` tokens hold, and `drafting` when it did; None: it was not asked to. `work` is the verify
+    alone.
     """
 
     request: RequestId
