@@ -1,4 +1,4 @@
-"""A tiny configuration of each of mlx-lm's model types: one dictionary that most of them can read, and what others need.
+"""A tiny configuration of each of mlx-lm's model types: one dictionary that most can read, and what others need.
 
 mlx-lm takes from a configuration what it knows by name, so one superset builds most types. Knows names and sizes only.
 """
@@ -236,6 +236,7 @@ _OWN: dict[str, dict[str, Any]] = {
             "long_factor": [1.0] * 4,
         },
     },
+    "minicpm": {"tie_word_embeddings": False},
     "minimax_m3_vl": {
         "dense_intermediate_size": 96, "layer_types": None, "moe_layer_freq": [0, 1, 1, 1], "rotary_dim": 8,
         "sparse_attention_freq": [0, 1, 0, 1], "index_block_size": 4, "index_topk_blocks": 2,
@@ -268,6 +269,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_kv_heads": [2] * LAYERS, "ffn_multipliers": [1.0] * LAYERS,
     },
     "phi3small": {
+        "vocab_size": 100352,  # it writes at the places of its unused tokens
         "dense_attention_every_n_layers": 2, "ff_intermediate_size": 96, "gegelu_limit": 20.0,
         "blocksparse_block_size": 32, "blocksparse_num_local_blocks": 2, "blocksparse_vert_stride": 2,
     },
@@ -282,8 +284,9 @@ _OWN: dict[str, dict[str, Any]] = {
         "a_low_rank_dim": 8, "v_low_rank_dim": 8, "gate_low_rank_dim": 8, "decay_low_rank_dim": 8,
     },
     "qwen3_5": _QWEN3_5,
+    "qwen3_moe": {"tie_word_embeddings": False},
     "qwen3_5_moe": _QWEN3_5,
-    "spark2_5": {"rope_parameters": _BY_LAYER},
+    "spark2_5": {"hidden_act": "gelu", "rope_parameters": _BY_LAYER},
     "step3p5": {
         "num_attention_groups": 2, "moe_num_experts": 4, "moe_top_k": 2, "share_expert_dim": 32,
         "moe_layers_enum": "1,3",

@@ -19,6 +19,7 @@ from outrider.drafting.fan_out import FanOut
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError
+from outrider.protocol.guard import named_errors
 from outrider.protocol.messages import (
     Branches,
     Close,
@@ -103,10 +104,11 @@ class DraftWorker:
     def _guard(self, request: str | None, task: Message | Drafting) -> None:
         """Does one thing; a drafter that fails loses that request, never the worker."""
         try:
-            if isinstance(task, Drafting):
-                self._advance(task)
-            else:
-                self._handle(task)
+            with named_errors("the draft's forward"):
+                if isinstance(task, Drafting):
+                    self._advance(task)
+                else:
+                    self._handle(task)
         except OutriderError as error:
             self._drop(request or "")
             self._link.send(Fault(self._link.name, request, str(error)))

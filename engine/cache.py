@@ -1,11 +1,14 @@
 """What a target remembers of a text, with a rollback that either works or raises.
 
 `LengthCache` holds keys and values of one attention layer and forgets by shortening itself, in O(1). State that can't
-be shortened (a recurrent layer's) is kept by reference at marked lengths and put back. Knows nothing of tokens.
+be shortened (a recurrent layer's) is kept by reference at marked lengths and put back; any other cache is copied there.
+Knows nothing of tokens.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
+    ConcatenateKVCache,
     KVCache,
     RotatingKVCache,
     create_attention_mask,
@@ -34,10 +38,12 @@ class LengthCache:
     """Keys and values [1, H, capacity, D] of which the first `offset` columns count. Stands in for mlx-lm's `KVCache`.
 
     Sliding-window layers use it too, at full length: the window is in the mask, so that a rollback may cross it.
+    `window`: how much a layer sees that asks for no window itself, as one with a rotating cache may; None: everything.
     No one else may hold a reference to `keys` or `values`: the next write would copy the whole buffer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.offset = 0
@@ -48,10 +54,17 @@ class LengthCache:
         self.values = _with_room(self.values, values, start)
         self.keys[..., start : self.offset, :] = keys
         self.values[..., start : self.offset, :] = values
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For layers that read another layer's. Raises AttributeError before anything was fed."""
+        if self.keys is None or self.values is None:
+            raise AttributeError("nothing has been fed yet")
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        return create_attention_mask(n, offset=self.offset, return_array=return_array, window_size=window_size)
+        window = narrowed(window_size or self._window, self.offset + n)
+        return create_attention_mask(n, offset=self.offset, return_array=return_array, window_size=window)
 
     @property
     def state(self) -> list[mx.array]:
@@ -59,6 +72,21 @@ class LengthCache:
 
     def empty(self) -> bool:
         return self.keys is None
+
+
+def is_attention(cache: Any) -> bool:
+    """Keys and values and nothing else: what `LengthCache` can stand in for (a rotating one: the window is a mask)."""
+    return type(cache) in (KVCache, ConcatenateKVCache) or (type(cache) is RotatingKVCache and cache.keep == 0)
+
+
+def window_of(cache: Any) -> int | None:
+    """How many tokens a layer with this cache sees; None: all."""
+    return int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
+
+
+def narrowed(window: int | None, length: int) -> int | None:
+    """The window, None where a text of this length lies within."""
+    return window if window is not None and length > window else None
 
 
 def _with_room(buffer: mx.array | None, new: mx.array, used: int) -> mx.array:
@@ -73,26 +101,33 @@ def _with_room(buffer: mx.array | None, new: mx.array, used: int) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The recurrent layers' states after `length` tokens: references, nothing is copied."""
+    """Layers after `length` tokens: recurrent states by reference, other caches as copies of all they hold.
+
+    MLX copies an array when one of two that share it is written to, so a copy costs nothing until then.
+    """
 
     length: int
     states: tuple[tuple[Any, ...], ...]
+    copies: tuple[dict[str, Any], ...]
 
 
 class KVState:
     """All layers' caches of one text. `length` tokens have been fed."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.caches = [_suitable(cache) for cache in make_prompt_cache(model)]
+    def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
+        """`own_caches`: the model's own stay where they could be stood in for (see `engine.abilities`)."""
+        made = make_prompt_cache(model)
+        self.caches = made if own_caches else [stand_in(cache, _suitable) for cache in made]
         self.length = 0
-        leaves = [leaf for cache in self.caches for leaf in _leaves(cache)]
+        leaves = [leaf for cache in self.caches for leaf in leaves_of(cache)]
         self._by_length = [leaf for leaf in leaves if isinstance(leaf, LengthCache)]
         self._recurrent = [leaf for leaf in leaves if isinstance(leaf, ArraysCache)]
-        self._others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, LengthCache | ArraysCache)]
+        self._others = [leaf for leaf in leaves if not isinstance(leaf, LengthCache | ArraysCache)]
         self._marks: list[_Mark] = []
 
     @property
-    def can_roll_back(self) -> bool:
+    def marks_freely(self) -> bool:
+        """Whether a mark costs nothing; otherwise the next forward copies what the marked caches hold."""
         return not self._others
 
     @property
@@ -107,23 +142,23 @@ class KVState:
 
     def mark(self) -> None:
         """Makes the present length one that a rollback can return to. The last few marks are kept."""
-        if self._recurrent:
-            self._marks.append(_Mark(self.length, tuple(tuple(cache.cache) for cache in self._recurrent)))
-            del self._marks[:-_MARKS_KEPT]
+        if self.exact:
+            return
+        states = tuple(tuple(cache.cache) for cache in self._recurrent)
+        self._marks.append(_Mark(self.length, states, tuple(copy.deepcopy(vars(cache)) for cache in self._others)))
+        del self._marks[: -(_MARKS_KEPT if self.marks_freely else 1)]
 
     def roll_back(self, length: int) -> None:
         """Forgets what came after the first `length` tokens, or after the last mark before them: see `self.length`.
 
         Raises:
-            RollbackError: the model keeps state that can't be put back, or nothing that early was marked.
+            RollbackError: the model keeps state that can't be shortened, and nothing that early was marked.
         """
         if length >= self.length:
             if length > self.length:
                 raise RollbackError(f"can't roll back to {length} tokens: only {self.length} have been fed")
             return
-        if self._others:
-            raise RollbackError(f"a {self._others[0]} can't be rolled back: decode this model without speculation")
-        if self._recurrent:
+        if not self.exact:
             length = self._restore(length)
         for cache in self._by_length:
             cache.offset = length
@@ -136,16 +171,22 @@ class KVState:
         mark = self._marks[-1]
         for cache, state in zip(self._recurrent, mark.states, strict=True):
             cache.cache = list(state)
+        for cache, held in zip(self._others, mark.copies, strict=True):
+            vars(cache).update(copy.deepcopy(held))  # it may be put back again
         return mark.length
 
 
-def _suitable(cache: Any) -> Any:
-    if type(cache) in (KVCache, RotatingKVCache):
-        return LengthCache()
+def stand_in(cache: Any, make: Callable[[Any], Any]) -> Any:
+    """What `make` makes of this cache, or in a list of caches of each in its place."""
     if type(cache) is CacheList:
-        return CacheList(*(_suitable(inner) for inner in cache.caches))
-    return cache
+        return CacheList(*(stand_in(inner, make) for inner in cache.caches))
+    return make(cache)
 
 
-def _leaves(cache: Any) -> list[Any]:
-    return [leaf for inner in cache.caches for leaf in _leaves(inner)] if type(cache) is CacheList else [cache]
+def _suitable(cache: Any) -> Any:
+    return LengthCache(window_of(cache)) if is_attention(cache) else cache
+
+
+def leaves_of(cache: Any) -> list[Any]:
+    """The caches in a list of caches; one that is none is its own."""
+    return [leaf for inner in cache.caches for leaf in leaves_of(inner)] if type(cache) is CacheList else [cache]

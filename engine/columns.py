@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache, create_attention_mask, make_prompt_cache
+from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
+from outrider.engine.cache import leaves_of, narrowed, stand_in, window_of
 from outrider.engine.loading import LoadedModel
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -89,6 +90,7 @@ class Frame:
     def mask(self, n: int, return_array: bool, window: int | None) -> Any:
         """The mask of layers with this window (None: all columns), made once a forward."""
         if self._seen is None or self._positions is None:
+            window = narrowed(window, self.start + n)
             return create_attention_mask(n, offset=self.start, return_array=return_array, window_size=window)
         if window not in self._masks:
             seen = self._seen
@@ -100,10 +102,13 @@ class Frame:
 
 
 class ColumnCache:
-    """One attention layer's columns: a buffer [1, H, capacity, D] written in place, standing in for a `KVCache`."""
+    """One attention layer's columns: a buffer [1, H, capacity, D] written in place, standing in for a `KVCache`.
 
-    def __init__(self, frame: Frame) -> None:
-        self._frame = frame
+    `window`: how much a layer sees that asks for no window itself.
+    """
+
+    def __init__(self, frame: Frame, window: int | None = None) -> None:
+        self._frame, self._window = frame, window
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
@@ -112,13 +117,20 @@ class ColumnCache:
         return self._frame.offset
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        return self._frame.mask(n, return_array, window_size)
+        return self._frame.mask(n, return_array, window_size or self._window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         start, end = self._frame.start, self._frame.end
         self.keys, self.values = _with_room(self.keys, keys, end), _with_room(self.values, values, end)
         self.keys[..., start:end, :] = keys
         self.values[..., start:end, :] = values
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For layers that read another layer's."""
+        if self.keys is None or self.values is None:
+            raise AttributeError("nothing has been fed yet")
+        end = self._frame.end
         return self.keys[..., :end, :], self.values[..., :end, :]
 
     def move(self, start: int, columns: mx.array) -> None:
@@ -143,7 +155,9 @@ class OneRow:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model.model
         self._frame = Frame()
-        self._caches = [ColumnCache(self._frame) for _ in make_prompt_cache(model.model)]
+        made = make_prompt_cache(model.model)
+        self._caches = [stand_in(cache, lambda leaf: ColumnCache(self._frame, window_of(leaf))) for cache in made]
+        self._leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
         self._dtype: mx.Dtype | None = None  # of the model's own keys
 
     def prefill(
@@ -156,7 +170,7 @@ class OneRow:
         if self._dtype is None:
             self._dtype = _dtype_of_keys(self._model)
         self._frame.plain(start, read.count)
-        for cache, keys, values in zip(self._caches, read.keys, read.values, strict=True):
+        for cache, keys, values in zip(self._leaves, read.keys, read.values, strict=True):
             cache.update_and_fetch(mx.array(keys[None], self._dtype), mx.array(values[None], self._dtype))
         mx.eval([cache.state for cache in self._caches])
 
@@ -166,7 +180,7 @@ class OneRow:
         return logits[0]
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        gather(self._caches, prefix, columns)
+        gather(self._leaves, prefix, columns)
 
 
 def prefill(
@@ -193,7 +207,7 @@ def _dtype_of_keys(model: Any) -> mx.Dtype:
     """The number format in which the model keeps its keys; nothing is computed."""
     caches: list[Any] = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    dtype: mx.Dtype = caches[0].keys.dtype
+    dtype: mx.Dtype = leaves_of(caches[0])[0].keys.dtype
     return dtype
 
 
@@ -205,11 +219,6 @@ def gather(caches: Sequence[Any], prefix: int, columns: Ints) -> None:
         for cache in caches:
             if isinstance(cache, ColumnCache):
                 cache.move(prefix + int(moved[0]), index)
-
-
-def is_attention(cache: Any) -> bool:
-    """True for mlx-lm's caches that `ColumnCache` can stand in for (a rotating one too: the window is in the mask)."""
-    return type(cache) in (KVCache, RotatingKVCache)
 
 
 def _with_room(buffer: mx.array | None, new: mx.array, end: int) -> mx.array:

@@ -18,11 +18,13 @@ import mlx.nn as nn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, load_model
 
 from outrider.engine import memory, positions, weights
+from outrider.engine.cache import is_attention, leaves_of
 from outrider.protocol.errors import ModelError
+from outrider.protocol.guard import first_line, named_errors
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,8 @@ def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = N
     positions.install(model)
     memory.set_limits(weight_bytes)
     tell("warming up")
-    _warm_up(model)
+    with named_errors(f"a forward of this {config['model_type']} model"):
+        _warm_up(model)
     return LoadedModel(
         model=model,
         config=config,
@@ -77,7 +80,7 @@ def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = N
         context_length=_context_length(config),
         parameters=parameters,
         weight_bytes=weight_bytes,
-        attention_only=all(type(cache) in (KVCache, RotatingKVCache) for cache in make_prompt_cache(model)),
+        attention_only=all(is_attention(leaf) for cache in make_prompt_cache(model) for leaf in leaves_of(cache)),
     )
 
 
@@ -106,25 +109,27 @@ def find(path_or_repo: str, tell: Callable[[str], None]) -> Path:
             "if it is private"
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"{path_or_repo} can't be downloaded ({_first_line(error)}): try again later") from error
+        raise ModelError(f"{path_or_repo} can't be downloaded ({first_line(error)}): try again later") from error
 
 
 def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     try:
         config: dict[str, Any] = load_config(path)
     except ValueError as error:
-        raise ModelError(f"{path / 'config.json'} is not JSON ({_first_line(error)}): fetch the model again") from error
+        raise ModelError(f"{path / 'config.json'} is not JSON ({first_line(error)}): fetch the model again") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path / 'config.json'} names no model_type: expected a Hugging Face model's config")
     try:
         model, config = load_model(path, lazy=True)
     except FileNotFoundError as error:
         raise ModelError(f"{path} holds no weights: expected model*.safetensors beside config.json") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
-        reason = _first_line(error)
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
+        reason = first_line(error)
         if "not supported" in reason:
             raise ModelError(f"{path}: mlx-lm has no model type {config['model_type']!r}; choose another") from error
         raise ModelError(f"{path} can't be loaded as {config['model_type']}: {reason}") from error
+    except SystemExit as error:  # mlx-lm's OLMo ends the process where a library of its own is missing
+        raise ModelError(f"{path}: mlx-lm's {config['model_type']} needs a library that is not installed") from error
     return model, config
 
 
@@ -153,7 +158,7 @@ def _warm_up(model: nn.Module) -> None:
     try:
         _forward_once(model)
     except RuntimeError as error:
-        log.warning("kernels can't be compiled (%s); going on without, a little slower", _first_line(error))
+        log.warning("kernels can't be compiled (%s); going on without, a little slower", first_line(error))
         os.environ["MLX_DISABLE_COMPILE"] = "1"
         mx.disable_compile()
         _forward_once(model)
@@ -171,7 +176,3 @@ def _context_length(config: dict[str, Any]) -> int:
                 return int(settings[key])
     log.warning("the model's config does not tell its context length; taking %d", _UNKNOWN_CONTEXT)
     return _UNKNOWN_CONTEXT
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -16,7 +16,8 @@ from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
 from outrider.engine.selfcheck import agrees
 from outrider.engine.tree import Tree
-from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.errors import CannotDraft, InvalidRequest, ModelError
+from outrider.protocol.guard import first_line, named_errors
 from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -56,12 +57,17 @@ def tree_form(model: LoadedModel) -> Form:
     """The columns that carry trees of this model; found by a self-check the first time it is asked, then remembered.
 
     Raises:
-        ModelError: no form reproduces this model's logits.
+        CannotDraft: no form reproduces this model's logits.
     """
     if model not in _columns_of:
         forms: list[Form] = [NumpyRow, OneRow, Rows] if model.attention_only else [Rows]
         _columns_of[model] = _first_that_agrees(model, forms)
     return _columns_of[model]
+
+
+def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
+    """A greedy tree of this form, whether or not it is the model's own."""
+    return _open(model, form, SamplingParams(), None, tokens)
 
 
 def open_columns(model: LoadedModel, reader: PromptReader | None = None) -> Columns:
@@ -70,15 +76,17 @@ def open_columns(model: LoadedModel, reader: PromptReader | None = None) -> Colu
 
 
 def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
+    reason = ""
     for form in forms:
         try:
-            if agrees(model, partial(_open, model, form, SamplingParams(), None)):
-                return form
+            with named_errors("a tree of it", logging.INFO):
+                if agrees(model, partial(open_form, model, form)):
+                    return form
             reason = "its logits differ"
-        except (ModelError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-            reason = str(error).splitlines()[0]
+        except ModelError as error:
+            reason = first_line(error)
         log.info("%s can't be drafted with as %s: %s", model.model_type, form.__name__, reason)
-    raise ModelError(f"a {model.model_type} model can't draft: branches don't reproduce its logits; choose another")
+    raise CannotDraft(f"a {model.model_type} model can't draft ({reason}); choose another draft model")
 
 
 def _open(

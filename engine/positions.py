@@ -113,8 +113,19 @@ class TokenRope(nn.Module):  # type: ignore[misc]
         self.inner = inner
         self._tables = _Shared(tables, _signature(inner))
 
-    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+    def __getattr__(self, name: str) -> Any:
+        """What models read off their rope, its base say."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0, **others: Any) -> mx.array:
+        """`others`: what a rope of the model's own knows beyond mlx-lm's; such a call is that rope's alone."""
         roped: mx.array
+        if others:
+            roped = self.inner(x, offset=offset, **others)
+            return roped
         if x.shape[0] != 1 or (isinstance(offset, mx.array) and offset.shape != (x.shape[-2],)):
             roped = self.inner(x, offset=offset)
             return roped

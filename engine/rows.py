@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from outrider.engine.columns import Bools, ColumnCache, Frame, Ints, gather, is_attention, prefill
+from outrider.engine.cache import is_attention, leaves_of, stand_in, window_of
+from outrider.engine.columns import Bools, ColumnCache, Frame, Ints, gather, prefill
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.errors import ModelError
 
@@ -53,14 +54,17 @@ class Rows:
         """
         self._model = model.model
         self._frame = Frame()
-        self._caches: list[Any] = []
-        for cache in make_prompt_cache(model.model):
-            if not is_attention(cache) and type(cache) is not ArraysCache:
-                raise ModelError(
-                    f"{model.model_type} keeps a {type(cache).__name__}, which can't be branched: choose another draft"
-                )
-            self._caches.append(_BatchCache(self._frame) if is_attention(cache) else cache)
-        self._recurrent: list[ArraysCache] = [cache for cache in self._caches if isinstance(cache, ArraysCache)]
+
+        def branching(leaf: Any) -> Any:
+            if is_attention(leaf):
+                return _BatchCache(self._frame, window_of(leaf))
+            if type(leaf) is not ArraysCache:
+                raise ModelError(f"{model.model_type} keeps a {type(leaf).__name__}, which can't be branched")
+            return leaf
+
+        self._caches = [stand_in(cache, branching) for cache in make_prompt_cache(model.model)]
+        self._leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
+        self._recurrent = [leaf for leaf in self._leaves if isinstance(leaf, ArraysCache)]
         self._after: dict[int, _After] = {}
 
     def prefill(
@@ -93,7 +97,7 @@ class Rows:
         return mx.concatenate(logits)[mx.array(back)]
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        gather(self._caches, prefix, columns)
+        gather(self._leaves, prefix, columns)
         kept = enumerate(columns.tolist(), prefix)
         self._after = {new: self._after[old] for new, old in kept if old in self._after}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine.loading import LoadedModel
 from outrider.engine.tree import Tree
@@ -17,10 +18,13 @@ _PROMPT, _BRANCHES, _DEPTH = 9, 3, 2
 _EXACT, _HALF = 1e-4, 0.1  # of the logits' standard deviation, or of 1 if that is more
 
 
-def agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:
-    """True if the tree's logits are the model's own, up to rounding: before a commit and after it."""
-    tokens = [(7919 * i + 13) % model.vocab_size for i in range(_PROMPT + 4 * _BRANCHES * _DEPTH)]
-    text, rest = tokens[:_PROMPT], tokens[_PROMPT:]
+def agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], prompt: int = _PROMPT) -> bool:
+    """True if the tree's logits are the model's own, up to rounding: before a commit and after it.
+
+    `prompt`: how many tokens it is opened with.
+    """
+    tokens = [(7919 * i + 13) % model.vocab_size for i in range(prompt + 4 * _BRANCHES * _DEPTH)]
+    text, rest = tokens[:prompt], tokens[prompt:]
     tree = open_tree(text)
     texts = {tree.root: text}
     worst = _check(model, tree, texts)
@@ -42,7 +46,7 @@ def _check(model: LoadedModel, tree: Tree, texts: dict[int, list[int]]) -> float
     """The largest difference between the tree's and the model's logits, in units of what is allowed."""
     worst = 0.0
     for node, text in texts.items():
-        own = model.model(mx.array([text]))[0, -1]
+        own = model.model(mx.array([text]), cache=make_prompt_cache(model.model))[0, -1]
         allowed = _EXACT if own.dtype == mx.float32 else _HALF
         own = own.astype(mx.float32)
         difference = mx.abs(tree.scores(node).astype(mx.float32) - own).max() / mx.maximum(mx.std(own), 1.0)

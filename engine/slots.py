@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from outrider.engine.abilities import abilities
 from outrider.engine.cache import KVState
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import target_sampler
@@ -32,7 +33,7 @@ class Slot:
             raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
         self.tokens = list(tokens)
         self.sampler = target_sampler(params, model.vocab_size)
-        self.kv = KVState(model.model)
+        self.kv = KVState(model.model, abilities(model).own_caches)
         self._model = model.model
 
     @property

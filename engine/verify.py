@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
 from outrider.engine.residual import Floats, ResidualSampler
 from outrider.engine.sampling import Sampler
 from outrider.engine.slots import Slot
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.guard import ModelFault
 from outrider.protocol.sparse import SparseQ
 
 _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again before its next chain
@@ -38,13 +40,14 @@ def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None) -> V
         q: where the slot samples residual, what the chain's tokens were drawn from.
 
     Raises:
-        RollbackError: the model keeps state that can't be rolled back, and the chain was not accepted whole.
+        ModelFault: the model's logits are not numbers.
         InvalidRequest: the chain's kind is not what the slot samples by.
     """
     chain = list(chain)
     if len(slot.unfed) > _MAX_REPLAY:
         slot.feed_all_but(1)
-    slot.kv.mark()
+    if chain:
+        slot.kv.mark()
     # A drafter may know tokens that the target does not; such a one can't hold, and nor can what stands after it.
     known = [token if token < slot.sampler.vocab_size else 0 for token in chain]
     logits = slot.forward(mx.array(slot.unfed + known))[-len(chain) - 1 :]
@@ -71,7 +74,7 @@ def _histories(slot: Slot, chain: Sequence[int]) -> list[list[int]]:
 def _by_equality(sampler: Sampler, scores: mx.array, chain: Sequence[int], q: SparseQ | None) -> Verdict:
     if q is not None and chain and sampler.params.temp > 0:
         raise InvalidRequest("the chain comes with a q and the request samples coupled; expected one without")
-    choices = _ints(mx.argmax(scores, axis=-1))
+    choices = _tokens(_choices(scores))
     accepted = 0
     while accepted < len(chain) and choices[accepted] == chain[accepted]:
         accepted += 1
@@ -83,6 +86,8 @@ def _by_residual(
 ) -> Verdict:
     if q is None:
         raise InvalidRequest("the chain comes without a q and the request samples residual; expected one with")
+    if not (log_p.max(axis=-1) > -np.inf).all():
+        raise ModelFault("the target's logits are not numbers; this request can't go on")
     k = sampler.accepted(log_p[:-1], positions[:-1], chain, q)
     rejected = q.part(k, k + 1) if k < len(chain) else None
     return Verdict(k, sampler.instead(log_p[k], positions[k], rejected))
@@ -97,7 +102,7 @@ class RunAhead:
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._position = len(slot.tokens)  # of the token the next step chooses
-        self._pipelined = slot.kv.can_roll_back
+        self._pipelined = slot.kv.marks_freely
         self._queued: mx.array | None = None
 
     @property
@@ -115,7 +120,7 @@ class RunAhead:
         self._queued = self._step(chosen) if self._pipelined and not last else None
         if self._queued is not None:
             mx.async_eval(self._queued)  # type: ignore[no-untyped-call]
-        token = _ints(chosen)[0]
+        token = _tokens(chosen)[0]
         slot.tokens.append(token)
         if len(slot.tokens) % 256 == 0:
             mx.clear_cache()
@@ -130,7 +135,8 @@ class RunAhead:
     def _step(self, fed: mx.array) -> mx.array:
         """Queues one step over `fed` (its last entry may be unread): the token it chooses, [1], lazy."""
         slot = self._slot
-        slot.kv.mark()
+        if self._pipelined:
+            slot.kv.mark()
         logits = slot.forward(fed)[-1:]
         histories = None
         if slot.sampler.needs_history:
@@ -138,9 +144,19 @@ class RunAhead:
             histories = [read if self._position == len(slot.tokens) else mx.concatenate([read, fed])]
         scores = slot.sampler.scores(logits, [self._position], histories)
         self._position += 1
-        return mx.argmax(scores, axis=-1)
+        return _choices(scores)
 
 
-def _ints(array: mx.array) -> list[int]:
-    """Waits for `array` [N]."""
-    return cast(list[int], array.tolist())
+def _choices(scores: mx.array) -> mx.array:
+    """The best token of each row, [N]; -1 where the best is no number."""
+    best = mx.argmax(scores, axis=-1)
+    score = mx.take_along_axis(scores, best[:, None], axis=-1)[:, 0]
+    return mx.where(score > -mx.inf, best.astype(mx.int32), -1)
+
+
+def _tokens(choices: mx.array) -> list[int]:
+    """Waits for `choices` [N]. Raises ModelFault where there was none."""
+    tokens = cast(list[int], choices.tolist())
+    if min(tokens) < 0:
+        raise ModelFault("the target's logits are not numbers; this request can't go on")
+    return tokens

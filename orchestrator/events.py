@@ -56,6 +56,7 @@ class WorkersChanged:
     ready: bool
     stage: str = ""
     fatal: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

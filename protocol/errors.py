@@ -21,6 +21,10 @@ class ModelError(OutriderError):
     exit_code = 3
 
 
+class CannotDraft(ModelError):
+    """A model is sound and can't draft; what it was to draft for can go on without."""
+
+
 class EndpointError(OutriderError):
     """A socket can't be bound or reached."""
 

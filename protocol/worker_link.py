@@ -21,7 +21,7 @@ import zmq
 
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
-from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, WorkerError
+from outrider.protocol.errors import CannotDraft, EndpointError, OutriderError, ProtocolError, WorkerError
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
 
 INCARNATION_BITS = 63
@@ -94,7 +94,7 @@ class WorkerLink:
     def failed(self, error: OutriderError) -> int:
         """Tells the orchestrator, and the log, why this worker can't go on; the code to exit with."""
         log.error("%s", error)
-        self.send(Fault(self.name, None, str(error)))
+        self.send(Fault(self.name, None, str(error), dispensable=isinstance(error, CannotDraft)))
         return error.exit_code
 
     def send(self, message: Message) -> None:

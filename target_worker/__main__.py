@@ -7,7 +7,8 @@ import logging
 import os
 from pathlib import Path
 
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.abilities import Abilities
+from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink
@@ -20,6 +21,7 @@ def main() -> int:
         try:
             link.send(Loading("target", "importing MLX"))
             from outrider.engine import memory
+            from outrider.engine.abilities import abilities
             from outrider.engine.loading import load
             from outrider.engine.pace import Pace
             from outrider.target_worker.colocated import Colocated
@@ -31,7 +33,13 @@ def main() -> int:
                 link.send(Loading("target", stage))
 
             model = load(options.model, progress=tell)
-            colocated = Colocated(load(options.draft_model, progress=tell)) if options.draft_model else None
+            tell("trying what the model can do")
+            able, colocated = abilities(model), None
+            if options.draft_model:
+                try:
+                    colocated = Colocated(load(options.draft_model, progress=tell))
+                except CannotDraft as error:
+                    able = Abilities(chains=False, why=str(error))
             if colocated is not None:  # each load has set the limits for its own weights alone
                 memory.set_limits(model.weight_bytes + colocated.model.weight_bytes)
         except OutriderError as error:
@@ -50,6 +58,7 @@ def main() -> int:
             model.parameters,
             model.weight_bytes,
             note,
+            able,
         )
         try:
             link.enter(hello)

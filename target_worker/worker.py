@@ -20,6 +20,7 @@ from outrider.engine.slots import open_slots
 from outrider.engine.verify import verify
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.guard import named_errors
 from outrider.protocol.messages import (
     Close,
     Fault,
@@ -86,23 +87,28 @@ class TargetWorker:
         received_ns = clock.now()
         request = getattr(message, "request", None)
         try:
-            match message:
-                case Open():
-                    self._open(message)
-                case Verify():
-                    self._verify(message, received_ns)
-                case Prepare():
-                    self._keep(message)
-                case Close():
-                    self._running.pop(message.request, None)
-                case _:
-                    log.warning("a target has no use for %s", type(message).__name__)
+            with named_errors("the target's forward"):
+                self._do(message, received_ns)
         except OutriderError as error:
             self._fail(request, error)
 
+    def _do(self, message: Message, received_ns: int) -> None:
+        match message:
+            case Open():
+                self._open(message)
+            case Verify():
+                self._verify(message, received_ns)
+            case Prepare():
+                self._keep(message)
+            case Close():
+                self._running.pop(message.request, None)
+            case _:
+                log.warning("a target has no use for %s", type(message).__name__)
+
     def _step_guarded(self, running: Running) -> None:
         try:
-            self._step_ahead(running)
+            with named_errors("the target's forward"):
+                self._step_ahead(running)
         except OutriderError as error:
             self._fail(running.last.request, error)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from outrider.orchestrator.core.limits import growth
 from outrider.orchestrator.core.request import Request
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.fields import MAX_COMMIT
 from outrider.protocol.messages import Close, Commit, Message, Open, Prepare, Verify
 
@@ -21,6 +22,13 @@ class Workers(Protocol):
 
     @property
     def target_context(self) -> int: ...
+
+    @property
+    def target_abilities(self) -> Abilities: ...
+
+    def notes(self) -> list[str]:
+        """Why there is less speculation than was asked for."""
+        ...
 
     def is_target(self, name: str) -> bool: ...
 

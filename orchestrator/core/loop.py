@@ -142,4 +142,5 @@ class Core:
 
     def _tell_workers(self, fatal: str = "") -> None:
         self._pool.news = False
-        self._outbox.put(WorkersChanged(self._pool.stats(), self._pool.ready, self._pool.stage, fatal))
+        notes = tuple(self._pool.notes())
+        self._outbox.put(WorkersChanged(self._pool.stats(), self._pool.ready, self._pool.stage, fatal, notes))

@@ -58,8 +58,12 @@ class Rounds:
 
     def begin(self, admit: Admit, now_ns: int) -> None:
         """OPEN to the target and to the drafters: all read the prompt at once."""
+        less = self._workers.notes() if admit.mode != "ar" else []
+        if not self._workers.target_abilities.chains:
+            admit = replace(admit, mode="ar")
         drafters = self._workers.drafters() if admit.mode != "ar" else set()
         plan, notes = self._ledger.first_plan(admit, bool(drafters))
+        notes = [*less, *notes]
         request = Request(
             admit,
             plan,

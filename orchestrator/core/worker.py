@@ -11,7 +11,10 @@ from outrider.protocol.messages import Hello, WorkerStats
 
 @dataclass(slots=True)
 class Worker:
-    """`state` is starting, ready, frozen (silent, and may come back) or lost. `spawned` None: it joined by itself."""
+    """`state` is starting, ready, refused (of no use here), frozen (silent, and may come back) or lost.
+
+    `spawned` None: it joined by itself.
+    """
 
     name: str
     role: str

@@ -19,6 +19,7 @@ from outrider.orchestrator.core.pulse import SILENT, Pulse
 from outrider.orchestrator.core.worker import Loss, Worker
 from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import bind
 from outrider.protocol.errors import ProtocolError
@@ -61,12 +62,23 @@ class WorkerPool:
     def ready(self) -> bool:
         """Every worker this cluster was meant to have is there."""
         spawned = [worker for worker in self._places.all() if worker.spawned]
-        return bool(spawned) and all(worker.state == "ready" for worker in spawned)
+        return self.has_target() and all(worker.state in ("ready", "refused") for worker in spawned)
 
     @property
     def target_context(self) -> int:
         target = self._places.named(TARGET)
         return target.hello.context_length if target and target.hello else 0
+
+    @property
+    def target_abilities(self) -> Abilities:
+        target = self._places.named(TARGET)
+        return target.hello.abilities if target and target.hello else Abilities()
+
+    def notes(self) -> list[str]:
+        """Why requests get less speculation than was asked for, a sentence each."""
+        off = [] if self.target_abilities.chains else [self.target_abilities.why]
+        refused = [worker.fault for worker in self._places.all() if worker.state == "refused"]
+        return [f"speculation is off: {why}" for why in off] or [f"no draft model: {why}" for why in refused]
 
     def is_target(self, name: str) -> bool:
         worker = self._places.named(name)
@@ -118,8 +130,10 @@ class WorkerPool:
                     worker.pulse.answered(progress, serial == self._ping_serial)
                 case Loading(role=role, stage=stage):
                     self.stage, self.news = f"{role}: {stage}", True
-                case Fault(request=None, message=why):
+                case Fault(request=None, message=why, dispensable=dispensable):
                     worker.fault = why  # it will end, and `losses` will tell
+                    if dispensable and worker.role == "draft":
+                        worker.state, self.news = "refused", True
                 case _:
                     yield worker.name, message
 
@@ -138,7 +152,7 @@ class WorkerPool:
         lost = []
         for worker in self._places.all():
             started, why = worker.entered, worker.why_gone(self.seconds_a_ping)
-            if worker.state == "lost":
+            if worker.state in ("lost", "refused"):
                 continue
             if why is not None:
                 self._give_up(worker, why)

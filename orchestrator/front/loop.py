@@ -203,7 +203,8 @@ class Front:
             self._fail_all("WorkerError", event.fatal)
             self._announce(Failure("WorkerError", event.fatal))
         elif event.ready and not self._ready:
-            self._announce(Ready(self._clients.endpoint, self._facts.workers_endpoint, self._pair.notes))
+            notes = (*self._pair.notes, *event.notes)
+            self._announce(Ready(self._clients.endpoint, self._facts.workers_endpoint, notes))
         self._ready = self._ready or event.ready  # a drafter lost later leaves a target that goes on alone
 
     def _started(self, ticket: Ticket, event: Began) -> None:

@@ -135,7 +135,7 @@ class StatsQuery:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One worker as the orchestrator sees it. `state` is starting, ready, lost or frozen."""
+    """One worker as the orchestrator sees it. `state` is starting, ready, refused, lost or frozen."""
 
     role: Role
     name: Name

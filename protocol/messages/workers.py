@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.fields import (
     Count,
     Name,
@@ -20,6 +21,7 @@ class Hello:
 
     `incarnation` tells this process from every other, its successors included; in hexadecimal it is the routing id of
     its hot socket, and followed by `/heartbeat` that of its heartbeat's. `name` is the one wished for, or empty.
+    `abilities`: what a target was found able to do; a drafter leaves it as it is.
     """
 
     role: Role
@@ -33,6 +35,7 @@ class Hello:
     parameters: Serial
     weight_bytes: Serial
     note: Name = ""
+    abilities: Abilities = field(default_factory=Abilities)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,15 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Worker -> orchestrator: what went wrong; with `request` only that request is lost, without it the worker is."""
+    """Worker -> orchestrator: what went wrong; with `request` only that request is lost, without it the worker is.
+
+    `dispensable`: nothing is broken, the worker is of no use here, and the rest may begin without it.
+    """
 
     name: Name
     request: RequestId | None
     message: Text
+    dispensable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Close, Message, Open, Outcome, Prepare, Resync, Span, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -118,6 +119,8 @@ class Cluster:
         self.worker = DraftWorker(self.link, ReplayDrafter(script), POLICIES[policy]) if script else None  # type: ignore[arg-type]
         self.told: list[ToFront] = []
         self.told_target: list[Message] = []
+        self.target_abilities = Abilities()
+        self.said: list[str] = []
         self._to_target: deque[Message] = deque()
         self._steps = steps
         self._drop = drop
@@ -128,6 +131,9 @@ class Cluster:
     @property
     def target_context(self) -> int:
         return self.target.context
+
+    def notes(self) -> list[str]:
+        return self.said
 
     def is_target(self, name: str) -> bool:
         return name == "target-0"

@@ -15,12 +15,14 @@ from typing import Any
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.drafter import Drafter, DrawingDrafter, TokenTree
 from outrider.drafting.fan_out import POLICIES
+from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.ledger import ORCHESTRATOR
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Message, Outcome, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.colocated import Colocated
@@ -157,6 +159,13 @@ class Cluster:
     @property
     def target_context(self) -> int:
         return self._model.context_length
+
+    @property
+    def target_abilities(self) -> Abilities:
+        return abilities(self._model)
+
+    def notes(self) -> list[str]:
+        return [] if self.target_abilities.chains else [f"speculation is off: {self.target_abilities.why}"]
 
     def is_target(self, name: str) -> bool:
         return name == "target-0"

@@ -1,0 +1,41 @@
+"""Random models of any of mlx-lm's types, in Hugging Face layout: what tries a type needs no real weights.
+
+The weights are drawn so that the logits lean on the whole text: an error of one token or one position shows in them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import _get_classes
+
+_GAIN, _HEAD_GAIN = 1.5, 4.0
+
+
+def write_model(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
+    """Writes a model of this configuration to `path`, without a tokenizer. The same arguments give the same weights."""
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    draws = np.random.default_rng(seed)
+    weights = {name: _drawn(name, value, draws) for name, value in tree_flatten(model.parameters())}
+    model.update(tree_unflatten(list(weights.items())))
+    path.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    return path
+
+
+def _drawn(name: str, value: mx.array, draws: np.random.Generator) -> mx.array:
+    normal = draws.standard_normal(value.shape).astype(np.float32)
+    if not mx.issubdtype(value.dtype, mx.floating):
+        return value
+    if value.ndim < 2 or min(value.shape) == 1:  # gains, biases, decays: near what the model starts from
+        return (value + 0.1 * mx.array(normal)).astype(value.dtype)
+    fan_in = value.shape[1] if "conv" in name else value.shape[-1]
+    gain = _HEAD_GAIN if "head" in name else _GAIN
+    return (mx.array(normal) * gain * fan_in**-0.5).astype(value.dtype)

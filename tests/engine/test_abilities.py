@@ -1,0 +1,119 @@
+"""What a model can do as a target is found by trying it; the page of model types says what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from outrider.bench.model_configs import config_of, model_types
+from outrider.bench.model_types import PAGE, examine
+from outrider.bench.tiny_models import write_model
+from outrider.engine import abilities as module
+from outrider.engine.abilities import abilities
+from outrider.engine.cache import LengthCache
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.open_tree import tree_form
+from outrider.protocol.errors import CannotDraft, ModelError
+
+Loaded = Callable[..., LoadedModel]
+ROWS = {line.split("`")[1]: line for line in PAGE.read_text().splitlines() if line.startswith("| `")}
+# Plain, shared keys, chunks, compressed keys, two caches a layer, a window that is not mlx-lm's own, recurrent, both.
+SAMPLE = (
+    "llama", "gemma3n", "afm7", "llama4", "deepseek_v3", "deepseek_v32", "deepseek_v41", "plamo3", "mamba2",
+    "falcon_h1",
+)  # fmt: skip
+
+
+def test_the_page_has_every_type_and_no_wrong_text() -> None:
+    assert sorted(ROWS) == model_types()
+    assert "WRONG" not in PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_type_can_do_what_the_page_says(name: str) -> None:
+    row = examine(name)
+    assert ROWS[name].startswith(f"| `{name}` | {row.target} | {row.draft} |")
+
+
+def unknown(model: LoadedModel) -> LoadedModel:
+    """The same model, of which nothing is known yet."""
+    return replace(model)
+
+
+@pytest.mark.parametrize("window", [32, 700])
+def test_a_cache_that_is_wrong_only_past_the_window_is_found_out(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    model = loaded("gemma3_text", sliding_window=window)
+    assert not abilities(unknown(model)).own_caches
+
+    sound = LengthCache.make_mask
+
+    def one_too_many(cache: LengthCache, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return sound(cache, n, return_array, window_size and window_size + 1)
+
+    monkeypatch.setattr(LengthCache, "make_mask", one_too_many)
+    assert abilities(unknown(model)).own_caches
+
+
+def test_a_rollback_that_forgets_too_little_is_found_out(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sound = loaded("llama"), module.KVState.roll_back
+    monkeypatch.setattr(module.KVState, "roll_back", lambda kv, length: sound(kv, length + 1))
+    assert abilities(unknown(model)).own_caches  # whose copies go further back
+
+    monkeypatch.setattr(module.KVState, "roll_back", lambda kv, length: None)
+    found = abilities(unknown(model))
+    assert not found.chains
+    assert found.why.startswith("a llama model can't verify several tokens at once (")
+
+
+class Broken(nn.Module):  # type: ignore[misc]
+    """A model whose forward says or raises what it is given."""
+
+    def __init__(self, what: Exception | float) -> None:
+        super().__init__()
+        self._what = what
+        self.layers: list[nn.Module] = []
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        if isinstance(self._what, Exception):
+            raise self._what
+        return mx.full((*tokens.shape, 300), self._what)
+
+
+@pytest.mark.parametrize("what", [AttributeError("no offset"), TypeError("unexpected 'scale'"), KeyError("x"), mx.nan])
+def test_a_model_that_cannot_decode_is_refused_with_a_sentence(loaded: Loaded, what: Exception | float) -> None:
+    broken = replace(loaded("llama"), model=Broken(what))
+    with pytest.raises(ModelError, match="of this llama model"):
+        abilities(broken)
+
+
+def test_a_model_whose_warm_up_fails_is_refused_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path, config_of("llama"))
+
+    def fails(model: nn.Module) -> None:
+        raise TypeError("'scale' is not expected")
+
+    monkeypatch.setattr("outrider.engine.loading._forward_once", fails)
+    with pytest.raises(ModelError, match="a forward of this llama model failed: TypeError: 'scale'"):
+        load(path)
+
+
+def test_a_draft_that_no_tree_fits_is_refused_as_one(loaded: Loaded) -> None:
+    with pytest.raises(CannotDraft, match="a llama model can't draft"):
+        tree_form(replace(loaded("llama"), model=Broken(ValueError("shapes"))))
+
+
+def test_a_rope_keeps_what_models_read_off_it(loaded: Loaded) -> None:
+    rope = loaded("llama").model.layers[0].self_attn.rope
+    assert rope.base == 10000.0 and rope.dims == 16
+    with pytest.raises(AttributeError):
+        _ = rope.nothing

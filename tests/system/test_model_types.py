@@ -1,0 +1,27 @@
+"""Models that can't do all, in a real cluster: it comes up, says what it goes without, every mode gives one text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.bench.model_configs import config_of
+from outrider.bench.tiny_models import write_model
+from outrider.orchestrator import LocalCluster, SamplingParams
+from tests.tiny import write_tokenizer
+
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)  # with the prompt past the window of 12
+
+
+def model(folder: Path, name: str) -> str:
+    write_tokenizer(write_model(folder / name, config_of(name)))
+    return str(folder / name)
+
+
+def test_a_draft_that_cannot_draft_leaves_a_server_without_one(tmp_path: Path) -> None:
+    """Shared keys and values as the target; a chunked cache, which can't be branched, as the draft."""
+    with LocalCluster(model=model(tmp_path, "gemma3n"), draft_model=model(tmp_path, "llama4")) as cluster:
+        assert any("a llama4 model can't draft" in note for note in cluster.notes)
+        client = cluster.client()
+        found = {mode: client.generate("the quick brown", sampling=LONG, mode=mode) for mode in ("ar", "ssd", "auto")}
+    assert len({result.token_ids for result in found.values()}) == 1
+    assert any("a llama4 model can't draft" in note for note in found["ssd"].notes)

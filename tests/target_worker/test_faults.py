@@ -1,0 +1,101 @@
+"""Whatever goes wrong inside a model for one request ends that request, never another's and never the worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.engine import abilities as module
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.abilities import Abilities
+from outrider.protocol.messages import Fault, Open, Outcome, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, answered
+from tests.system.markov import Markov, markov
+
+TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
+POISON = 5
+TABLE[:, POISON] = -99.0  # no text comes upon it by itself
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temp=1.0, seed=4)
+RESIDUAL = SamplingParams(temp=1.0, seed=4, rule="residual")
+
+
+class Poisoned(Markov):
+    """A model that can't go on where it reads a certain token: it raises `fault`, or its logits are NaN."""
+
+    def __init__(self, fault: Exception | None) -> None:
+        super().__init__(TABLE)
+        self._fault = fault
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        poisoned = bool((tokens == POISON).any().item())
+        if poisoned and self._fault is not None:
+            raise self._fault
+        logits = super().__call__(tokens, cache)
+        return logits * mx.nan if poisoned else logits
+
+
+def poisoned(fault: Exception | None) -> LoadedModel:
+    model = replace(markov(TABLE), model=Poisoned(fault))
+    module._known[model] = Abilities()  # at load it was sound
+    return model
+
+
+def asked(request: str, tokens: list[int], sampling: SamplingParams = GREEDY) -> Open:
+    return Open(request, 0, 0, np.array(tokens, np.int32), sampling)
+
+
+def faults(answers: list[Any]) -> dict[str | None, str]:
+    return {answer.request: answer.message for answer in answers if isinstance(answer, Fault)}
+
+
+RAISED = [AttributeError("offset"), TypeError("scale"), ValueError("shapes"), KeyError("x"), RuntimeError("matmul")]
+FAULTS = [*RAISED, None]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, RESIDUAL], ids=["greedy", "sampled", "residual"])
+def test_one_request_fails_and_the_other_goes_on(fault: Exception | None, sampling: SamplingParams) -> None:
+    link = FakeLink("target-0", deque())
+    worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
+    first = answered(worker, link, [asked("sound", [1, 2], sampling), asked("doomed", [1, 2], sampling)])
+    assert not faults(first) and len(first) == 2
+
+    chain = Verify("doomed", 0, 1, 3, (POISON, 1), kind="one-hot" if sampling is RESIDUAL else "coupled")
+    found = answered(worker, link, [chain])
+    assert list(faults(found)) == ["doomed"]
+    assert "not numbers" in found[-1].message if fault is None else type(fault).__name__ in found[-1].message
+
+    onward = [Verify("sound", 0, 1, 3, (), run_ahead=2)]
+    assert [type(answer) for answer in answered(worker, link, onward)] == [Outcome] * 3
+    assert not faults(answered(worker, link, [asked("next", [1, 3], sampling)]))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+def test_a_prompt_that_fails_is_one_requests_failure(fault: Exception | None) -> None:
+    link = FakeLink("target-0", deque())
+    worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
+    found = answered(worker, link, [asked("doomed", [1, POISON]), asked("sound", [1, 2])])
+    assert list(faults(found)) == ["doomed"]
+    assert [answer.request for answer in found if isinstance(answer, Outcome)] == ["sound"]
+
+
+def test_plain_rounds_that_fail_are_one_requests_failure() -> None:
+    table = np.full((6, 6), -9.0, np.float32)
+    table[np.arange(6), (np.arange(6) + 1) % 6] = 9.0  # 1, 2, 3, 4, poison
+    model = replace(markov(table), model=Poisoned(None))
+    model.model._table = mx.array(table)
+    module._known[model] = Abilities()
+    link = FakeLink("target-0", deque())
+    worker = TargetWorker(link, model)  # type: ignore[arg-type]
+    answered(worker, link, [asked("doomed", [0, 1]), asked("sound", [0])])
+    found = answered(worker, link, [Verify("doomed", 0, 1, 3, (), run_ahead=9)])
+    assert [answer.bonus for answer in found if isinstance(answer, Outcome)] == [3, 4, 5]
+    assert list(faults(found)) == ["doomed"]
+    assert len(answered(worker, link, [Verify("sound", 0, 1, 2, (), run_ahead=1)])) == 2
