@@ -1,8 +1,8 @@
 """What each of mlx-lm's model types can do here: a tiny random model of each is loaded, tried, and made to write.
 
-    python -m bench.model_types                    # the table: five minutes on two cores
-    python -m bench.model_types --write            # the same, into docs/models.md
-    python -m bench.model_types --serve llama4 ... # these types as target and draft of a real cluster, in every mode
+    python -m outrider.bench.model_types                        # the table: five minutes on two cores
+    python -m outrider.bench.model_types --write docs/models.md # the same, into that page
+    python -m outrider.bench.model_types --serve llama4 ...     # these as target and draft of a real cluster
 
 A type is asked for what it says it can: the text of its plain decoding and of chains right and wrong is held against
 mlx-lm's own loop, past its window, and its token tree against its logits. Each type is tried in a process that may die.
@@ -14,7 +14,6 @@ import argparse
 import logging
 import multiprocessing
 import random
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from outrider.bench.model_configs import WINDOW, config_of, model_types
-from outrider.bench.tiny_models import write_model
+from outrider.bench.tiny_models import write_model, write_tokenizer
 from outrider.engine.abilities import abilities
 from outrider.engine.cache import KVState
 from outrider.engine.loading import LoadedModel, load
@@ -36,19 +35,17 @@ from outrider.engine.open_tree import open_form, tree_form
 from outrider.engine.selfcheck import agrees
 from outrider.engine.slots import open_slots
 from outrider.engine.verify import RunAhead, verify
-from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.guard import named_errors
 from outrider.protocol.sampling import SamplingParams
-from tests.tiny import write_tokenizer
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 SPECULATES, COPIES, DECODES, REFUSED = "speculates", "speculates, by copies", "decodes only", "refused"
 NOT_BUILT, WRONG = "not tried", "WRONG TEXT"
 FORMS = {"NumpyRow": "tree", "OneRow": "tree", "Rows": "rows"}
 _PROMPT, _LENGTH, _CHAIN = 2 * WINDOW, 3 * WINDOW, 5
-_BEGIN = "<!-- python -m bench.model_types --write -->"
+_BEGIN = "<!-- python -m outrider.bench.model_types --write docs/models.md -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +139,12 @@ def _reason(sentence: str) -> str:
     return sentence.partition("(")[2].rpartition(")")[0].replace("|", "/")[:160]
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(head: str, rows: Sequence[Row]) -> str:
+    """The page whose text is `head`, up to where the table begins."""
     counts = Counter(row.target for row in rows)
     drafts = Counter(row.draft for row in rows)
     tried = len(rows) - counts[NOT_BUILT]
-    head = PAGE.read_text().partition(_BEGIN)[0] if PAGE.exists() else ""
-    return f"""{head}{_BEGIN}
+    return f"""{head.partition(_BEGIN)[0]}{_BEGIN}
 
 mlx-lm {version("mlx-lm")}, MLX {version("mlx")} on a CPU: {len(rows)} types, of which {tried} could be built.
 As targets {counts[SPECULATES] + counts[COPIES]} speculate ({counts[COPIES]} of them by copies), \
@@ -165,8 +162,8 @@ def serve(name: str) -> str:
         path = write_model(Path(folder), config_of(name))
         write_tokenizer(path)
         try:
-            with LocalCluster(model=str(path), draft_model=str(path)) as cluster, Client(cluster.endpoint) as client:
-                texts = {}
+            with LocalCluster(model=str(path), draft_model=str(path)) as cluster:
+                client, texts = cluster.client(), {}
                 for mode in ("ar", "sd", "ssd", "auto"):
                     sampling = SamplingParams(max_tokens=_LENGTH, ignore_eos=True)
                     texts[mode] = client.generate("the quick brown fox jumps", sampling=sampling, mode=mode)
@@ -178,12 +175,13 @@ def serve(name: str) -> str:
             return f"{name}: refused, {error}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.model_types", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("types", nargs="*", help="default: all")
-    parser.add_argument("--write", action="store_true", help=f"write the table to {PAGE.name}")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page")
     parser.add_argument("--serve", action="store_true", help="run each in a cluster of processes instead")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
     names = options.types or model_types()
     if options.serve:
         for name in names:
@@ -194,9 +192,9 @@ def main() -> int:
         rows.append(row)
         print(row.line, flush=True)
     if options.write:
-        PAGE.write_text(page(rows))
+        options.write.write_text(page(options.write.read_text(), rows))
     return int(any(row.target == WRONG for row in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(run_as_program())

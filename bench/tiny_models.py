@@ -13,7 +13,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+_EOS = "<|endoftext|>"
 _GAIN, _HEAD_GAIN = 1.5, 4.0
 
 
@@ -30,6 +32,23 @@ def write_model(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     return path
 
 
+def write_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer without merges: any text round-trips, one token per UTF-8 byte."""
+    symbols = [_EOS, "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in symbols[:2]])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _EOS,
+        "pad_token": "<|pad|>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
 def _drawn(name: str, value: mx.array, draws: np.random.Generator) -> mx.array:
     normal = draws.standard_normal(value.shape).astype(np.float32)
     if not mx.issubdtype(value.dtype, mx.floating):
@@ -38,4 +57,5 @@ def _drawn(name: str, value: mx.array, draws: np.random.Generator) -> mx.array:
         return (value + 0.1 * mx.array(normal)).astype(value.dtype)
     fan_in = value.shape[1] if "conv" in name else value.shape[-1]
     gain = _HEAD_GAIN if "head" in name else _GAIN
-    return (mx.array(normal) * gain * fan_in**-0.5).astype(value.dtype)
+    drawn: mx.array = (mx.array(normal) * gain * fan_in**-0.5).astype(value.dtype)
+    return drawn

@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-EOS = "<|endoftext|>"
+from outrider.bench.tiny_models import write_tokenizer
+
 VOCAB_SIZE = 258  # 0 ends the text, 1 pads, then the 256 bytes
 
 _BASE: dict[str, Any] = {
@@ -151,23 +151,6 @@ def write_model(
     (path / "config.json").write_text(json.dumps(settings, indent=1))
     write_tokenizer(path)
     return path
-
-
-def write_tokenizer(path: Path) -> None:
-    """A byte-level tokenizer without merges: any text round-trips, one token per UTF-8 byte."""
-    symbols = [EOS, "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))
-    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in symbols[:2]])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": EOS,
-        "pad_token": "<|pad|>",
-        "clean_up_tokenization_spaces": False,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
 def _weight(

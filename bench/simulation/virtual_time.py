@@ -25,6 +25,7 @@ from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
 from outrider.protocol import clock
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Message, Open, Outcome, Prepare, Span, Timings, Verify
 from outrider.protocol.profile import Profile
@@ -179,6 +180,7 @@ class VirtualCluster:
     """Runs one request after another; what one taught serves the next."""
 
     target_context = 1 << 20
+    target_abilities = Abilities()
 
     def __init__(
         self,
@@ -208,6 +210,9 @@ class VirtualCluster:
         self.rounds = Rounds(self, settings, self._told.append, Trace(None), tunings)
 
     # --- what the rounds see --------------------------------------------------------------------------------------
+
+    def notes(self) -> list[str]:
+        return []
 
     def is_target(self, name: str) -> bool:
         return name == "target-0"

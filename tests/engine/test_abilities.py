@@ -12,7 +12,7 @@ import mlx.nn as nn
 import pytest
 
 from outrider.bench.model_configs import config_of, model_types
-from outrider.bench.model_types import PAGE, examine
+from outrider.bench.model_types import examine
 from outrider.bench.tiny_models import write_model
 from outrider.engine import abilities as module
 from outrider.engine.abilities import abilities
@@ -22,6 +22,7 @@ from outrider.engine.open_tree import tree_form
 from outrider.protocol.errors import CannotDraft, ModelError
 
 Loaded = Callable[..., LoadedModel]
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 ROWS = {line.split("`")[1]: line for line in PAGE.read_text().splitlines() if line.startswith("| `")}
 # Plain, shared keys, chunks, compressed keys, two caches a layer, a window that is not mlx-lm's own, recurrent, both.
 SAMPLE = (

@@ -10,6 +10,7 @@ from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Ended
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Close, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 
@@ -20,6 +21,7 @@ class Target:
     """Accepts `accepted` tokens of every chain; drafting a token takes 2 ms, a verify 10 ms and 1 ms a chain token."""
 
     target_context = 1000
+    target_abilities = Abilities()
 
     def __init__(self, accepted: int, ngrams: bool = False) -> None:
         self.told: list[Any] = []
@@ -29,6 +31,9 @@ class Target:
         self.trace = Recorded()
         self.rounds = Rounds(self, settings, self.events.append, self.trace)
         self._now, self._next = 0, 100
+
+    def notes(self) -> list[str]:
+        return []
 
     def is_target(self, name: str) -> bool:
         return name.startswith("target")

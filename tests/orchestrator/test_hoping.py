@@ -12,6 +12,7 @@ from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Ended, ToFront
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Branch, Branches, Message, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -75,9 +76,13 @@ class Wires:
     """The workers as the rounds see them; keeps what the target is told."""
 
     target_context = 10_000
+    target_abilities = Abilities()
 
     def __init__(self) -> None:
         self.verifies: list[Verify] = []
+
+    def notes(self) -> list[str]:
+        return []
 
     def is_target(self, name: str) -> bool:
         return name.startswith("target")

@@ -17,6 +17,7 @@ from outrider.orchestrator.core.pulse import QUIET, SILENT, STILL
 from outrider.orchestrator.core.worker import Loss
 from outrider.orchestrator.core.worker_pool import SECOND_NS, WorkerPool
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.directory import private_directory
 from outrider.protocol.messages import Close, Fault, Hello, Loading, Message, Ping, Pong, Resync, Shutdown, Welcome
@@ -172,6 +173,34 @@ def test_a_cluster_is_ready_with_the_workers_it_started(hall: Hall) -> None:
     hall.worker("target-0")
     hall.worker("draft-0")
     assert hall.pool.ready and hall.pool.has_target() and hall.pool.drafters() == {"draft-0"}
+
+
+def test_a_cluster_begins_without_a_draft_that_cannot_draft(hall: Hall) -> None:
+    draft = Peer(hall, "draft", hall.spawned["draft-0"][0])
+    draft.say(Fault("", None, "a llama4 model can't draft", dispensable=True))
+    hall.settle()
+    assert not hall.pool.ready
+    hall.worker("target-0")
+    hall.spawned["draft-0"][1].code = 3
+    assert hall.pool.ready and hall.pool.losses() == [] and hall.pool.drafters() == set()
+    assert hall.pool.notes() == ["no draft model: a llama4 model can't draft"]
+
+
+def test_any_other_fault_at_the_start_ends_it(hall: Hall) -> None:
+    Peer(hall, "draft", hall.spawned["draft-0"][0]).say(Fault("", None, "no model at /x"))
+    hall.settle()
+    hall.spawned["draft-0"][1].code = 3
+    assert [(loss.why, loss.started) for loss in hall.pool.losses()] == [("no model at /x", False)]
+
+
+def test_what_a_target_cannot_do_is_known_from_its_hello(hall: Hall) -> None:
+    assert hall.pool.target_abilities == Abilities() and hall.pool.notes() == []
+    target = Peer(hall, "target", hall.spawned["target-0"][0])
+    able = Abilities(chains=False, why="it decodes one by one")
+    target.say(Hello("target", "target-0", target.incarnation, 1, "mlx", "m", 10, 9, 1, 1, abilities=able))
+    assert target.hear() == Welcome("target-0")
+    assert hall.pool.target_abilities == able
+    assert hall.pool.notes() == ["speculation is off: it decodes one by one"]
 
 
 def test_a_stranger_by_the_targets_name_is_turned_away_and_the_target_keeps_its_place(hall: Hall) -> None:
