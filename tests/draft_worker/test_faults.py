@@ -1,0 +1,56 @@
+"""Whatever goes wrong inside a drafter for one request ends its drafting, never another's and never the worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.protocol.messages import Branches, Fault, Open
+from outrider.protocol.sampling import SamplingParams
+from tests.system.links import FakeLink, answered
+
+POISON = 77
+
+
+class Poisoned:
+    """A drafter that can't read a certain token, or can't go on behind it."""
+
+    def __init__(self, fault: Exception, late: bool) -> None:
+        self._inner = ReplayDrafter(Script((tuple(range(60)),), (0.5,), (0.5,), 100))
+        self._fault, self._late = fault, late
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def open(self, tokens: Any, *rest: Any) -> Any:
+        if POISON not in tokens:
+            return self._inner.open(tokens, *rest)
+        if not self._late:
+            raise self._fault
+        tree = self._inner.open([token for token in tokens if token != POISON], *rest)
+        tree.feed = self._fails
+        return tree
+
+    def _fails(self, *arguments: Any) -> None:
+        raise self._fault
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("fault", [AttributeError("offset"), TypeError("scale"), ValueError("shapes"), KeyError(3)])
+def test_one_request_fails_and_the_other_is_drafted_for(fault: Exception, late: bool) -> None:
+    link = FakeLink("draft-0", deque())
+    worker = DraftWorker(link, Poisoned(fault, late), POLICIES["best-first"])  # type: ignore[arg-type]
+    asked = [
+        Open(name, 0, 0, np.array(tokens, np.int32), SamplingParams(), (), 2, 4, ())
+        for name, tokens in (("doomed", [0, 1, 2, POISON]), ("sound", [0, 1, 2]))
+    ]
+    found = answered(worker, link, asked)
+    faults = {answer.request: answer.message for answer in found if isinstance(answer, Fault)}
+    assert list(faults) == ["doomed"] and type(fault).__name__ in faults["doomed"]
+    assert any(isinstance(answer, Branches) and answer.request == "sound" and answer.final for answer in found)
