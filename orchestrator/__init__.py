@@ -11,6 +11,7 @@ from outrider.protocol.errors import (
     ModelError,
     OutriderError,
     ProtocolError,
+    ServerBusy,
     WorkerError,
 )
 
@@ -42,6 +43,7 @@ __all__ = [
     "OutriderError",
     "ProtocolError",
     "SamplingParams",
+    "ServerBusy",
     "WorkerError",
 ]
 

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
@@ -28,13 +27,12 @@ from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Unfinished, wait_for_end
 from outrider.orchestrator.lines import End, Lines
-from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine import blas, descriptors
 from outrider.orchestrator.machine.sweeper import Sweeper
 from outrider.orchestrator.mailbox import Mailbox
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.directory import PrivateDirectory, private_directory
-from outrider.protocol.endpoints import Ipc, parse
 from outrider.protocol.errors import OutriderError
 
 STATUS_SECONDS = 1.0
@@ -66,6 +64,7 @@ def run(
     Raises:
         OutriderError: the cluster can't start or can't go on; everything it started is ended.
     """
+    files = descriptors.raise_limit()
     pair = choose_pair(settings)
     happenings: SimpleQueue[Happening] = SimpleQueue()
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -75,7 +74,7 @@ def run(
         if parent is not None:
             threading.Thread(target=_end_with_parent, args=(parent, happenings), daemon=True, name="parent").start()
         directory = stack.enter_context(private_directory())
-        front = stack.enter_context(_threads(pair, directory, happenings))
+        front = stack.enter_context(_threads(pair, directory, happenings, files * 3 // 4))
         _watch(happenings, tell, lambda: status(front) if status is not None else None)
     return _unfinished(happenings)
 
@@ -104,13 +103,15 @@ def _watch(happenings: SimpleQueue[Happening], tell: Callable[[Announcement], No
 
 
 @contextmanager
-def _threads(pair: ChosenPair, directory: PrivateDirectory, happenings: SimpleQueue[Happening]) -> Iterator[Front]:
+def _threads(
+    pair: ChosenPair, directory: PrivateDirectory, happenings: SimpleQueue[Happening], connections: int
+) -> Iterator[Front]:
     """Both threads and their sockets; the workers load while the tokenizers are read here."""
     context: zmq.Context[Any] = zmq.Context()
-    clients = ClientSocket(context, pair.settings.endpoint or directory.endpoint("clients"))
+    clients = ClientSocket(context, pair.settings.endpoint or directory.endpoint("clients"), connections)
     with ExitStack() as stack:
         stack.callback(clients.close)
-        stack.callback(Sweeper([directory.path, *_files_of(clients.endpoint)]).dismiss)
+        stack.callback(Sweeper(directory.path, clients.door.bound.claim).dismiss)
         lines = Lines(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[End](context))
         core = Core(pair.settings, context, lines.core, lines.events, directory.path)
         threads = [_start(core.run, "core")]
@@ -132,12 +133,6 @@ def _start(body: Callable[[], None], name: str) -> threading.Thread:
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
     return thread
-
-
-def _files_of(endpoint: str) -> list[Path]:
-    """What a killed server leaves at a client endpoint that is not in its run directory."""
-    where = parse(endpoint)
-    return [Path(where.path), Path(f"{where.path}.lock")] if isinstance(where, Ipc) else []
 
 
 def _end_with_parent(parent: socket.socket, happenings: SimpleQueue[Happening]) -> None:

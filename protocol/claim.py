@@ -15,7 +15,9 @@ from outrider.protocol.errors import EndpointError
 
 
 class PathClaim:
-    """The right to bind `path`, until `release`, which removes the socket and the lock file.
+    """The right to bind `path`, until `release`, which removes the lock file and the socket that `bind` put there.
+
+    `token` is what the lock file holds and `inode` the socket's: by them others can tell that both are still ours.
 
     Raises:
         EndpointError: a live server holds the path, or what lies there is no socket, or the directory can't be used.
@@ -24,21 +26,55 @@ class PathClaim:
     def __init__(self, path: str) -> None:
         self._path = path
         self._lock = f"{path}.lock"
-        self._descriptor: int | None = self._acquire()
+        self.token = f"{os.getpid()}-{os.urandom(8).hex()}"
+        self.inode: int | None = None
+        self._aside = f"{path}.inside"
+        self._shut: socket.socket | None = None
+        descriptor = self._acquire()
+        self._descriptor: int | None = descriptor
         problem = _occupied(path)
         if problem:
             self._unlock()
             raise EndpointError(problem)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, self.token.encode())
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    def bind(self, listener: socket.socket) -> None:
+        """Binds it to the path, in the place of what a dead server left there. OSError when that can't be."""
+        _remove(self._path)
+        listener.bind(self._path)
+        self.inode = _inode(self._path)
+
+    def shut(self) -> None:
+        """Puts a socket that nobody is let in by at the path; who is connected stays so. Again does nothing."""
+        if self._shut is None and self.inode is not None:
+            os.rename(self._path, self._aside)
+            self._shut = socket.socket(socket.AF_UNIX)
+            self._shut.bind(self._path)
+            self._shut.listen()
+
+    def open(self) -> None:
+        """The socket that `bind` put there again; who waits is cut off and, as ZeroMQ does, tries again."""
+        if self._shut is not None:
+            os.rename(self._aside, self._path)
+            self._shut.close()
+            self._shut = None
 
     def release(self) -> None:
         """Gives the path back. Again does nothing."""
+        self.open()
         if self._descriptor is not None:
-            _remove(self._path)
+            if self.inode is not None and _inode(self._path) == self.inode:
+                _remove(self._path)
             self._unlock()
 
     def _acquire(self) -> int:
         while True:
-            descriptor = self._open()
+            descriptor = self._lock_file()
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -48,7 +84,7 @@ class PathClaim:
                 return descriptor
             os.close(descriptor)  # its holder removed the file between our open and our lock: take the new one
 
-    def _open(self) -> int:
+    def _lock_file(self) -> int:
         try:
             return os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except PermissionError:
@@ -92,6 +128,13 @@ def _is_at(descriptor: int, path: str) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return None
 
 
 def _remove(path: str) -> None:

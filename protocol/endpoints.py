@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 import socket as sockets
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -28,6 +29,8 @@ MAX_PATH = zmq.IPC_PATH_MAX_LEN or 103
 """Bytes a unix socket's path may have on this system: 107 on Linux, 103 on macOS."""
 
 KNOCK_SECONDS = 0.2
+BACKLOG = 128
+"""Connections that the system keeps in line until they are accepted."""
 _NOBODY = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ENOTSOCK, errno.EACCES)
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253})")
 
@@ -143,18 +146,36 @@ def _knockable(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str,
 
 
 class Bound:
-    """A socket that serves an endpoint; `close` ends both and leaves no file. Also a context manager."""
+    """A socket that serves an endpoint; `close` ends both and leaves no file. Also a context manager.
 
-    def __init__(self, socket: Socket, endpoint: str, claim: PathClaim | None) -> None:
-        self.endpoint = endpoint
+    The listening socket is ours and lent to ZeroMQ, which would remove whatever lies at the path in the end.
+    """
+
+    def __init__(self, socket: Socket, where: Endpoint, listener: sockets.socket, claim: PathClaim | None) -> None:
+        self.endpoint = str(where)
+        self.claim = claim
         self._socket = socket
-        self._claim = claim
+        self._listener = listener
+        socket.use_fd = os.dup(listener.fileno())
+        socket.bind(self.endpoint)
+        socket.use_fd = -1
+
+    def listen(self) -> None:
+        """Lets connections in, as it does from the start. Again does nothing."""
+        if self.claim is not None:
+            self.claim.open()
+
+    def stop_listening(self) -> None:
+        """Whoever connects waits until `listen`. Only at a path: at a port the system's own limit must do."""
+        if self.claim is not None:
+            self.claim.shut()
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket (messages not yet sent get `linger_ms`), then frees the endpoint. Again does nothing."""
         self._socket.close(linger=linger_ms)
-        if self._claim is not None:
-            self._claim.release()
+        self._listener.close()
+        if self.claim is not None:
+            self.claim.release()
 
     def __enter__(self) -> Bound:
         return self
@@ -173,18 +194,31 @@ def bind(socket: Socket, endpoint: str) -> Bound:
             open and unbound, and whatever serves the endpoint now is not disturbed.
     """
     where = parse(endpoint)
-    claim = PathClaim(where.path) if isinstance(where, Ipc) else None
-    _prepare(socket, where)
-    try:
-        socket.bind(str(where))
-    except zmq.ZMQError as error:
+    with ExitStack() as undone:
+        claim = PathClaim(where.path) if isinstance(where, Ipc) else None
         if claim is not None:
-            claim.release()
-        raise _refused(where, error) from None
-    if isinstance(where, Tcp):
-        bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-        where = Tcp(where.host, int(bound.rpartition(":")[2]))
-    return Bound(socket, str(where), claim)
+            undone.callback(claim.release)
+        _prepare(socket, where)
+        try:
+            made = _at_port(where) if isinstance(where, Tcp) else sockets.socket(sockets.AF_UNIX)
+            listener = undone.enter_context(made)
+            listener.setblocking(False)
+            if isinstance(where, Tcp):
+                where = Tcp(where.host, listener.getsockname()[1])
+            if claim is not None:
+                claim.bind(listener)
+                listener.listen(BACKLOG)
+            bound = Bound(socket, where, listener, claim)
+        except (OSError, zmq.ZMQError) as error:
+            raise _refused(where, error) from None
+        undone.pop_all()
+    return bound
+
+
+def _at_port(where: Tcp) -> sockets.socket:
+    family = sockets.AF_INET6 if ":" in where.host else sockets.AF_INET
+    host = "" if where.host == "*" else where.host
+    return sockets.create_server((host, where.port), family=family, backlog=BACKLOG)
 
 
 def _prepare(socket: Socket, where: Endpoint) -> None:
@@ -193,7 +227,7 @@ def _prepare(socket: Socket, where: Endpoint) -> None:
         socket.ipv6 = True
 
 
-def _refused(where: Endpoint, error: zmq.ZMQError) -> EndpointError:
+def _refused(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
     reasons = {
         errno.EADDRINUSE: "the port is in use; stop what uses it or choose another (0 takes any free one)",
         errno.EACCES: "no permission; choose a port from 1024 on, or a directory you may write to",
@@ -201,4 +235,5 @@ def _refused(where: Endpoint, error: zmq.ZMQError) -> EndpointError:
         errno.ENODEV: "this machine has no such address; choose one of its own, or * for all of them",
         errno.EINVAL: "the host can't be found; check its name",
     }
-    return EndpointError(f"{where} can't be used: {reasons.get(error.errno or 0, error.strerror)}")
+    reason = reasons[errno.EINVAL] if isinstance(error, sockets.gaierror) else reasons.get(error.errno or 0)
+    return EndpointError(f"{where} can't be used: {reason or error.strerror}")

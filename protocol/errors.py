@@ -43,5 +43,11 @@ class ProtocolError(OutriderError):
     exit_code = 6
 
 
+class ServerBusy(OutriderError):
+    """The server has all the requests or connections that it takes; ask again later."""
+
+    exit_code = 7
+
+
 class RefusedRequest(InvalidRequest, ProtocolError):
     """A well-formed message asks for something out of range. Who drops bad messages drops it; its sender is told."""

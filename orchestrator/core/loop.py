@@ -79,11 +79,14 @@ class Core:
         poller = zmq.Poller()
         poller.register(self._pool.socket, zmq.POLLIN)
         poller.register(self._inbox.wake, zmq.POLLIN)
+        poller.register(self._pool.door.monitor, zmq.POLLIN)
         try:
             self._pool.start()
             going = True
             while going:
-                poller.poll(self._timeout_ms())
+                ready = dict(poller.poll(self._timeout_ms()))
+                if self._pool.door.monitor in ready:
+                    self._pool.door.watch()
                 self._hear_workers()
                 going = self._hear_front()
                 self._keep_watch()

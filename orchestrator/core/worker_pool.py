@@ -17,11 +17,11 @@ import zmq
 from outrider.orchestrator.core.places import Places
 from outrider.orchestrator.core.pulse import SILENT, Pulse
 from outrider.orchestrator.core.worker import Loss, Worker
+from outrider.orchestrator.doorkeeper import Doorkeeper
 from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.codec import decode, encode
-from outrider.protocol.endpoints import bind
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Fault, Hello, Loading, Message, Ping, Pong, Shutdown, Welcome, WorkerStats
 from outrider.protocol.worker_link import INCARNATION_BITS, heartbeat_of, routing_id
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 SECOND_NS = 1_000_000_000
 STOP_GRACE_SECONDS = 5.0
+# A worker has two; the rest is for strangers, until they are turned away.
+MAX_CONNECTIONS = 256
 TARGET = "target-0"
 
 
@@ -43,7 +45,7 @@ class WorkerPool:
         self.rejected = 0
         self.seconds_a_ping = settings.worker_timeout / SILENT
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self._bound = bind(self.socket, self.endpoint)
+        self.door = Doorkeeper(self.socket, self.endpoint, MAX_CONNECTIONS)
         self._settings = settings
         self._run_dir = run_dir
         self._places = Places(drafters_may_join=not settings.colocate)
@@ -172,7 +174,7 @@ class WorkerPool:
             process.terminate()
         for process in spawned:
             process.wait(STOP_GRACE_SECONDS)
-        self._bound.close()
+        self.door.close()
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         """A worker is ready: one that was spawned, or a drafter that joins. A HELLO said again changes nothing."""

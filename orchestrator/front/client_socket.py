@@ -13,13 +13,14 @@ from typing import Any
 
 import zmq
 
+from outrider.orchestrator.doorkeeper import Doorkeeper
 from outrider.orchestrator.failure import kind_of
 from outrider.protocol.codec import decode, encode, request_of
-from outrider.protocol.endpoints import bind
 from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError
 from outrider.protocol.messages import Failed, Message
 
 UNREAD_MESSAGES = 20_000
+MOST = 1024
 FLUSH_MS = 500
 
 log = logging.getLogger(__name__)
@@ -34,23 +35,23 @@ class Letter:
 
 
 class ClientSocket:
-    """Bound on creation; used by one thread at a time.
+    """Bound on creation, for `most` connections; used by one thread at a time.
 
     Raises:
         EndpointError: the endpoint can't be served.
     """
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, most: int = MOST) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, UNREAD_MESSAGES)
         self.rejected = 0
         try:
-            self._bound = bind(self.socket, endpoint)
+            self.door = Doorkeeper(self.socket, endpoint, most)
         except EndpointError:
             self.socket.close(linger=0)
             raise
-        self.endpoint = self._bound.endpoint
+        self.endpoint = self.door.bound.endpoint
 
     def receive(self, most: int) -> Iterator[Letter]:
         """Up to `most` messages that wait here."""
@@ -74,7 +75,7 @@ class ClientSocket:
 
     def close(self) -> None:
         """Ends the socket and frees the endpoint; what clients have not got yet is given a moment."""
-        self._bound.close(linger_ms=FLUSH_MS)
+        self.door.close(linger_ms=FLUSH_MS)
 
     def _reject(self, sender: bytes, frames: list[bytes], error: OutriderError) -> None:
         self.rejected += 1

@@ -25,7 +25,7 @@ from outrider.orchestrator.front.waiting import FairQueue
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage
 from outrider.orchestrator.lines import CoreFacts, Lines
 from outrider.orchestrator.pair.pairing import ChosenPair
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy
 from outrider.protocol.messages import (
     Cancel,
     Chunk,
@@ -98,10 +98,11 @@ class Front:
     def run(self) -> None:
         """Until `End` comes."""
         poller = zmq.Poller()
-        for socket in (self._clients.socket, self._events.wake, self._orders.wake):
+        for socket in (self._clients.socket, self._clients.door.monitor, self._events.wake, self._orders.wake):
             poller.register(socket, zmq.POLLIN)
         while True:
-            poller.poll()
+            if self._clients.door.monitor in dict(poller.poll()):
+                self._clients.door.watch()
             if any(True for _ in self._orders.take()):
                 break
             for event in self._events.take():
@@ -145,6 +146,7 @@ class Front:
         try:
             if (sender, asked.request) in self._named:
                 raise InvalidRequest(f"request {asked.request} is running already; expected a name of its own")
+            self._check_room()
             accepted = self._admission.accept(asked, f"r{next(self._serials)}")
         except OutriderError as error:
             self._failed += 1
@@ -157,6 +159,15 @@ class Front:
         ticket = Ticket(sender, asked.request, accepted)
         self._named[sender, asked.request] = ticket
         self._waiting.put(client_of(sender), ticket)
+
+    def _check_room(self) -> None:
+        settings = self._pair.settings
+        if len(self._named) >= settings.max_active + settings.max_waiting:
+            raise ServerBusy(
+                f"{settings.max_waiting} requests wait already, as many as may (max_waiting); ask again later"
+            )
+        if self._clients.door.crowded:
+            raise ServerBusy("the server has nearly as many connections as it may; close idle ones or ask again later")
 
     def _cancel(self, ticket: Ticket | None) -> None:
         if ticket is None or ticket.ending:

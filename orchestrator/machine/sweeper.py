@@ -9,15 +9,23 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-_SCRIPT = 'while read -r _; do :; done; rm -rf -- "$@"'
+from outrider.protocol.claim import PathClaim
+
+# $1: the run directory. $2: a socket elsewhere, $3: what its lock file holds and $4: its inode while it is still ours.
+_SCRIPT = '''
+while read -r _; do :; done
+rm -rf -- "$1"
+[ -n "$2" ] && [ "$(cat -- "$2.lock")" = "$3" ] && [ "$(ls -di -- "$2")" = "$4 $2" ] && rm -f -- "$2" "$2.lock"
+'''
 
 
 class Sweeper:
-    """Waits beside the server for its end."""
+    """Waits beside the server for its end, to remove `directory` and the socket of `claim`; what others made stays."""
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, directory: Path, claim: PathClaim | None) -> None:
+        elsewhere = [claim.path, claim.token, str(claim.inode)] if claim is not None else ["", "", ""]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _SCRIPT, "outrider-sweeper", *map(str, paths)],
+            ["/bin/sh", "-c", _SCRIPT, "outrider-sweeper", str(directory), *elsewhere],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, 
 from outrider.orchestrator.failure import as_error
 from outrider.orchestrator.handshake import Failure, Ready, Stage
 from outrider.protocol.codec import decode, encode
-from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, WorkerError
+from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
 from outrider.protocol.messages import Cancel, Chunk, Done, Failed, Generate, Hello, Started, Stats, StatsQuery, Timings
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import says, worker_stats
@@ -193,6 +193,35 @@ def test_no_more_than_max_active_run_at_once(make_stand):
         client.say(StatsQuery("s"))
         stats = client.hear_until(Stats)[-1]
         assert (stats.active, stats.queued) == (2, 1)
+
+
+def test_a_line_that_is_full_refuses_in_a_sentence_and_takes_again_when_it_is_shorter(make_stand):
+    stand = make_stand(max_active=2, max_waiting=3).start()
+    with RawClient(stand.endpoint) as client:
+        for serial in range(7):
+            client.say(ask(f"q{serial}"))
+        stand.core.wait_for(Admit, 2)
+        refused = [client.hear_until(Failed)[-1] for _ in range(2)]
+        assert [failed.request for failed in refused] == ["q5", "q6"]
+        assert isinstance(as_error(refused[0].kind, refused[0].message), ServerBusy)
+        assert "3 requests wait already" in refused[0].message and "ask again later" in refused[0].message
+        client.say(Cancel("q4"))
+        client.say(ask("q7"))
+        client.say(StatsQuery("s"))
+        heard = client.hear_until(Stats)
+        assert not any(isinstance(message, Failed) for message in heard) and heard[-1].queued == 3
+
+
+def test_a_server_with_nearly_all_its_connections_takes_no_new_request_and_ends_what_it_has(stand, codec):
+    with RawClient(stand.endpoint) as client:
+        client.say(ask("runs"))
+        admit = stand.core.wait_for(Admit)[0]
+        stand.sockets.door._most = 1
+        client.say(ask("late"))
+        assert "nearly as many connections" in client.hear_until(Failed)[-1].message
+        for event in says(codec, "fine")(admit):
+            stand.core.outbox.put(event)
+        assert client.hear_until(Done)[-1].request == "runs"
 
 
 def test_nothing_runs_before_the_workers_are_ready(make_stand, codec):

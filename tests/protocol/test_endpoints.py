@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from outrider.protocol import claim, endpoints
-from outrider.protocol.endpoints import MAX_PATH, Ipc, Tcp, bind, connect, parse
+from outrider.protocol.endpoints import MAX_PATH, Ipc, Tcp, bind, connect, parse, require_server
 from outrider.protocol.errors import EndpointError
 
 
@@ -122,6 +122,42 @@ def test_closing_leaves_no_file_and_frees_the_path(sockets, ipc, short):
         bound.close()
         bound.close()
         assert not list(short.iterdir())
+
+
+def test_a_server_removes_only_the_socket_that_it_made(sockets, ipc, short):
+    bound = bind(sockets(), ipc)
+    (short / "s").unlink()
+    (short / "s").write_text("thesis")
+    bound.close()
+    assert (short / "s").read_text() == "thesis" and len(list(short.iterdir())) == 1
+
+
+def test_a_socket_that_another_program_made_in_its_place_stays(sockets, ipc, short):
+    bound = bind(sockets(), ipc)
+    (short / "s").unlink()
+    with plain.socket(plain.AF_UNIX) as other:
+        other.bind(str(short / "s"))
+        bound.close()
+        assert (short / "s").is_socket()
+
+
+def test_who_comes_while_nobody_listens_waits_and_is_let_in(sockets, ipc, short):
+    with bind(server := sockets(), ipc) as bound:
+        inside, outside = sockets(zmq.DEALER), sockets(zmq.DEALER)
+        connect(inside, bound.endpoint)
+        inside.send(b"before")
+        assert server.poll(10_000) and server.recv_multipart()[1] == b"before"
+        bound.stop_listening()
+        connect(outside, bound.endpoint)
+        outside.send(b"waits")
+        inside.send(b"meanwhile")
+        assert server.poll(10_000) and server.recv_multipart()[1] == b"meanwhile"
+        assert not server.poll(100)
+        require_server(ipc)
+        bound.listen()
+        assert server.poll(10_000) and server.recv_multipart()[1] == b"waits"
+        bound.stop_listening()
+    assert not list(short.iterdir())
 
 
 KILLED = """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +35,22 @@ def outrider(*arguments: str, **options: object) -> subprocess.Popen[str]:
         text=True,
         **options,  # type: ignore[call-overload]
     )
+
+
+def limited(files: tuple[int, int]) -> Callable[[], None]:
+    """What a child does before it starts: it may open so many files, softly and at most."""
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files)
+
+
+@contextmanager
+def idle(endpoint: str, many: int) -> Iterator[None]:
+    """So many who connect and say nothing; those that have no place yet are still in line."""
+    with ExitStack() as stack:
+        for _ in range(many):
+            one = stack.enter_context(socket.socket(socket.AF_UNIX))
+            one.setblocking(False)
+            one.connect_ex(endpoint.removeprefix("ipc://"))
+        yield
 
 
 def run_dir(endpoint: str) -> str:
@@ -65,8 +83,8 @@ def pids(client: Client) -> dict[str, int]:
 class Serving:
     """`outrider serve` in the foreground, once it has said where clients connect."""
 
-    def __init__(self, *arguments: str) -> None:
-        self.process = outrider("serve", *arguments)
+    def __init__(self, *arguments: str, files: tuple[int, int] | None = None) -> None:
+        self.process = outrider("serve", *arguments, preexec_fn=limited(files) if files else None)
         lines = [self.process.stdout.readline() for _ in range(2)] if self.process.stdout else []
         if not lines[0].startswith("clients: "):
             pytest.fail(f"expected endpoints, got {lines} and {self.process.communicate()}")
@@ -79,8 +97,8 @@ class Serving:
 def serve() -> Iterator[Callable[..., Serving]]:
     started: list[Serving] = []
 
-    def start(*arguments: str) -> Serving:
-        started.append(Serving(*arguments))
+    def start(*arguments: str, files: tuple[int, int] | None = None) -> Serving:
+        started.append(Serving(*arguments, files=files))
         return started[-1]
 
     yield start
@@ -193,6 +211,16 @@ def test_a_killed_server_leaves_nothing(serve: Callable[..., Serving], tmp_path:
     until(lambda: list(tmp_path.iterdir()) == [], "the socket file is removed")
 
 
+def test_what_another_made_at_a_killed_servers_path_stays(serve: Callable[..., Serving], tmp_path: Path) -> None:
+    server = serve("--endpoint", f"ipc://{tmp_path}/c", "--draft-backend", "none")
+    (tmp_path / "c").unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"{tmp_path}/c")
+        server.process.kill()
+        nothing_left(server.directory)
+        assert (tmp_path / "c").is_socket()
+
+
 def test_a_killed_parent_takes_its_cluster_along() -> None:
     code = (
         "from orchestrator import LocalCluster; import time\n"
@@ -273,6 +301,25 @@ def test_rubbish_on_either_socket_disturbs_nobody(cluster: LocalCluster) -> None
                     raw.sendall(os.urandom(4096))
     assert stream.result.finish_reason in ("length", "eos")
     assert len(stream.result.token_ids) <= 64
+
+
+def test_more_idle_connections_than_a_terminal_allows_files(serve: Callable[..., Serving]) -> None:
+    server = serve("--draft-backend", "ngram", files=(256, 4096))
+    client, sampling = Client(server.endpoint, timeout=LIMIT), SamplingParams(max_tokens=16)
+    stream = iter(client.stream(PROMPT, sampling))
+    first = next(stream).text
+    with idle(server.endpoint, 1000), idle(server.workers, 1000):
+        text = first + "".join(chunk.text for chunk in stream)
+        assert client.generate(PROMPT, sampling).text == text
+    assert client.generate(PROMPT, sampling).text == text
+
+
+@pytest.mark.parametrize("command", [("serve",), ("generate", "--prompt", PROMPT)])
+def test_too_few_files_are_a_sentence(command: tuple[str, ...]) -> None:
+    process = outrider(*command, "--draft-backend", "ngram", preexec_fn=limited((64, 64)))
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == EndpointError.exit_code and "Traceback" not in err
+    assert "may open 64 files" in err and "ulimit -n" in err
 
 
 def test_an_endpoint_in_use_is_refused_and_its_server_goes_on(cluster: LocalCluster) -> None:

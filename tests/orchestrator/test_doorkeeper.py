@@ -1,0 +1,90 @@
+"""A door for so many: when all places are taken the others wait outside, and come in as places become free."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import zmq
+
+from outrider.orchestrator.doorkeeper import Doorkeeper
+
+MOST = 8
+
+
+class Visitors:
+    """Connections to a door, and the thread that would watch it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.path = endpoint.removeprefix("ipc://")
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.server = self.context.socket(zmq.ROUTER)
+        self.door = Doorkeeper(self.server, endpoint, MOST)
+
+    def come(self, many: int) -> list[socket.socket]:
+        return [self._one() for _ in range(many)]
+
+    def _one(self) -> socket.socket:
+        one = socket.socket(socket.AF_UNIX)
+        one.connect(self.path)
+        self.settle()
+        return one
+
+    def settle(self) -> None:
+        while self.door.monitor.poll(50):
+            self.door.watch()
+
+    @property
+    def inside(self) -> int:
+        return len(self.door._inside)
+
+    def close(self) -> None:
+        self.door.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def visitors(endpoint: str) -> Iterator[Visitors]:
+    made = Visitors(endpoint)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def leave() -> Iterator[Callable[..., None]]:
+    yield lambda *leaving: [one.close() for one in leaving] and None
+
+
+def test_more_than_its_places_are_never_inside_and_all_come_in_in_the_end(
+    visitors: Visitors, leave: Callable[..., None]
+) -> None:
+    with ExitStack() as stack:
+        came = [stack.enter_context(one) for one in visitors.come(3 * MOST)]
+        assert visitors.inside == MOST and visitors.door.crowded
+        for first in range(0, 2 * MOST, 2):
+            leave(*came[first : first + 2])
+            visitors.settle()
+            visitors.come(0)
+            assert visitors.inside <= MOST
+    visitors.settle()
+    assert visitors.inside == 0 and not visitors.door.crowded
+
+
+def test_who_is_inside_is_heard_while_the_door_is_shut(visitors: Visitors, endpoint: str) -> None:
+    friend, late = (visitors.context.socket(zmq.DEALER) for _ in range(2))
+    friend.connect(endpoint)
+    visitors.settle()
+    with ExitStack() as stack:
+        came = [stack.enter_context(one) for one in visitors.come(2 * MOST)]
+        friend.send(b"still here")
+        assert visitors.server.poll(10_000) and visitors.server.recv_multipart()[1] == b"still here"
+        late.connect(endpoint)
+        late.send(b"at last")
+        visitors.settle()
+        assert not visitors.server.poll(50)
+        for one in came:
+            one.close()
+        visitors.settle()
+        assert visitors.server.poll(10_000) and visitors.server.recv_multipart()[1] == b"at last"
