@@ -222,7 +222,7 @@ def test_what_another_made_at_a_killed_servers_path_stays(serve: Callable[..., S
 def test_a_killed_parent_takes_its_cluster_along() -> None:
     code = (
         "from orchestrator import LocalCluster; import time\n"
-        "print(LocalCluster(draft_backend='ngram').endpoint, flush=True); time.sleep(600)"
+        "held = LocalCluster(draft_backend='ngram'); print(held.endpoint, flush=True); time.sleep(600)"
     )
     with subprocess.Popen(python("-c", code), env=child_environment(), stdout=subprocess.PIPE, text=True) as parent:
         endpoint = parent.stdout.readline().strip() if parent.stdout else ""
