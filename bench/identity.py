@@ -1,12 +1,13 @@
 """Whatever way a text is made, its tokens are the target's own: the embedded pair through the real processes.
 
     python -m outrider.bench.identity                          # 50 prompts x 200 tokens: three hours on two cores
+    python -m outrider.bench.identity --at-once 8              # as many requests in each forward: an hour
     python -m outrider.bench.identity --prompts 4 --tokens 60  # minutes
 
-The reference is `ar` of the first cluster, and at temperature 0 mlx-lm's own plain decoding on the same weights. Every
-way below makes every prompt's text at temperature 0, and at 0.7 and 1.0 with top-p 0.95, penalties and a seed for each
-prompt. A text that differs is replayed teacher-forced through the target: differences that rounding
-explains are ties; anything else is a difference, and the exit code is 1.
+The reference is `ar` of the first cluster, one request at a time, and at temperature 0 mlx-lm's own plain decoding on
+the same weights. Every way below makes every prompt's text at temperature 0, and at 0.7 and 1.0 with top-p 0.95,
+penalties and a seed for each prompt. A text that differs is replayed teacher-forced through the target: differences
+that rounding explains are ties; anything else is a difference, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +136,9 @@ def cases(prompts: Sequence[Prompt], sampling: str, length: int) -> list[Case]:
 
 
 @contextmanager
-def cluster(house: str, tell: Tell) -> Iterator[Client]:
+def cluster(house: str, at_once: int, tell: Tell) -> Iterator[Client]:
     with tempfile.TemporaryDirectory() as folder:
-        settings = dict(SETTINGS[house])
+        settings = {"max_active": at_once, **SETTINGS[house]}
         if house == "random draft":
             settings |= {"model": str(EMBEDDED_TARGET), "draft_model": str(scrambled(EMBEDDED_DRAFT, Path(folder)))}
         with LocalCluster(progress=tell, **settings) as running:
@@ -143,23 +146,31 @@ def cluster(house: str, tell: Tell) -> Iterator[Client]:
 
 
 def judge_all(
-    prompts: Sequence[Prompt], length: int, houses: Sequence[str], samplings: Sequence[str], tell: Tell
+    prompts: Sequence[Prompt], length: int, houses: Sequence[str], samplings: Sequence[str], at_once: int, tell: Tell
 ) -> Judge:
-    """All ways of these clusters; the first way of the first one is the reference."""
+    """All ways of these clusters, `at_once` requests at a time; the first way of the first one is the reference."""
     judge = Judge(tell)
     for house in houses:
-        with cluster(house, tell) as client:
+        with cluster(house, at_once, tell) as client:
             for sampling in samplings:
-                for case in cases(prompts, sampling, length):
-                    for way in HOUSES[house]:
-                        tell(f"{house}, {way}, {sampling}: {case.prompt.name}")
-                        result = client.generate(
-                            case.tokens, case.params, mode=way.mode, num_draft_tokens=way.depth, branches=way.branches
-                        )
-                        judge.compare(f"{house}: {way}", sampling, case, result.token_ids)
+                for number, way in enumerate(HOUSES[house]):
+                    tell(f"{house}, {way}, {sampling}")
+                    alone = house == houses[0] and number == 0
+                    asked = cases(prompts, sampling, length)
+                    with ThreadPoolExecutor(1 if alone else at_once) as threads:
+                        texts = threads.map(partial(_text, client, way), asked)
+                        for case, tokens in zip(asked, texts, strict=True):
+                            judge.compare(f"{house}: {way}", sampling, case, tokens)
     if "T=0" in samplings:
         compare_peer(judge, cases(prompts, "T=0", length), tell)
     return judge
+
+
+def _text(client: Client, way: Way, case: Case) -> tuple[int, ...]:
+    found = client.generate(
+        case.tokens, case.params, mode=way.mode, num_draft_tokens=way.depth, branches=way.branches
+    )
+    return tuple(found.token_ids)
 
 
 def compare_peer(judge: Judge, greedy: Sequence[Case], tell: Tell) -> None:
@@ -180,6 +191,7 @@ def table(judge: Judge) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=50, help="how many prompts, all classes in turn")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens each")
+    parser.add_argument("--at-once", type=int, default=1, help="how many requests at a time, the reference's apart")
     parser.add_argument("--houses", nargs="+", choices=HOUSES, default=list(HOUSES), help="only these clusters")
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS), help="only these")
 
@@ -188,7 +200,9 @@ def run(options: argparse.Namespace) -> int:
     if not 1 <= options.tokens <= 600:
         raise InvalidRequest(f"tokens is {options.tokens}; expected 1 to 600, the pair's context being 1,024")
     screen = Screen()
-    judge = judge_all(mixed(options.prompts), options.tokens, options.houses, options.samplings, screen.show)
+    judge = judge_all(
+        mixed(options.prompts), options.tokens, options.houses, options.samplings, options.at_once, screen.show
+    )
     screen.clear()
     print(table(judge))
     different = [line for tally in judge.tallies.values() for line in tally.different]

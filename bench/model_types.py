@@ -31,10 +31,11 @@ from outrider.bench.tiny_models import write_model, write_tokenizer
 from outrider.engine.abilities import abilities
 from outrider.engine.cache import KVState
 from outrider.engine.loading import LoadedModel, load
+from outrider.engine.open_texts import open_texts
 from outrider.engine.open_tree import open_form, tree_form
 from outrider.engine.selfcheck import agrees
 from outrider.engine.slots import open_slots
-from outrider.engine.verify import RunAhead, verify
+from outrider.engine.verify import verify
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.errors import OutriderError
@@ -97,11 +98,11 @@ def _writes_as_mlx_lm(model: LoadedModel, chains: bool) -> bool:
     prompt = [(31 * i + 7) % 250 + 2 for i in range(_PROMPT)]
     truth = [int(token) for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=_LENGTH)]
     params = SamplingParams(max_tokens=_LENGTH)
-    slot = open_slots(model, [prompt], [params])[0]
-    ahead = RunAhead(slot)
-    texts = [[ahead.next(last=i == _LENGTH - 1) for i in range(_LENGTH)]]
+    held = open_texts(model)
+    slot = open_slots(model, [prompt], [params], texts=held)[0]
+    texts = [[verify(slot).bonus for _ in range(_LENGTH)]]
     if chains:
-        slot, draws = open_slots(model, [prompt], [params])[0], random.Random(model.model_type)
+        slot, draws = open_slots(model, [prompt], [params], texts=held)[0], random.Random(model.model_type)
         while len(slot.tokens) - _PROMPT < _LENGTH - _CHAIN:
             done, right = len(slot.tokens) - _PROMPT, draws.randint(0, _CHAIN)
             coming = truth[done : done + _CHAIN]

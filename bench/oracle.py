@@ -29,15 +29,15 @@ class Oracle:
         self._policy = POLICIES[policy]
         self._calibration = Calibration()
 
-    def prepared(self, asked: dict[str, Any]) -> set[tuple[int, int]]:
+    def prepared(self, asked: dict[str, Any]) -> set[tuple[int, ...]]:
         """The outcomes it would prepare; then it learns which one it was."""
         tree = self._drafter.open(asked["tokens"], SamplingParams(temp=asked["temp"], seed=asked["seed"]))
         work = WorkAhead(tree, (), self._policy, self._calibration)
         work.commit((), asked["chain"], 1, asked["branches"])
-        found = set()
+        found: set[tuple[int, ...]] = set()
         while work.busy:
             ready = work.advance()
-            found |= {(entry.accepted, entry.bonus) for entry in ready.entries} if ready is not None else set()
+            found |= {entry.committed for entry in ready.entries} if ready is not None else set()
         work.commit([*asked["chain"][: asked["accepted"]], asked["bonus"]], None, 0, 0)
         tree.close()
         return found
@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         found = oracle.prepared(asked)
-        return {"covered": (asked["accepted"], asked["bonus"]) in found, "prepared": len(found)}
+        outcome = (*asked["chain"][: asked["accepted"]], asked["bonus"])
+        return {"covered": outcome in found, "prepared": len(found)}
 
     answer_all(answer)
     return 0

@@ -24,7 +24,7 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.engine.noise import Purpose, gumbel_numpy, stream
 from outrider.engine.residual import Floats, ResidualSampler
 from outrider.engine.slots import open_slots
-from outrider.engine.verify import RunAhead
+from outrider.engine.verify import verify
 from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
@@ -70,9 +70,8 @@ class Case:
 
 def places(target: LoadedModel, draft: LoadedModel, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Place]:
     """The places of a text that the target writes after `prompt`."""
-    ahead = RunAhead(open_slots(target, [prompt], [sampling])[0])
-    text = [*prompt, *(ahead.next() for _ in range(sampling.max_tokens))]
-    ahead.stop()
+    slot = open_slots(target, [prompt], [sampling])[0]
+    text = [*prompt, *(verify(slot).bonus for _ in range(sampling.max_tokens))]
     temp = sampling.temp or 1.0
     p, q = (_log_softmax(np.array(model.model(mx.array([text[:-1]]))[0] / temp)) for model in (target, draft))
     for position in range(len(prompt), len(text)):

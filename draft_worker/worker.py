@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from outrider.drafting.begin import begin, check_known
 from outrider.drafting.calibration import Calibration
-from outrider.drafting.drafter import Drafter, DrafterFault, DrawingDrafter
+from outrider.drafting.drafter import Drafter
 from outrider.drafting.fan_out import FanOut
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.protocol import clock
@@ -126,13 +126,7 @@ class DraftWorker:
 
     def _open(self, message: Open) -> None:
         self._drop(message.request)
-        if len(message.tokens) >= self._drafter.context_length:
-            raise DrafterFault(
-                f"the prompt has {len(message.tokens)} tokens and the draft's context {self._drafter.context_length}; "
-                "no drafting for this request"
-            )
-
-        self._check_known(message.tokens.tolist(), message.verifying)
+        check_known(self._drafter, message.verifying or ())
         if self._memory is not None and not self._drafting:
             self._memory.restart()
 
@@ -141,7 +135,16 @@ class DraftWorker:
             self._end_if_unwanted(message.request)
 
         try:
-            work = self._begun(message, progress)
+            work = begin(
+                self._drafter,
+                message.tokens.tolist(),
+                message.sampling,
+                message.eos,
+                self._fan_out,
+                self._calibration,
+                cached=max(round(message.branches / (message.depth + 1)), 1),
+                progress=progress,
+            )
         except _Unwanted:
             return
         work.commit((), message.verifying, message.depth, message.branches)
@@ -174,24 +177,6 @@ class DraftWorker:
                 self._kept = deque([*others, *news[index:]])
                 raise _Unwanted
 
-    def _check_known(self, tokens: Sequence[int], chain: Sequence[int] | None) -> None:
-        """The target may have more tokens than the draft: padding, which nobody but a random model says."""
-        foreign = max((*tokens, *(chain or ())), default=0)
-        if foreign >= self._drafter.vocab_size:
-            raise DrafterFault(
-                f"token {foreign} is not among the draft's {self._drafter.vocab_size}; no drafting from here on"
-            )
-
-    def _begun(self, message: Open, progress: Callable[[int, int], None]) -> WorkAhead:
-        """Drawing, where residual sampling wants it and the drafter can; C lowers what an even fan-out prepares."""
-        tokens, sampling = message.tokens.tolist(), message.sampling
-        if sampling.is_residual and isinstance(self._drafter, DrawingDrafter):
-            cached = max(round(message.branches / (message.depth + 1)), 1)
-            drawing = self._drafter.open_drawing(tokens, sampling, cached, progress)
-            return WorkAhead(drawing, message.eos, self._fan_out, self._calibration, drawing)
-        tree = self._drafter.open(tokens, sampling, progress)
-        return WorkAhead(tree, message.eos, self._fan_out, self._calibration)
-
     def _commit(self, message: Commit) -> None:
         drafting = self._drafting.get(message.request)
         if drafting is None or message.epoch > drafting.epoch:
@@ -206,7 +191,7 @@ class DraftWorker:
             self._drop(message.request)
             self._link.send(Resync(message.request, message.epoch))
             return
-        self._check_known(message.tokens, message.verifying)
+        check_known(self._drafter, (*message.tokens, *(message.verifying or ())))
         drafting.work.commit(message.tokens, message.verifying, message.depth, message.branches)
         drafting.newest = message
         drafting.owed = message.verifying is None and message.depth > 0

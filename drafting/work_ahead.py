@@ -189,7 +189,7 @@ class WorkAhead:
             growing.chain.append(token)
         plan.growing = [growing for growing in grown if len(growing.chain) < plan.depth]
         moved, plan.found = plan.found + grown, []
-        entries = tuple(Branch(g.accepted, g.bonus, tuple(g.chain[: plan.depth])) for g in moved)
+        entries = tuple(Branch((*plan.chain[: g.accepted], g.bonus), tuple(g.chain[: plan.depth])) for g in moved)
         q = self._drawn_from([node for g in moved for node in g.nodes[: plan.depth]])
         return Ready(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -69,6 +70,9 @@ class Sampler:
         self._normalised = normalised or (params.temp > 0 and (params.top_p < 1 or params.min_p > 0))
         self._noise_seed = params.seed or 0
         self._blocks: dict[int, mx.array] = {}
+        alike = replace(params, seed=None, max_tokens=1, stop=(), ignore_eos=False)
+        self.kind = (type(self), self._normalised, alike)
+        """Samplers of the same kind differ in nothing but their noise: their rows can be scored together."""
 
     @property
     def noisy(self) -> bool:
@@ -101,11 +105,15 @@ class Sampler:
             positions: absolute position of the token each row chooses.
             histories: see `warp`.
         """
+        scores = self.warped(logits, histories)
+        return scores + self.noise(positions) if self.noisy else scores
+
+    def warped(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
+        """`scores` without the noise. Lazy."""
         logits = self.penalise(logits, histories)
         if self._normalised:
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        scores = _filter(logits, self.params)
-        return scores + self.noise(positions) if self.noisy else scores
+        return _filter(logits, self.params)
 
     def penalise(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
         """`logits` after penalties and bias, the first step of `scores`; float32 if there is a temperature. Lazy."""

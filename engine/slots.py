@@ -1,28 +1,29 @@
-"""A request's place in the target: its committed tokens and what the model remembers of them.
+"""A request's place in the target: its committed tokens, how it chooses the next, and what the model remembers of them.
 
-Knows tokens and logits; nothing of sockets, text or who proposes chains.
+Knows tokens; nothing of sockets, words or who proposes chains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from outrider.engine.abilities import abilities
-from outrider.engine.cache import KVState
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import target_sampler
+from outrider.engine.texts import Feed, SeparateTexts, Texts
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
-_PREFILL = 512  # tokens a forward while a prompt is read
+PREFILL = 512  # tokens a forward while a prompt is read
 
 
 class Slot:
     """`tokens` are committed; the model has been fed the first `fed` of them, always fewer than all between calls."""
 
-    def __init__(self, model: LoadedModel, tokens: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, model: LoadedModel, texts: Texts, tokens: Sequence[int], params: SamplingParams) -> None:
         """
         Raises:
             InvalidRequest: no tokens, or a token the model doesn't have.
@@ -33,35 +34,36 @@ class Slot:
             raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
         self.tokens = list(tokens)
         self.sampler = target_sampler(params, model.vocab_size)
-        self.kv = KVState(model.model, abilities(model).own_caches)
-        self._model = model.model
+        self.texts = texts
+        self.text: Any = texts.open()
 
     @property
     def fed(self) -> int:
-        return self.kv.length
+        return int(self.text.length)
 
     @property
     def unfed(self) -> list[int]:
         """The committed tokens the next forward must begin with; at least one."""
         return self.tokens[self.fed :]
 
-    def forward(self, tokens: mx.array) -> mx.array:
-        """Feeds tokens [N] behind what was fed; returns their logits [N, V]. Lazy."""
-        logits: mx.array = self._model(tokens[None], cache=self.kv.caches)
-        self.kv.length += tokens.shape[0]
-        return logits[0]
+    def forward(self, tokens: Sequence[int]) -> mx.array:
+        """Feeds tokens behind what was fed; returns their logits [N, V]. Lazy."""
+        return self.texts.forward([Feed(self.text, tokens, len(tokens))])
 
     def feed_all_but(self, rest: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Feeds committed tokens, evaluated, until only the last `rest` are unfed. `progress(done, total)` if long."""
         total = len(self.tokens) - rest
-        long = total - self.fed > _PREFILL
+        long = total - self.fed > PREFILL
         while self.fed < total:
-            chunk = self.tokens[self.fed : min(self.fed + _PREFILL, total)]
-            self.forward(mx.array(chunk))
-            mx.eval(self.kv.state)
+            self.texts.forward([Feed(self.text, self.tokens[self.fed : min(self.fed + PREFILL, total)], 0, True)])
+            mx.eval(self.texts.state())
             mx.clear_cache()
             if long and progress is not None:
                 progress(self.fed, len(self.tokens))
+
+    def close(self) -> None:
+        """Gives its place back."""
+        self.texts.close(self.text)
 
 
 def open_slots(
@@ -69,16 +71,19 @@ def open_slots(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     progress: Callable[[int, int], None] | None = None,
+    texts: Texts | None = None,
 ) -> list[Slot]:
     """Makes a slot a prompt and feeds all of it but the last token, in chunks.
 
     Args:
         progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
+        texts: where they are held; None: each by itself.
 
     Raises:
         InvalidRequest: a prompt is empty or has tokens outside the vocabulary.
     """
-    slots = [Slot(model, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
+    held = texts or SeparateTexts(model.model, abilities(model).own_caches)
+    slots = [Slot(model, held, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
     for slot in slots:
         slot.feed_all_but(1, progress)
     return slots

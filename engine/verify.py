@@ -1,7 +1,9 @@
-"""The target's two ways to go on: `verify` a proposed chain in one forward, or run ahead by itself, one step pipelined.
+"""One forward over several texts: each verifies a chain, takes a plain step or reads a piece of its prompt.
 
-Both choose tokens by the same scores, so a coupled text doesn't depend on which way each of its tokens came. A chain
-that comes with a q is ruled on by `engine.residual`.
+`begin` puts it under way on the device, `Forward.verdicts` waits for it. Where all take plain steps the next may begin
+before this one was read, its tokens still on the device. A token is chosen by the same scores whichever way it came, so
+a coupled text does not depend on it, nor on who shares a forward. A chain that comes with a q is ruled on by
+`engine.residual`.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.residual import Floats, ResidualSampler
-from outrider.engine.sampling import Sampler
+from outrider.engine.residual import ResidualSampler
+from outrider.engine.sampling import History, Sampler
 from outrider.engine.slots import Slot
-from outrider.protocol.errors import InvalidRequest
+from outrider.engine.texts import Feed, Texts
+from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.guard import ModelFault
 from outrider.protocol.sparse import SparseQ
 
@@ -31,8 +34,158 @@ class Verdict:
     bonus: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one slot verifies: a chain (an empty one is a plain step), and what it was drawn from, if it was."""
+
+    slot: Slot
+    chain: tuple[int, ...] = ()
+    q: SparseQ | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The next `count` tokens of a slot's prompt."""
+
+    slot: Slot
+    count: int
+
+
+class Forward:
+    """One forward under way over some of `texts`. `rows`: tokens it feeds, all texts together."""
+
+    def __init__(
+        self, texts: Texts, asks: Sequence[Ask], logits: mx.array, positions: Sequence[int], rows: int
+    ) -> None:
+        """`logits` [sum of chain length + 1, V]; `positions[i]` is that of the token ask i's first row chooses."""
+        self._texts, self.asks, self.rows = texts, tuple(asks), rows
+        self._logits, self._positions = logits, positions
+        self._begins = [0]
+        for ask in asks:
+            self._begins.append(self._begins[-1] + len(ask.chain) + 1)
+        self.chosen: mx.array | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every text takes a plain step, so that the next forward can begin before this one is read."""
+        return bool(self.asks) and not any(ask.chain for ask in self.asks)
+
+    def token_of(self, slot: Slot) -> mx.array:
+        """What a slot's plain step chooses, int [1], maybe unread."""
+        index = next(i for i, ask in enumerate(self.asks) if ask.slot is slot)
+        return cast(mx.array, self.chosen)[index : index + 1]
+
+    def verdicts(self) -> list[Verdict | OutriderError]:
+        """Waits; commits what holds to each slot and forgets the rest. One that fails says why in its own place."""
+        if self.chosen is None:
+            mx.eval(self._texts.state())
+            return []
+        choices = cast(list[int], self.chosen.tolist())
+        return [self._settled(index, ask, choices) for index, ask in enumerate(self.asks)]
+
+    def choose(self, unread: Sequence[mx.array | None]) -> None:
+        """Queues the choice of every row; slots that ask for the same are scored together.
+
+        Args:
+            unread: the token of each ask that is fed but not committed yet, if any.
+        """
+        groups: dict[object, list[int]] = {}
+        for index, ask in enumerate(self.asks):
+            groups.setdefault(ask.slot.sampler.kind, []).append(index)
+        parts = [self._scored(members, unread) for members in groups.values()]
+        if len(parts) == 1:
+            self.chosen = parts[0]
+            return
+        order = [row for members in groups.values() for index in members for row in self._rows(index)]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        self.chosen = mx.take(mx.concatenate(parts), mx.array(back, mx.int32))
+
+    def _rows(self, index: int) -> range:
+        return range(self._begins[index], self._begins[index + 1])
+
+    def _scored(self, members: Sequence[int], unread: Sequence[mx.array | None]) -> mx.array:
+        rows = [row for index in members for row in self._rows(index)]
+        whole = len(rows) == self._begins[-1]
+        logits = self._logits if whole else mx.take(self._logits, mx.array(rows, mx.int32), axis=0)
+        sampler = self.asks[members[0]].slot.sampler
+        histories = None
+        if sampler.needs_history:
+            histories = [h for index in members for h in _histories(self.asks[index], unread[index])]
+        scores = sampler.warped(logits, histories)
+        if sampler.noisy:
+            own = [(self.asks[i].slot.sampler, self._places(i)) for i in members]
+            noise = [sampler.noise(places) for sampler, places in own]
+            scores = scores + (noise[0] if len(noise) == 1 else mx.concatenate(noise))
+        return _choices(scores)
+
+    def _places(self, index: int) -> list[int]:
+        first = self._positions[index]
+        return list(range(first, first + len(self.asks[index].chain) + 1))
+
+    def _settled(self, index: int, ask: Ask, choices: Sequence[int]) -> Verdict | OutriderError:
+        slot, chain = ask.slot, list(ask.chain)
+        rows = self._rows(index)
+        try:
+            if chain and isinstance(slot.sampler, ResidualSampler):
+                verdict = self._by_residual(slot.sampler, ask, rows, self._places(index))
+            else:
+                verdict = _by_equality(slot.sampler, ask, choices[rows.start : rows.stop])
+            slot.tokens += [*chain[: verdict.accepted], verdict.bonus]
+            if verdict.accepted < len(chain):  # else nothing is to be forgotten, and the next step may be under way
+                slot.text.roll_back(len(slot.tokens) - 1)
+        except OutriderError as error:
+            return error
+        return verdict
+
+    def _by_residual(self, sampler: ResidualSampler, ask: Ask, rows: range, places: Sequence[int]) -> Verdict:
+        if ask.q is None:
+            raise InvalidRequest("the chain comes without a q and the request samples residual; expected one with")
+        histories = _histories(ask, None) if sampler.needs_history else None
+        log_p = sampler.log_p(self._logits[rows.start : rows.stop], histories)
+        if not (log_p.max(axis=-1) > -np.inf).all():
+            raise ModelFault("the target's logits are not numbers; this request can't go on")
+        k = sampler.accepted(log_p[:-1], places[:-1], ask.chain, ask.q)
+        rejected = ask.q.part(k, k + 1) if k < len(ask.chain) else None
+        return Verdict(k, sampler.instead(log_p[k], places[k], rejected))
+
+
+def begin(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward | None = None) -> Forward:
+    """Puts one forward under way over all these slots of the same texts.
+
+    Args:
+        after: a forward of plain steps that is not read yet; every ask is then a plain step behind its own.
+    """
+    feeds: list[Feed] = []
+    unread: list[mx.array | None] = []
+    positions: list[int] = []
+    for ask in asks:
+        slot = ask.slot
+        if len(slot.unfed) > _MAX_REPLAY:
+            slot.feed_all_but(1)
+        if ask.chain or after is not None:
+            slot.text.mark()
+        unread.append(after.token_of(slot) if after is not None else None)
+        # A drafter may know tokens that the target does not; such a one can't hold, nor can what stands after it.
+        known = [token if token < slot.sampler.vocab_size else 0 for token in ask.chain]
+        behind = unread[-1]
+        feeds.append(Feed(slot.text, slot.unfed + known if behind is None else behind, len(ask.chain) + 1))
+        positions.append(slot.fed + feeds[-1].count - len(ask.chain))
+    for reading in readings:
+        start = reading.slot.fed
+        feeds.append(Feed(reading.slot.text, reading.slot.tokens[start : start + reading.count], 0, True))
+    texts = (asks[0].slot if asks else readings[0].slot).texts
+    logits = texts.forward(feeds)
+    forward = Forward(texts, asks, logits, positions, sum(feed.count for feed in feeds))
+    if asks:
+        forward.choose(unread)
+        mx.async_eval(forward.chosen)  # type: ignore[no-untyped-call]
+    else:
+        mx.async_eval(texts.state())  # type: ignore[no-untyped-call]
+    return forward
+
+
 def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None) -> Verdict:
-    """One forward over the last committed token and the chain; accepts while the target's token is the chain's.
+    """One forward over one slot's last committed token and a chain; accepts while the target's token is the chain's.
 
     The slot commits the accepted tokens and the bonus, and forgets the rest. An empty chain is a decoding step.
 
@@ -43,108 +196,21 @@ def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None) -> V
         ModelFault: the model's logits are not numbers.
         InvalidRequest: the chain's kind is not what the slot samples by.
     """
-    chain = list(chain)
-    if len(slot.unfed) > _MAX_REPLAY:
-        slot.feed_all_but(1)
-    if chain:
-        slot.kv.mark()
-    # A drafter may know tokens that the target does not; such a one can't hold, and nor can what stands after it.
-    known = [token if token < slot.sampler.vocab_size else 0 for token in chain]
-    logits = slot.forward(mx.array(slot.unfed + known))[-len(chain) - 1 :]
-    base = len(slot.tokens)
-    histories = _histories(slot, chain) if slot.sampler.needs_history else None
-    positions = range(base, base + len(chain) + 1)
-    if chain and isinstance(slot.sampler, ResidualSampler):
-        verdict = _by_residual(slot.sampler, slot.sampler.log_p(logits, histories), positions, chain, q)
-    else:
-        verdict = _by_equality(slot.sampler, slot.sampler.scores(logits, positions, histories), chain, q)
-    slot.tokens += [*chain[: verdict.accepted], verdict.bonus]
-    slot.kv.roll_back(len(slot.tokens) - 1)
+    (verdict,) = begin([Ask(slot, tuple(chain), q)]).verdicts()
+    if isinstance(verdict, OutriderError):
+        raise verdict
     return verdict
 
 
-def _histories(slot: Slot, chain: Sequence[int]) -> list[list[int]]:
-    """What penalties see before each choice: no more of the text than they reach."""
-    reach = slot.sampler.reach
-    line = [*slot.tokens[-reach:], *chain]
-    ends = range(len(line) - len(chain), len(line) + 1)
-    return [line[max(end - reach, 0) : end] for end in ends]
-
-
-def _by_equality(sampler: Sampler, scores: mx.array, chain: Sequence[int], q: SparseQ | None) -> Verdict:
-    if q is not None and chain and sampler.params.temp > 0:
+def _by_equality(sampler: Sampler, ask: Ask, choices: Sequence[int]) -> Verdict:
+    if ask.q is not None and ask.chain and sampler.params.temp > 0:
         raise InvalidRequest("the chain comes with a q and the request samples coupled; expected one without")
-    choices = _tokens(_choices(scores))
+    if min(choices) < 0:
+        raise ModelFault("the target's logits are not numbers; this request can't go on")
     accepted = 0
-    while accepted < len(chain) and choices[accepted] == chain[accepted]:
+    while accepted < len(ask.chain) and choices[accepted] == ask.chain[accepted]:
         accepted += 1
     return Verdict(accepted, choices[accepted])
-
-
-def _by_residual(
-    sampler: ResidualSampler, log_p: Floats, positions: Sequence[int], chain: Sequence[int], q: SparseQ | None
-) -> Verdict:
-    if q is None:
-        raise InvalidRequest("the chain comes without a q and the request samples residual; expected one with")
-    if not (log_p.max(axis=-1) > -np.inf).all():
-        raise ModelFault("the target's logits are not numbers; this request can't go on")
-    k = sampler.accepted(log_p[:-1], positions[:-1], chain, q)
-    rejected = q.part(k, k + 1) if k < len(chain) else None
-    return Verdict(k, sampler.instead(log_p[k], positions[k], rejected))
-
-
-class RunAhead:
-    """Plain decoding with one step in flight: step t+1 is queued before token t is read, as `mlx_lm.generate` does.
-
-    While it runs nobody else may use the slot; `stop` leaves the slot as if its tokens had been decoded one by one.
-    """
-
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
-        self._position = len(slot.tokens)  # of the token the next step chooses
-        self._pipelined = slot.kv.marks_freely
-        self._queued: mx.array | None = None
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the next token's step has been under way since the last one was read."""
-        return self._queued is not None
-
-    def next(self, last: bool = False) -> int:
-        """The next token, now committed. After the `last` one no step is queued: nobody would read it."""
-        slot = self._slot
-        chosen = self._queued
-        if chosen is None:
-            chosen = self._step(mx.array(slot.unfed))
-            mx.async_eval(chosen)  # type: ignore[no-untyped-call]
-        self._queued = self._step(chosen) if self._pipelined and not last else None
-        if self._queued is not None:
-            mx.async_eval(self._queued)  # type: ignore[no-untyped-call]
-        token = _tokens(chosen)[0]
-        slot.tokens.append(token)
-        if len(slot.tokens) % 256 == 0:
-            mx.clear_cache()
-        return token
-
-    def stop(self) -> None:
-        """Takes back the step in flight."""
-        if self._queued is not None:
-            self._slot.kv.roll_back(len(self._slot.tokens) - 1)
-            self._queued = None
-
-    def _step(self, fed: mx.array) -> mx.array:
-        """Queues one step over `fed` (its last entry may be unread): the token it chooses, [1], lazy."""
-        slot = self._slot
-        if self._pipelined:
-            slot.kv.mark()
-        logits = slot.forward(fed)[-1:]
-        histories = None
-        if slot.sampler.needs_history:
-            read = mx.array(slot.tokens[-slot.sampler.reach :])
-            histories = [read if self._position == len(slot.tokens) else mx.concatenate([read, fed])]
-        scores = slot.sampler.scores(logits, [self._position], histories)
-        self._position += 1
-        return _choices(scores)
 
 
 def _choices(scores: mx.array) -> mx.array:
@@ -154,9 +220,11 @@ def _choices(scores: mx.array) -> mx.array:
     return mx.where(score > -mx.inf, best.astype(mx.int32), -1)
 
 
-def _tokens(choices: mx.array) -> list[int]:
-    """Waits for `choices` [N]. Raises ModelFault where there was none."""
-    tokens = cast(list[int], choices.tolist())
-    if min(tokens) < 0:
-        raise ModelFault("the target's logits are not numbers; this request can't go on")
-    return tokens
+def _histories(ask: Ask, unread: mx.array | None) -> list[History]:
+    """What penalties look at, a row each: the committed text and the chain before the row's own choice."""
+    reach = ask.slot.sampler.reach
+    line = [*ask.slot.tokens[-reach:], *ask.chain]
+    if unread is not None:
+        return [mx.concatenate([mx.array(line, mx.int32), unread.astype(mx.int32)])]
+    ends = range(len(line) - len(ask.chain), len(line) + 1)
+    return [line[max(end - reach, 0) : end] for end in ends]

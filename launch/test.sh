@@ -5,4 +5,7 @@ set -euo pipefail
 
 set_up test
 cd "$root"
+if [ "$#" -eq 0 ]; then # all of them: a file at a time on each core
+    set -- -n auto --dist loadfile
+fi
 exec "$python" -m pytest "$@"

@@ -33,7 +33,7 @@ from outrider.orchestrator.mailbox import Mailbox
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.directory import PrivateDirectory, private_directory
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import OutriderError, WorkerError
 
 STATUS_SECONDS = 1.0
 THREAD_END_SECONDS = 15.0
@@ -80,10 +80,10 @@ def run(
 
 
 def _unfinished(happenings: SimpleQueue[Happening]) -> Unfinished | None:
-    """What went wrong when nobody watched any more."""
+    """What went wrong when nobody watched any more. A worker that was lost then was told to whoever waited for it."""
     while not happenings.empty():
         happening = happenings.get()
-        if isinstance(happening, Failure):
+        if isinstance(happening, Failure) and happening.kind != WorkerError.__name__:
             return Unfinished(happening.kind, happening.message)
     return None
 

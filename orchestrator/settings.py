@@ -68,7 +68,7 @@ class ServeSettings:
     mode: str = "auto"
     endpoint: str | None = None
     threads: int = 1
-    max_active: int = 1
+    max_active: int = 4
     max_waiting: int = 256
     trace: Path | None = None
     log_level: str = "warning"

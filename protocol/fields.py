@@ -53,6 +53,8 @@ RequestId = Annotated[str, Size(64)]
 Name = Annotated[str, Size(4096)]
 Text = Annotated[str, Size(2**26)]
 Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
+Final = Annotated[tuple[Token, ...], Size(MAX_CHAIN + 1)]
+"""What an outcome makes final: the accepted tokens of a chain, then the bonus."""
 Committed = Annotated[tuple[Token, ...], Size(MAX_COMMIT)]
 Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)]
 Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]

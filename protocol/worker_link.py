@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from types import FrameType
 
 import zmq
@@ -57,7 +56,6 @@ class WorkerLink:
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
         self._endpoint = endpoint
-        self._put_back: deque[Message] = deque()
         self._by_hand = parent_fd is None
         _end_on_signals(self._by_hand)
         if parent_fd is not None:
@@ -109,8 +107,6 @@ class WorkerLink:
 
     def receive(self, wait: bool) -> Message | None:
         """The next message; None when `wait` is False and there is none. Undecodable frames are logged and dropped."""
-        if self._put_back:
-            return self._put_back.popleft()
         while True:
             frames = self._frames(wait)
             if frames is None and not wait:
@@ -121,19 +117,9 @@ class WorkerLink:
             if message is not None:
                 return message
 
-    def put_back(self, message: Message) -> None:
-        """Keeps a message that was looked at early; `receive` gives put-back messages first, in order."""
-        self._put_back.append(message)
-
-    @property
-    def kept(self) -> tuple[Message, ...]:
-        """What was put back and not received since."""
-        return tuple(self._put_back)
-
-    def peek(self) -> Message | None:
-        """The next message straight from the socket, without waiting; the caller must `put_back` or handle it."""
-        frames = self._frames(wait=False)
-        return _decoded(frames) if frames else None
+    def poll(self, milliseconds: float) -> None:
+        """Waits until something has arrived, at most so long."""
+        self._socket.poll(max(int(milliseconds), 1))
 
     def _polled(self) -> Message | None:
         """The next message, waited for once, for `IDLE_POLL_MS`."""

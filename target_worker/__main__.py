@@ -20,6 +20,7 @@ def main() -> int:
     with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation) as link:
         try:
             link.send(Loading("target", "importing MLX"))
+            from outrider.drafting.mlx import MlxDrafter
             from outrider.engine import memory
             from outrider.engine.abilities import abilities
             from outrider.engine.loading import load
@@ -37,11 +38,11 @@ def main() -> int:
             able, colocated = abilities(model), None
             if options.draft_model:
                 try:
-                    colocated = Colocated(load(options.draft_model, progress=tell))
+                    colocated = Colocated(MlxDrafter.load(options.draft_model, tell))
                 except CannotDraft as error:
                     able = Abilities(chains=False, why=str(error))
             if colocated is not None:  # each load has set the limits for its own weights alone
-                memory.set_limits(model.weight_bytes + colocated.model.weight_bytes)
+                memory.set_limits(model.weight_bytes + colocated.drafter.weight_bytes)
         except OutriderError as error:
             return link.failed(error)
         drafts = f"drafting in this process with {options.draft_model}" if colocated else ""

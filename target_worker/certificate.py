@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.slots import Slot
+from outrider.engine.texts import SeparateTexts
 from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -44,14 +43,14 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     """
     if claim.sampling.is_residual:
         raise InvalidRequest("residual sampling may give another text each time; expected coupled sampling")
-    slot = Slot(model, claim.tokens, claim.sampling)
+    slot = Slot(model, SeparateTexts(model.model), claim.tokens, claim.sampling)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
     slot.feed_all_but(1)
     ties: list[Difference] = []
     mismatches: list[Difference] = []
     for done, token in enumerate(claim.generated, start=1):
-        difference = judge(slot.forward(mx.array(slot.unfed))[-1:], slot.tokens, slot.sampler, token)
+        difference = judge(slot.forward(slot.unfed)[-1:], slot.tokens, slot.sampler, token)
         if difference is not None:
             (ties if is_tie(difference) else mismatches).append(difference)
         slot.tokens.append(token)

@@ -1,63 +1,161 @@
-"""A request on the target: its slot, what it has answered, and what it may go on with by itself."""
+"""A request on the target: its slot, what it has answered, and what it verifies next.
+
+That comes from a VERIFY, from a branch that was prepared, from plain decoding or from a drafter in this process: one
+question, `next_ask`, whatever the source.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from outrider.drafting.work_ahead import Continuation
 from outrider.engine.slots import Slot
-from outrider.engine.verify import RunAhead, Verdict
-from outrider.protocol.messages import Outcome, Prepare, Verify
-from outrider.target_worker.colocated import DraftedRounds, Drafting
+from outrider.engine.verify import Ask, Verdict
+from outrider.protocol import clock
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
+from outrider.protocol.sparse import SparseQ, one_hot
+from outrider.target_worker.colocated import OwnDraft
+
+ANSWERS_KEPT = 2  # the orchestrator may be one behind, when the target went on by itself
 
 
 @dataclass(slots=True)
 class Running:
     """A request on this target.
 
-    `answers` are its latest outcomes: the orchestrator may be one behind, when the target went on by itself. `prepared`
-    is what it may go on with. `ahead` are its rounds without a word between, of which `ahead_left` are still allowed.
-    `eos` are the tokens that end it; `drafting` is the own drafter's part, opened when first asked for.
+    `asked` is what a VERIFY wants of it; `onward` the prepared chain that it goes on with. `going_on`: it decodes by
+    itself until told otherwise, `draft` tokens of an own drafter a round, for `room` tokens more. `drafter` opens that
+    drafter's part, which reads the text when it is first wanted. `ready`: when its next round could begin, seconds.
+    `ended`: it came to an end token or its room while going on; `over`: it was closed.
     """
 
     slot: Slot
-    epoch: int
-    answers: deque[Outcome]
-    eos: tuple[int, ...] = ()
+    opened: Open
+    drafter: Callable[[], OwnDraft] | None = None
+    answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))
+    asked: Verify | None = None
     prepared: Prepare | None = None
-    ahead: RunAhead | DraftedRounds | None = None
-    ahead_left: int = 0
-    drafting: Drafting | None = None
+    onward: tuple[int, ...] | None = None
+    going_on: bool = False
+    draft: int = 0
+    room: int = 0
+    ready: float = 0.0
+    opened_ns: int = 0
+    halting: bool = False
+    ended: bool = False
+    over: bool = False
+    _drafting: OwnDraft | None = None
+    _proposed: tuple[Continuation, Span] | None = None
 
     @property
-    def last(self) -> Outcome:
-        return self.answers[-1]
+    def request(self) -> str:
+        return self.opened.request
 
-    def onward(self, round_number: int, verdict: Verdict) -> tuple[int, ...] | None:
-        """The branch that was prepared for this outcome of this round."""
+    @property
+    def epoch(self) -> int:
+        return self.opened.epoch
+
+    @property
+    def round(self) -> int:
+        """The round of its latest outcome."""
+        return self.answers[-1].round if self.answers else self.opened.round - 1
+
+    @property
+    def unread(self) -> int:
+        """How many tokens of its text are to be read before anything can be verified."""
+        return 0 if self.answers else len(self.slot.unfed) - 1
+
+    @property
+    def decodes_plainly(self) -> bool:
+        """Whether it goes on by plain steps, the one under way not being its last."""
+        return self.going_on and not (self.draft or self.halting or self.over) and self.room > 1
+
+    @property
+    def has_next(self) -> bool:
+        """Whether its next round can begin."""
+        onward = self.onward is not None or (self.going_on and self.room > 0)
+        return not self.over and not self.unread and (self.asked is not None or onward)
+
+    def next_ask(self) -> Ask:
+        """What it verifies in its next round; an own drafter drafts it now."""
+        asked = self.asked
+        if self.going_on and self.draft:
+            proposed = self._propose()
+            return Ask(self.slot, proposed.chain, proposed.q)
+        if asked is not None:
+            return Ask(self.slot, asked.chain, _drawn_from(asked))
+        return Ask(self.slot, self.onward or ())
+
+    def told(self, message: Verify) -> None:
+        """Takes in what its next round is to be."""
+        self.asked, self.onward, self.ended, self.halting = message, None, False, False
+        self.going_on, self.draft, self.room = message.going_on, message.draft, message.room
+
+    def halt(self) -> None:
+        """The round that it has said to go on with is the last that was not asked for."""
+        self.halting = True
+
+    def forget(self, verdict: Verdict) -> None:
+        """A step that was begun before it was known that the text ends before it."""
+        del self.slot.tokens[-verdict.accepted - 1 :]
+        self.slot.text.roll_back(len(self.slot.tokens) - 1)
+
+    def settled(self, verdict: Verdict, work: Span, rows: int, peak: int) -> Outcome:
+        """The outcome of its round, and what it goes on with."""
+        number, base_len = self.round + 1, len(self.slot.tokens) - verdict.accepted - 1
+        committed = tuple(self.slot.tokens[base_len:])
+        proposed, self._proposed = self._proposed, None
+        self.asked = None
+        if not self.answers:  # the prompt's reading belongs to it
+            work = Span(self.opened_ns, work.ended_ns)
+        self.room -= len(committed)
+        if self.going_on and (self.room < 1 or not set(self.opened.eos).isdisjoint(committed)):
+            self.going_on, self.ended = False, True
+        if self.halting:
+            self.going_on = self.halting = False
+        self.onward = self._prepared_for(number, committed)
+        idle = work.started_ns - self.answers[-1].work.ended_ns if self.answers else 0
+        outcome = Outcome(
+            request=self.request, epoch=self.epoch, round=number, base_len=base_len, accepted=verdict.accepted,
+            bonus=verdict.bonus, work=work, idle_ns=max(idle, 0), onward=() if self.going_on else self.onward,
+            rows=rows, peak_bytes=peak, drafted=proposed[0].chain if proposed else None,
+            drafting=proposed[1] if proposed else None,
+        )  # fmt: skip
+        self.answers.append(outcome)
+        self.ready = 0.0
+        return outcome
+
+    def _prepared_for(self, number: int, committed: tuple[int, ...]) -> tuple[int, ...] | None:
         prepared = self.prepared
-        if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, round_number):
+        if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, number):
             return None
-        return prepared.chain((verdict.accepted, verdict.bonus))
+        return prepared.chain(committed)
 
-    def prolongs(self, message: Verify) -> bool:
-        """Whether it asks for plain rounds to go on where those under way would have ended."""
-        return self._is_plain(message) and message.round == self.last.round + self.ahead_left + 1
+    def _propose(self) -> Continuation:
+        if self._proposed is None:
+            if self.drafter is None:
+                raise InvalidRequest("this target has no drafter of its own; expected a draft of 0, or --draft-model")
+            started_ns = clock.now()
+            self._drafting = self._drafting or self.drafter()
+            found = self._drafting.propose(self.slot.tokens, min(self.draft, self.room - 1))
+            self._proposed = found, clock.since(started_ns)
+        return self._proposed[0]
 
-    def is_under_way(self, message: Verify) -> bool:
-        """Whether the plain rounds under way are to make all that it asks for: it was heard before."""
-        return self._is_plain(message) and message.round + message.run_ahead <= self.last.round + self.ahead_left
 
-    def _is_plain(self, message: Verify) -> bool:
-        """Whether it asks for plain rounds of the text that those under way say, one token a round."""
-        return (
-            isinstance(self.ahead, RunAhead)
-            and (message.chain, message.draft, message.epoch) == ((), 0, self.epoch)
-            and message.base_len - message.round == len(self.slot.tokens) - self.last.round - 1
-        )
+def opening(message: Open) -> Verify:
+    """OPEN is the verify of an empty chain."""
+    return Verify(
+        request=message.request, epoch=message.epoch, round=message.round, base_len=len(message.tokens), chain=()
+    )
 
-    def stop_ahead(self) -> None:
-        """Leaves the slot as if its tokens had come one by one."""
-        if self.ahead is not None:
-            self.ahead.stop()
-            self.ahead = None
+
+def _drawn_from(message: Verify) -> SparseQ | None:
+    """What the chain's tokens were drawn from: its kind says that, nothing else does."""
+    if message.kind == "one-hot":
+        return one_hot(message.chain)
+    if message.kind == "sparse" and message.q is None:
+        raise InvalidRequest("a sparse chain comes without its q; expected what its tokens were drawn from")
+    return message.q if message.kind == "sparse" else None

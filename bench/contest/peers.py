@@ -1,8 +1,9 @@
 """The same weights in mlx-lm's own loops, for comparison.
 
 Reads one JSON object a line from stdin, {tokens, max_tokens, num_draft_tokens (0: plain decoding), temp, seed}, and
-answers each with {tokens, decode_seconds}: from the first generated token to the last, prefill left out. Knows nothing
-of Outrider's ways; both models are in float32 on CPU, as ours are.
+answers each with {tokens, decode_seconds}: from the first generated token to the last, prefill left out. {batch,
+max_tokens, temp, seed} asks for several prompts at once, {tokens, seconds} tells how many were made and how long all of
+it took. Knows nothing of Outrider's ways; both models are in float32 on CPU, as ours are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm import stream_generate
+from mlx_lm import batch_generate, stream_generate
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_tokenizer
 
@@ -50,6 +51,13 @@ class Peers:
             generated.append(response.token)
         return Run(generated, time.perf_counter() - first)
 
+    def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int) -> dict[str, float]:
+        """All prompts at once, by plain decoding."""
+        mx.random.seed(seed)
+        begun = time.perf_counter()
+        batch_generate(self._target, self._tokenizer, batch, max_tokens=max_tokens, sampler=make_sampler(temp))
+        return {"tokens": len(batch) * max_tokens, "seconds": time.perf_counter() - begun}
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True)
@@ -58,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     peers = Peers(options.model, options.draft_model)
-    answer_all(lambda asked: asdict(peers.run(**asked)))
+    answer_all(lambda asked: peers.batch(**asked) if "batch" in asked else asdict(peers.run(**asked)))
     return 0
 
 

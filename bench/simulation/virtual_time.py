@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.fan_out import POLICIES
@@ -27,7 +27,7 @@ from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
 from outrider.protocol import clock
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from outrider.protocol.messages import Message, Open, Outcome, Prepare, Span, Timings, Verify
+from outrider.protocol.messages import Halt, Message, Open, Outcome, Prepare, Span, Timings, Verify
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 
@@ -109,67 +109,56 @@ class PacedTarget:
         self._world, self._profile, self._hop, self._answer = world, profile, hop, answer
         self._texts: dict[str, tuple[int, ...]] = {}
         self._prepared: Prepare | None = None
-        self._plain: Verify | None = None  # plain rounds under way, and what prolongs them
-        self._more: Verify | None = None
+        self._going_on = False
         self._order = 0
         self._sent_ns = 0
 
     def hear(self, text: tuple[int, ...], message: Message) -> None:
-        if isinstance(message, Prepare):
-            self._prepared = message
-            return
-        if isinstance(message, Verify) and self._prolongs(message):
-            self._more = message
-            return
-        self._order, self._more = self._order + 1, None
         match message:
+            case Prepare():
+                self._prepared = message
+            case Halt():
+                self._going_on = False
             case Open():
+                self._order += 1
                 self._texts[message.request] = text
                 at = len(message.tokens)
                 self._say(Outcome(message.request, message.epoch, message.round, at, 0, text[at], Span(0, 1)))
             case Verify():
-                self._forward(message, 0, self._order, self._world.now_ns() - self._sent_ns)
+                self._order, self._going_on = self._order + 1, message.going_on
+                self._forward(message, self._order, self._world.now_ns() - self._sent_ns)
+            case _:
+                self._order += 1
 
-    def _prolongs(self, message: Verify) -> bool:
-        plain = self._plain
-        return plain is not None and not message.chain and message.round == plain.round + plain.run_ahead + 1
-
-    def _forward(self, message: Verify, ahead: int, order: int, idle_ns: int) -> None:
-        """One forward, and after it the next one that run-ahead or a prepared branch allows."""
+    def _forward(self, message: Verify, order: int, idle_ns: int) -> None:
+        """One forward, and after it the next one, plain or of a prepared branch, that it may go on with."""
         started_ns = self._world.now_ns()
-        self._plain = message if message.run_ahead else None
 
         def end() -> None:
             if order != self._order:  # another message came meanwhile
                 return
-            outcome = self._outcome(message, ahead, Span(started_ns, self._world.now_ns()), idle_ns)
-            self._plain = self._plain if ahead < message.run_ahead else None
+            outcome = self._outcome(message, Span(started_ns, self._world.now_ns()), idle_ns)
             self._say(outcome)
-            if ahead < message.run_ahead:
-                self._forward(message, ahead + 1, order, 0)
-            elif self._more is not None:
-                more, self._more = self._more, None
-                self._forward(more, 0, order, 0)
-            elif outcome.onward is not None:
+            if outcome.onward is not None:
                 at = outcome.base_len + outcome.accepted + 1
                 following = Verify(message.request, message.epoch, message.round + 1, at, outcome.onward)
-                self._forward(following, 0, order, 0)
+                self._forward(following, order, 0)
 
         self._world.after(self._profile.target.milliseconds(1 + len(message.chain)) / 1000, end)
 
-    def _outcome(self, message: Verify, ahead: int, work: Span, idle_ns: int) -> Outcome:
-        text, at = self._texts[message.request], message.base_len + ahead
+    def _outcome(self, message: Verify, work: Span, idle_ns: int) -> Outcome:
+        text, at = self._texts[message.request], message.base_len
         pairs = zip(message.chain, text[at:], strict=False)
         accepted = next((i for i, (own, true) in enumerate(pairs) if own != true), len(message.chain))
         bonus = text[at + accepted] if at + accepted < len(text) else 0
-        found = Outcome(message.request, message.epoch, message.round + ahead, at, accepted, bonus, work, idle_ns)
-        return replace(found, onward=self._onward(found))
+        onward = () if self._going_on else self._onward(message, (*message.chain[:accepted], bonus))
+        return Outcome(message.request, message.epoch, message.round, at, accepted, bonus, work, idle_ns, onward)
 
-    def _onward(self, outcome: Outcome) -> tuple[int, ...] | None:
+    def _onward(self, message: Verify, committed: tuple[int, ...]) -> tuple[int, ...] | None:
         prepared = self._prepared
-        if prepared is None or (prepared.request, prepared.round) != (outcome.request, outcome.round):
+        if prepared is None or (prepared.request, prepared.round) != (message.request, message.round):
             return None
-        return prepared.chain((outcome.accepted, outcome.bonus))
+        return prepared.chain(committed)
 
     def _say(self, outcome: Outcome) -> None:
         self._sent_ns = self._world.now_ns()

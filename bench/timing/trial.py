@@ -81,7 +81,8 @@ def _over(bench: Workbench, start: int, text: Sequence[int], depth: int, branche
     while at + depth + 1 < len(text):
         done = bench.both(number, at, text[told:at], served, depth, branches)
         told, held = at, done.outcome.accepted
-        in_time = _prepared(done.pieces, held, done.outcome.bonus, done.outcome.work.ended_ns)
+        outcome = (*served[:held], done.outcome.bonus)
+        in_time = _prepared(done.pieces, outcome, done.outcome.work.ended_ns)
         verify_ms = milliseconds(done.outcome.work)
         yield Tried(1 + len(served), held, agreeing(full, text[at:]), in_time is not None, verify_ms)
         at, number = at + held + 1, number + 1
@@ -91,7 +92,7 @@ def _over(bench: Workbench, start: int, text: Sequence[int], depth: int, branche
             full = served = bench.chain(number, at, text[told:at], depth)[0].chain
             told = at
         else:
-            complete = _prepared(done.pieces, held, done.outcome.bonus)
+            complete = _prepared(done.pieces, outcome)
             full, served = (complete or in_time).chain, in_time.chain
 
 
@@ -100,10 +101,10 @@ def agreeing(chain: Sequence[int], text: Sequence[int]) -> int:
     return next((i for i, (own, true) in enumerate(zip(chain, text, strict=False)) if own != true), len(chain))
 
 
-def _prepared(pieces: Sequence[Branches], accepted: int, bonus: int, until_ns: int | None = None) -> Branch | None:
+def _prepared(pieces: Sequence[Branches], committed: tuple[int, ...], until_ns: int | None = None) -> Branch | None:
     """The branch for this outcome in its last form, of those finished `until_ns`."""
     found = None
     for piece in pieces:
         if until_ns is None or piece.work.ended_ns <= until_ns:
-            found = next((b for b in piece.entries if (b.accepted, b.bonus) == (accepted, bonus)), found)
+            found = next((b for b in piece.entries if b.committed == committed), found)
     return found

@@ -110,10 +110,10 @@ class Workbench:
         self._to_drafters(Close(REQUEST))
 
     def text(self, prompt: Sequence[int], length: int, sampling: SamplingParams) -> tuple[tuple[int, ...], list[Span]]:
-        """The prompt and `length` tokens that the target says after it, and the span of each run-ahead step."""
+        """The prompt and `length` tokens that the target says after it, and the span of each plain step."""
         first = self.open(prompt, sampling, target=True, drafter=False)
         text, spans = [*prompt, first or 0], []
-        self._pool.send_target(Verify(REQUEST, 0, 1, len(text), (), run_ahead=length - 2))
+        self._pool.send_target(Verify(REQUEST, 0, 1, len(text), (), going_on=True, room=length - 1))
         while len(text) < len(prompt) + length:
             outcome = self._wait(Outcome)
             text.append(outcome.bonus)
@@ -133,12 +133,12 @@ class Workbench:
     ) -> tuple[list[Branch], list[Span]]:
         """One COMMIT by itself: the branches at full depth, and the span of each forward."""
         self._commit(number, base_len, new, tuple(chain), depth, branches)
-        found: dict[tuple[int, int], Branch] = {}
+        found: dict[tuple[int, ...], Branch] = {}
         spans = []
         while True:
             message = self._wait(Branches)
             spans.append(message.work)
-            found |= {(entry.accepted, entry.bonus): entry for entry in message.entries}
+            found |= {entry.committed: entry for entry in message.entries}
             if message.final:
                 return list(found.values()), spans
 

@@ -19,8 +19,6 @@ from outrider.orchestrator.core.tuning import Choice
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 # An episode is long enough to be measured: rounds are kept in one mode for this many.
 EPISODE_ROUNDS = 12
-# The target decodes plainly by itself; when so many rounds of that are left it is told whether to go on.
-NOTICE_ROUNDS = 2
 # A mode not measured for this many episodes may be tried again, if the formula puts it within the margin of the best;
 # else after so many times as long.
 FIRST_RETRY = 6
@@ -112,13 +110,15 @@ class Trial:
 
 @dataclass(slots=True)
 class Controller:
-    """Chooses among `modes`, with K up to `max_depth` and `branches` where nothing was tuned. `why` explains the latest
-    choice."""
+    """Chooses among `modes`, with K up to `max_depth` and `branches` where nothing was tuned, for `width` requests at
+    once, whose rounds it sees in turn. `why` explains the latest choice.
+    """
 
     estimates: Estimates
     modes: tuple[str, ...]
     max_depth: int
     branches: int = 0
+    width: int = 1
     why: str = "not started"
     _plan: Plan | None = None
     _way: Way | None = None
@@ -154,15 +154,15 @@ class Controller:
     @property
     def is_due(self) -> bool:
         """Whether the next `plan` chooses anew."""
-        hopeless = self._trial is not None and self._trial.is_hopeless(self._rounds - 1)
-        return self._plan is None or self._rounds >= EPISODE_ROUNDS or hopeless
+        hopeless = self._trial is not None and self._trial.is_hopeless(self._rounds // self.width - 1)
+        return self._plan is None or self._rounds >= EPISODE_ROUNDS * self.width or hopeless
 
     def saw_round(self, plan: Plan, tokens: int, milliseconds: float) -> None:
         """What a round under `plan` brought. The first of an episode pays for the change and is not counted."""
         if plan != self._plan or self._way is None:
             return
         self._rounds += 1
-        if self._rounds > 1 and milliseconds > 0:
+        if self._rounds > self.width and milliseconds > 0:
             self._records.setdefault(self._way, Record()).add(tokens, milliseconds, self._episode)
             if self._trial is not None:
                 self._trial.tokens += tokens

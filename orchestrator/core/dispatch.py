@@ -1,4 +1,4 @@
-"""What the workers are told about a request: OPEN, VERIFY, PREPARE, COMMIT, CLOSE.
+"""What the workers are told about a request: OPEN, VERIFY, HALT, PREPARE, COMMIT, CLOSE.
 
 Knows which words a request's state makes; decides nothing. Keeps no state but the request's `untold`.
 """
@@ -14,7 +14,7 @@ from outrider.orchestrator.core.limits import growth
 from outrider.orchestrator.core.request import Request
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.fields import MAX_COMMIT
-from outrider.protocol.messages import Close, Commit, Message, Open, Prepare, Verify
+from outrider.protocol.messages import Close, Commit, Halt, Message, Open, Prepare, Verify
 
 
 class Workers(Protocol):
@@ -47,7 +47,7 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Says to the target, and to the drafters of a request, how it stands with the request."""
+    """Sends a request's state to the target and its drafters."""
 
     workers: Workers
 
@@ -65,32 +65,34 @@ class Dispatch:
         proposal = request.proposal
         self.workers.send_target(
             Verify(
-                request.id,
-                request.epoch,
-                request.round,
-                request.base_len,
-                proposal.chain,
-                proposal.run_ahead,
-                proposal.kind(request.admit.sampling),
-                proposal.q,
-                proposal.draft,
-                growth(request, self.workers.target_context) if proposal.draft else 0,
+                request=request.id,
+                epoch=request.epoch,
+                round=request.round,
+                base_len=request.base_len,
+                chain=proposal.chain,
+                kind=proposal.kind(request.admit.sampling),
+                q=proposal.q,
+                going_on=proposal.going_on,
+                draft=proposal.draft,
+                room=growth(request, self.workers.target_context) if proposal.going_on else 0,
             )
         )
 
-    def prolong(self, request: Request, rounds: int) -> None:
-        """So many plain rounds more, behind those that the target makes by itself."""
-        ahead = request.proposal.run_ahead + 1
-        self.workers.send_target(
-            Verify(request.id, request.epoch, request.round + ahead, request.base_len + ahead, (), rounds - 1)
-        )
+    def halt(self, request: Request) -> None:
+        """The target is not to go on by itself."""
+        self.workers.send_target(Halt(request=request.id, epoch=request.epoch))
 
     def prepare(self, request: Request) -> None:
         """What the target may go on with after the round under way."""
-        accepted, bonus = zip(*request.lent, strict=True)
-        chains = tuple(proposal.chain for proposal in request.lent.values())
         self.workers.send_target(
-            Prepare(request.id, request.epoch, request.round, request.base_len, accepted, bonus, chains)
+            Prepare(
+                request=request.id,
+                epoch=request.epoch,
+                round=request.round,
+                base_len=request.base_len,
+                committed=tuple(request.prepared),
+                chains=tuple(proposal.chain for proposal in request.prepared.values()),
+            )
         )
 
     def commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:
@@ -98,14 +100,14 @@ class Dispatch:
         if len(request.untold) > MAX_COMMIT:
             self._open_drafters(request, None)
         message = Commit(
-            request.id,
-            request.epoch,
-            round_number,
-            len(request.tokens),
-            tuple(request.untold),
-            verifying,
-            depth,
-            request.branches,
+            request=request.id,
+            epoch=request.epoch,
+            round=round_number,
+            base_len=len(request.tokens),
+            tokens=tuple(request.untold),
+            verifying=verifying,
+            depth=depth,
+            branches=request.branches,
         )
         request.untold = []
         for name in request.drafters:
@@ -129,13 +131,13 @@ def _verifying(request: Request) -> tuple[int, ...] | None:
 
 def _opening(request: Request, verifying: tuple[int, ...] | None) -> Open:
     return Open(
-        request.id,
-        request.epoch,
-        request.round,
-        np.asarray(request.tokens, np.int32),
-        request.admit.sampling,
-        tuple(sorted(request.admit.eos)),
-        request.depth,
-        request.branches,
-        verifying,
+        request=request.id,
+        epoch=request.epoch,
+        round=request.round,
+        tokens=np.asarray(request.tokens, np.int32),
+        sampling=request.admit.sampling,
+        eos=tuple(sorted(request.admit.eos)),
+        depth=request.depth,
+        branches=request.branches,
+        verifying=verifying,
     )

@@ -98,9 +98,10 @@ class Acceptance:
 
 
 class Estimates:
-    """What the orchestrator believes about its workers and the text, all requests together."""
+    """What the orchestrator believes about its workers and the text, all requests of one load together."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: Estimates | None = None) -> None:
+        """`text`: estimates whose odds of the text and of the pair hold here too; costs are this load's own."""
         self._verify_ms: dict[int, Average] = {}
         self._row_ms = Slope()
         self._step_ms = Average()
@@ -111,8 +112,9 @@ class Estimates:
         self._ar_ms = Average()
         self._hits = Average()
         self._turnaround_ms = Average()
-        self.drafted = Acceptance()
-        self._copied = [Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_COPIED]
+        self.drafted: Acceptance = Acceptance() if text is None else text.drafted
+        copied = [Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_COPIED]
+        self._copied: list[Acceptance] = copied if text is None else text._copied
 
     def start_from(self, tuning: Tuning) -> None:
         """Takes a tuning's measurements for first values."""
@@ -157,7 +159,7 @@ class Estimates:
         self._round_ms.add(milliseconds)
 
     def saw_ar(self, milliseconds: float) -> None:
-        """From one run-ahead token to the next."""
+        """From one token of plain decoding to the next."""
         self._ar_ms.add(milliseconds)
 
     def saw_lookup(self, hit: bool) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.orchestrator.core.controller import EPISODE_ROUNDS, NOTICE_ROUNDS, Controller, Plan
+from outrider.orchestrator.core.controller import Controller, Plan
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.proposal import Proposal, Source
 from outrider.orchestrator.core.request import Request, Round, RoundSettings, Waiting
@@ -23,12 +23,22 @@ class Ledger:
 
     def __init__(self, settings: RoundSettings, trace: Trace, tunings: Sequence[Tuning] = ()) -> None:
         self.estimates = Estimates()
+        self._by_load = {0: self.estimates}
+        self._load = 0
         self._tunings = tunings
         if tunings:
             self.estimates.start_from(tunings[0])
         self._settings = settings
         self._trace = trace
-        self._controllers: dict[tuple[bool, int | None, int | None, bool], Controller] = {}
+        self._controllers: dict[tuple[bool, int | None, int | None, bool, int], Controller] = {}
+
+    def turn_to(self, active: int) -> Estimates:
+        """So many requests run at once now: what holds at about this load. Costs and rates are each load's own."""
+        self._load = max(active - 1, 0).bit_length()
+        if self._load not in self._by_load:
+            self._by_load[self._load] = Estimates(self._by_load[0])
+        self.estimates = self._by_load[self._load]
+        return self.estimates
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
@@ -42,17 +52,13 @@ class Ledger:
         return Plan("ar", depth, branches), ["speculation is off: there is no drafter"]
 
     def replan(self, request: Request) -> None:
-        """In `auto` the controller may change its mind between two rounds, once a run-ahead is through."""
-        if request.admit.mode == "auto" and not request.proposal.run_ahead:
+        """In `auto` the controller may change its mind between two rounds."""
+        if request.admit.mode == "auto":
             request.plan = self._controller_of(request).plan()
 
-    def prolonged(self, request: Request) -> int:
-        """In `auto`, for how many rounds more the target is to decode plainly, when it is nearly through with that."""
-        ahead = request.proposal.run_ahead
-        if request.admit.mode != "auto" or request.proposal.draft or ahead != NOTICE_ROUNDS:
-            return 0
-        plan = self._controller_of(request).plan()
-        return min(request.remaining - 1 - ahead, EPISODE_ROUNDS) if plan.mode == "ar" else 0
+    def wants_other(self, request: Request) -> bool:
+        """Whether, in `auto`, a target that goes on by itself is to stop: the controller has another plan."""
+        return request.admit.mode == "auto" and self._controller_of(request).plan() != request.plan
 
     def may_replan(self, request: Request) -> bool:
         """Whether the controller may have another plan after the round under way."""
@@ -124,7 +130,7 @@ class Ledger:
         """What this round says about costs and odds."""
         proposal, estimates = ended.proposal, self.estimates
         estimates.saw_round(kept, round_ms)
-        if proposal.run_ahead and not proposal.draft:
+        if proposal.going_on and not proposal.draft:
             estimates.saw_ar(round_ms)
         elif ended.plan.mode != "ar":
             estimates.saw_verify(len(proposal.chain) + 1, _milliseconds(outcome.work))
@@ -143,14 +149,15 @@ class Ledger:
         return self._controller(request.admit, bool(request.drafters))
 
     def _controller(self, admit: Admit, has_drafter: bool) -> Controller:
-        """One controller for each set of means and class of temperature: what was learned with others would mislead."""
-        means = (has_drafter, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0)
+        """One for each set of means, class of temperature and load: what was learned with others would mislead."""
+        means = (has_drafter, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0, self._load)
         if means not in self._controllers:
             drafts = self._settings.ngrams or self._settings.colocated
             modes = ("ar", "sd", "ssd") if has_drafter else ("ar", "sd") if drafts else ("ar",)
-            controller = Controller(self.estimates, modes, self._depth(admit), self._branches(admit))
+            width = 2**self._load
+            controller = Controller(self.estimates, modes, self._depth(admit), self._branches(admit), width)
             tuning = nearest(self._tunings, admit.sampling.temp)
-            if tuning is not None and has_drafter:
+            if tuning is not None and has_drafter and not self._load:  # a tuning is of one request at a time
                 controller.start_from(choice for choice in tuning.choices if _may_have(admit, choice))
             self._controllers[means] = controller
         return self._controllers[means]

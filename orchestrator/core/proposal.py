@@ -25,13 +25,14 @@ class Proposal:
 
     `found`: there was a branch for the outcome. `missed`: there was none when the outcome came; both: it came late.
     `waited`: a drafter was waited for. The last `copied` tokens are from the text, which had been in the same place by
-    `matched` tokens before. `q`: what the chain was drawn from, None where nothing was drawn. `draft`: how many tokens
-    the target is to draft for itself; what it did is known with the outcome.
+    `matched` tokens before. `q`: what the chain was drawn from, None where nothing was drawn. `going_on`: the target
+    goes on by itself after it, plainly or, `draft` tokens a round, with its own drafter, whose chain comes with the
+    outcome.
     """
 
     chain: tuple[int, ...] = ()
     source: Source = Source.NONE
-    run_ahead: int = 0
+    going_on: bool = False
     found: bool = False
     missed: bool = False
     waited: bool = False
@@ -46,7 +47,7 @@ class Proposal:
 
     def again(self) -> Proposal:
         """The round after, which the target makes by itself."""
-        return replace(self, chain=() if self.draft else self.chain, run_ahead=self.run_ahead - 1)
+        return replace(self, chain=(), missed=False, waited=False)
 
     def kind(self, sampling: SamplingParams) -> str:
         """By which rule the target is to verify it (see `Verify`)."""

@@ -36,13 +36,13 @@ class RoundSettings:
 class Waiting:
     """The request waits for a drafter, until `deadline_ns` at the latest.
 
-    With `outcome` (accepted, bonus) it waits for that branch to grow, or, `missed`, to come at all, or in full depth
-    for the round to be final; without, for the continuation asked for at `asked_ns`.
+    With `outcome`, the tokens it made final, it waits for that branch to grow, or, `missed`, to come at all, or in full
+    depth for the round to be final; without, for the continuation asked for at `asked_ns`.
     """
 
     asked_ns: int
     deadline_ns: int
-    outcome: tuple[int, int] | None = None
+    outcome: tuple[int, ...] | None = None
     missed: bool = False
 
 
@@ -61,9 +61,8 @@ class Request:
 
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
-    `lent`: what the target may go on with after an outcome. `untold` are committed tokens that the drafters, `drafters`
-    by name, do not know yet. `copied_in` is the round of
-    the latest n-gram chain.
+    `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `untold` are
+    committed tokens that the drafters, `drafters` by name, do not know yet.
     """
 
     admit: Admit
@@ -75,11 +74,11 @@ class Request:
     round: int = 0
     base_len: int = 0
     accepted: int = 0
-    copied_in: int = 0
     untold: list[int] = field(default_factory=list)
     proposal: Proposal = field(default_factory=Proposal)
     cache: SpeculationCache = field(default_factory=SpeculationCache)
-    lent: dict[tuple[int, int], Proposal] = field(default_factory=dict)
+    prepared: dict[tuple[int, ...], Proposal] = field(default_factory=dict)
+    halted: bool = False
     waiting: Waiting | None = None
     branches_at_ns: int = 0
     handled_ns: int = 0
@@ -90,11 +89,13 @@ class Request:
     def id(self) -> str:
         return self.admit.request
 
-    def went_on(self, outcome: Outcome) -> Proposal:
-        """What the target verifies by itself after this outcome: a chain it was lent."""
+    def went_on(self, outcome: Outcome, committed: tuple[int, ...]) -> Proposal:
+        """What the target verifies by itself after this outcome: its own, or a prepared chain."""
+        if self.proposal.going_on:
+            return self.proposal.again()
         chain = outcome.onward or ()
-        lent = self.lent.get((outcome.accepted, outcome.bonus))
-        return lent if lent is not None and lent.chain == chain else Proposal(chain, Source.CACHE, found=True)
+        known = self.prepared.get(committed)
+        return known if known is not None and known.chain == chain else Proposal(chain, Source.CACHE, found=True)
 
     def this_round(self) -> Round:
         return Round(self.round, self.plan, self.proposal)

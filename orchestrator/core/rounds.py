@@ -15,10 +15,10 @@ from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.dispatch import Dispatch, Workers
 from outrider.orchestrator.core.door import may_say
 from outrider.orchestrator.core.ledger import Ledger
-from outrider.orchestrator.core.lending import lent, may_lend
 from outrider.orchestrator.core.limits import room, up_to_end
 from outrider.orchestrator.core.ngram import PIECE, NgramIndex
-from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.preparing import may_prepare, prepared
+from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
 from outrider.orchestrator.core.request import Request, RoundSettings
 from outrider.orchestrator.core.speculation_cache import is_sound
@@ -46,9 +46,8 @@ class Rounds:
         self._settings = settings
         self._tell = tell
         self._ledger = Ledger(settings, trace, tunings)
-        self._estimates = self._ledger.estimates
-        self._proposer = Proposer(self._estimates, settings.full_depth, settings.colocated)
         self._requests: dict[str, Request] = {}
+        self._turn_to_load(1)
 
     @property
     def active(self) -> int:
@@ -58,6 +57,7 @@ class Rounds:
 
     def begin(self, admit: Admit, now_ns: int) -> None:
         """OPEN to the target and to the drafters: all read the prompt at once."""
+        self._turn_to_load(len(self._requests) + 1)
         less = self._workers.notes() if admit.mode != "ar" else []
         if not self._workers.target_abilities.chains:
             admit = replace(admit, mode="ar")
@@ -144,7 +144,7 @@ class Rounds:
         for request in list(self._requests.values()):
             if request.waiting and now_ns >= request.waiting.deadline_ns:
                 outcome = request.waiting.outcome
-                found = request.cache.lookup(*outcome) if outcome else None
+                found = request.cache.lookup(outcome) if outcome else None
                 alone = Proposal(missed=outcome is not None)
                 chain = self._proposer.branch(request, found, self._room(request)) if found else alone
                 self._verify(request, chain, now_ns)
@@ -165,11 +165,11 @@ class Rounds:
         if reason is None:
             request.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
             if outcome.onward is not None:
-                self._begin_round(request, request.went_on(outcome))
-                self._under_way(request, now_ns)
+                self._went_on(request, request.went_on(outcome, tuple(kept)), now_ns)
             else:
+                request.halted = False
                 self._ledger.replan(request)
-                step = self._proposer.after(request, outcome.accepted, outcome.bonus, self._room(request), now_ns)
+                step = self._proposer.after(request, tuple(kept), self._room(request), now_ns)
                 self._take(request, step, now_ns)
             self._workers.let_go()
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
@@ -185,9 +185,9 @@ class Rounds:
             return
         request.cache.add(message)
         request.branches_at_ns = now_ns
-        self._lend(request)
+        self._prepare(request)
         if request.waiting and request.waiting.outcome:
-            step = self._proposer.serve(request, *request.waiting.outcome, self._room(request), now_ns)
+            step = self._proposer.serve(request, request.waiting.outcome, self._room(request), now_ns)
             self._take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
@@ -205,6 +205,7 @@ class Rounds:
             self._dispatch.open_drafters(request)
             return
         request.epoch += 1
+        request.halted = False
         request.proposal, request.waiting = Proposal(), None
         self._open(request)
 
@@ -225,9 +226,6 @@ class Rounds:
 
     def _take(self, request: Request, step: Step, now_ns: int) -> None:
         match step:
-            case Proposal() if request.proposal.run_ahead:
-                self._begin_round(request, request.proposal.again())
-                self._prolong(request)
             case Proposal():
                 self._verify(request, step, now_ns)
             case Ask():
@@ -247,32 +245,34 @@ class Rounds:
         request.round += 1
         request.base_len = len(request.tokens)
         request.proposal = proposal
-        if proposal.source is Source.NGRAM:
-            request.copied_in = request.round
 
     def _under_way(self, request: Request, now_ns: int) -> None:
         """The target has its round; the drafters are to prepare its outcomes."""
         request.cache.start()
-        request.lent = {}
+        request.prepared = {}
         if request.mode == "ssd" and request.drafters:
             self._dispatch.commit(request, request.round, request.proposal.chain, request.depth)
         request.branches_at_ns = now_ns
         self._ledger.proposed(request, now_ns)
 
-    def _lend(self, request: Request) -> None:
-        """PREPARE to the target, unless the controller may have another plan after this round."""
-        if not may_lend(request) or self._ledger.may_replan(request):
-            return
-        request.lent = dict(lent(request, self._proposer, self._workers.target_context))
-        if request.lent:
-            self._dispatch.prepare(request)
+    def _went_on(self, request: Request, proposal: Proposal, now_ns: int) -> None:
+        """The target has begun the next round by itself; it is told when that is to be the last such one."""
+        self._begin_round(request, proposal)
+        if not proposal.going_on:
+            self._under_way(request, now_ns)
+        elif not request.halted and (
+            self._ledger.wants_other(request) or not self._proposer.stays(request, self._room(request))
+        ):
+            request.halted = True
+            self._dispatch.halt(request)
 
-    def _prolong(self, request: Request) -> None:
-        """Plain decoding that goes on is asked for before the target is through: its pipeline stays full."""
-        rounds = self._ledger.prolonged(request)
-        if rounds > 0:
-            self._dispatch.prolong(request, rounds)
-            request.proposal = replace(request.proposal, run_ahead=request.proposal.run_ahead + rounds)
+    def _prepare(self, request: Request) -> None:
+        """PREPARE to the target, unless the controller may have another plan after this round."""
+        if not may_prepare(request) or self._ledger.may_replan(request):
+            return
+        request.prepared = dict(prepared(request, self._proposer, self._workers.target_context))
+        if request.prepared:
+            self._dispatch.prepare(request)
 
     def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
@@ -321,3 +321,9 @@ class Rounds:
     def _close(self, request: Request) -> None:
         del self._requests[request.id]
         self._dispatch.close(request)
+        self._turn_to_load(len(self._requests))
+
+    def _turn_to_load(self, active: int) -> None:
+        """What was learned with about so many requests at once decides from now on."""
+        self._estimates = self._ledger.turn_to(active)
+        self._proposer = Proposer(self._estimates, self._settings.full_depth, self._settings.colocated)

@@ -1,5 +1,7 @@
 """The speculation cache of one request: outcome -> branch, one round deep (paper definition 4).
 
+An outcome (k, t) is known by the tokens it makes final: the first k of the chain, then t.
+
 Holds only what arrived before the outcome was handled, so a hit is a prediction, never a look at the answer.
 """
 
@@ -10,8 +12,6 @@ from dataclasses import dataclass
 
 from outrider.protocol.messages import Branches, Drafted
 from outrider.protocol.sparse import SparseQ
-
-Outcome = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SpeculationCache:
     """The branches of the round under verification; `start` empties it for the next one."""
 
     def __init__(self) -> None:
-        self._branches: dict[Outcome, Prepared] = {}
+        self._branches: dict[tuple[int, ...], Prepared] = {}
         self.pushes = 0
         self.final = False
 
@@ -49,17 +49,17 @@ class SpeculationCache:
         self.pushes += 1
         for entry in message.entries:
             start, end = end, end + len(entry.chain)
-            known = self._branches.get((entry.accepted, entry.bonus))
+            known = self._branches.get(entry.committed)
             if known is None or len(entry.chain) > len(known.chain):
                 q = message.q.part(start, end) if message.q is not None else None
-                self._branches[entry.accepted, entry.bonus] = Prepared(entry.chain, q)
+                self._branches[entry.committed] = Prepared(entry.chain, q)
         self.final = self.final or message.final
 
-    def lookup(self, accepted: int, bonus: int) -> Prepared | None:
-        """The branch prepared for this outcome, as deep as it has come, or None."""
-        return self._branches.get((accepted, bonus))
+    def lookup(self, committed: tuple[int, ...]) -> Prepared | None:
+        """The branch prepared for the outcome that makes these tokens final, as deep as it has come, or None."""
+        return self._branches.get(committed)
 
-    def items(self) -> Iterable[tuple[Outcome, Prepared]]:
+    def items(self) -> Iterable[tuple[tuple[int, ...], Prepared]]:
         """Every outcome with its branch."""
         return self._branches.items()
 
@@ -68,7 +68,7 @@ class SpeculationCache:
 
         The branches of full acceptance come with the second, for the chain's last token is fed with the first.
         """
-        if self.final or any(known[0] == accepted for known in self._branches):
+        if self.final or any(len(committed) == accepted + 1 for committed in self._branches):
             return 0
         return max((2 if accepted == chain_length else 1) - self.pushes, 0)
 

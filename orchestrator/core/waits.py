@@ -29,4 +29,4 @@ def wait_for_branch(estimates: Estimates, request: Request, step: Linger, full_d
     if full_depth:
         limit_ms = whole_ms = PATIENCE_MS
     deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
-    return Waiting(asked_ns, deadline_ns, (step.accepted, step.bonus), missed)
+    return Waiting(asked_ns, deadline_ns, step.committed, missed)

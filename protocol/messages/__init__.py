@@ -21,6 +21,7 @@ from outrider.protocol.messages.rounds import (
     Close,
     Commit,
     Drafted,
+    Halt,
     Open,
     Outcome,
     Prefilled,
@@ -42,7 +43,7 @@ from outrider.protocol.messages.workers import (
 
 Message = (
     Hello | Welcome | Loading | Ping | Pong | Fault | Remark | Shutdown
-    | Open | Verify | Prepare | Outcome | Commit | Branches | Drafted | Prefilled | Close | Resync
+    | Open | Verify | Halt | Prepare | Outcome | Commit | Branches | Drafted | Prefilled | Close | Resync
     | Generate | Started | Progress | Chunk | Done | Failed | Cancel | StatsQuery | Stats
 )
 
@@ -58,6 +59,7 @@ __all__ = [
     "Failed",
     "Fault",
     "Generate",
+    "Halt",
     "Hello",
     "Loading",
     "Message",

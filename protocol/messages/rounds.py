@@ -16,6 +16,7 @@ from outrider.protocol.fields import (
     Choice,
     Committed,
     Count,
+    Final,
     Floats,
     Nanoseconds,
     RequestId,
@@ -60,17 +61,13 @@ class Open:
 class Verify:
     """Orchestrator -> target: one forward over the last committed token plus `chain`.
 
-    `run_ahead` = n lets the target go on by itself for n further single-token rounds, one Outcome each, until any other
-    message for the request arrives; a Verify of plain rounds that begins where these would end prolongs them, and one
-    that is repeated or stale changes nothing.
-
     `kind` says how the chain was proposed and so which rule verifies it: by equality, or by rejection sampling against
     a certain proposal (one-hot) or against `q`, which a sparse one was drawn from.
 
-    `draft` = K, for a target with a drafter in its own process: that one proposes up to K tokens in this round, whose
-    `chain` is empty, and in each of the `run_ahead` that follow; 0: plain decoding. `room` is then how many tokens the
-    request may still grow by: a chain leaves place for its bonus token, and the rounds end there or with a token of
-    Open's `eos`.
+    `going_on` lets the target go on by itself from then on, one Outcome a round, until Halt or any other word about the
+    request: with `draft` = K tokens of the drafter in its own process in each round, this one included, whose `chain`
+    is empty; with 0 by plain decoding. `room` is then how many tokens the request may still grow by: the rounds end
+    there, or with a token of Open's `eos`.
     """
 
     request: RequestId
@@ -78,19 +75,26 @@ class Verify:
     round: Serial
     base_len: Count
     chain: Chain
-    run_ahead: Count = 0
     kind: Annotated[str, Choice(("coupled", "one-hot", "sparse"))] = "coupled"
     q: SparseQ | None = None
+    going_on: bool = False
     draft: Count = 0
     room: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """The chain drafted for the outcome (`accepted`, `bonus`)."""
+class Halt:
+    """Orchestrator -> target: stop going on by yourself; the outcome of the round under way is the last unasked one."""
 
-    accepted: Count
-    bonus: Token
+    request: RequestId
+    epoch: Serial
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The chain drafted for the outcome that makes the tokens `committed` final: accepted ones, then the bonus."""
+
+    committed: Final
     chain: Chain
 
 
@@ -98,34 +102,34 @@ class Branch:
 class Prepare:
     """Orchestrator -> target, while it verifies `round`: the branches that are complete.
 
-    If the outcome is (`accepted[i]`, `bonus[i]`) the target verifies `chains[i]` as the next round, unasked, and says
-    so in Outcome; it does not wait for an answer. Replaces what was prepared before. Coupled sampling only. Without
-    records, for it is read between two verifies, with cold caches.
+    If the outcome makes `committed[i]` final (accepted tokens, then the bonus) the target verifies `chains[i]` as the
+    next round, unasked, and says so in Outcome; it does not wait for an answer. Replaces what was prepared before.
+    Coupled sampling only. Without records, for it is read between two verifies, with cold caches.
     """
 
     request: RequestId
     epoch: Serial
     round: Serial
     base_len: Count
-    accepted: Annotated[tuple[Count, ...], Size(MAX_BRANCHES)]
-    bonus: Annotated[tuple[Token, ...], Size(MAX_BRANCHES)]
+    committed: Annotated[tuple[Final, ...], Size(MAX_BRANCHES)]
     chains: Annotated[tuple[Chain, ...], Size(MAX_BRANCHES)]
 
-    def chain(self, outcome: tuple[int, int]) -> Chain | None:
-        """What was prepared for this outcome: accepted tokens, bonus."""
-        outcomes = zip(self.accepted, self.bonus, strict=False)
-        return next((chain for known, chain in zip(outcomes, self.chains, strict=False) if known == outcome), None)
+    def chain(self, committed: Final) -> Chain | None:
+        """What was prepared for the outcome that makes these tokens final."""
+        pairs = zip(self.committed, self.chains, strict=False)
+        return next((chain for known, chain in pairs if known == committed), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`.
 
-    `idle_ns`: from the end of the verify before to the start of this one. `onward`: the prepared chain that the target
-    goes on with as the next round; None: it waits for VERIFY. `peak_bytes`: the most memory MLX has held since the last
-    request that began while no other ran. `drafted` is the chain that the target's own drafter had proposed for this
-    round, of which `accepted` tokens hold, and `drafting` when it did; None: it was not asked to. `work` is the verify
-    alone.
+    `idle_ns`: from the end of the request's verify before to the start of this one. `onward`: the target goes on with
+    the next round unasked, by this prepared chain, or with an empty one as Verify's `going_on` let it; None: it waits
+    for Verify. `rows`: the tokens of its forward, those of other requests included. `peak_bytes`: the most memory MLX
+    has held since the last request that began while no other ran. `drafted` is the chain that the target's own drafter
+    had proposed for this round, of which `accepted` tokens hold, and `drafting` when it did; None: it was not asked to.
+    `work` is the verify alone.
     """
 
     request: RequestId
@@ -137,6 +141,7 @@ class Outcome:
     work: Span
     idle_ns: Nanoseconds = 0
     onward: Chain | None = None
+    rows: Count = 1
     peak_bytes: Serial = 0
     drafted: Chain | None = None
     drafting: Span | None = None

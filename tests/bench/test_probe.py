@@ -65,7 +65,7 @@ class Machine:
         accepted = len(chain) if self.right else 0
         self.after += accepted + 1
         bonus = self.after
-        entry = Branch(accepted, bonus if self.right else 999, self._drafted(depth))
+        entry = Branch((*chain[:accepted], bonus if self.right else 999), self._drafted(depth))
         piece = Branches("bench", 0, number, base_len, depth, (entry,), Span(work.started_ns, work.ended_ns), True)
         return Together(Outcome("bench", 0, number, base_len, accepted, bonus, work), (piece,))
 

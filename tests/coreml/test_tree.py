@@ -250,22 +250,19 @@ def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int])
     with opened(made, known) as tree:
         work = WorkAhead(tree, (), POLICIES["best-first"], Calibration())
         work.commit((), (), 3, 6)
-        verifying: tuple[int, ...] = ()
         for _ in range(3):
-            chains: dict[tuple[int, int], tuple[int, ...]] = {}
+            chains: dict[tuple[int, ...], tuple[int, ...]] = {}
             while work.busy:
                 ready = work.advance()
-                chains.update({(e.accepted, e.bonus): e.chain for e in (ready.entries if ready is not None else ())})
+                chains.update({e.committed: e.chain for e in (ready.entries if ready is not None else ())})
             assert len(chains) == 6
-            for (accepted, bonus), chain in chains.items():
-                path = [*known, *verifying[:accepted], bonus]
+            for outcome, chain in chains.items():
+                path = [*known, *outcome]
                 for token in chain:
                     assert token == int(model(mx.array([path]))[0, -1].argmax())
                     path.append(token)
-            (accepted, bonus), chain = next(iter(chains.items()))
-            committed = (*verifying[:accepted], bonus)
+            committed, verifying = next(iter(chains.items()))
             known += committed
-            verifying = chain
             work.commit(committed, verifying, 3, 6)
         assert tree.column_tokens() == known
 

@@ -90,7 +90,7 @@ class Stand:
 
     def branches(self, number: int) -> dict[tuple[int, int], tuple[int, ...]]:
         """What was prepared for this round, as deep as it came."""
-        return {(e.accepted, e.bonus): e.chain for m in self.sent(Branches) if m.round == number for e in m.entries}
+        return {e.committed: e.chain for m in self.sent(Branches) if m.round == number for e in m.entries}
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) ->
     work = work_ahead()
     chain = work.continuation(chain_length).chain
     work.commit((), chain, 3, 10)
-    last = {(e.accepted, e.bonus): e.chain for ready in finish(work) for e in ready.entries}
+    last = {(len(e.committed) - 1, e.committed[-1]): e.chain for ready in finish(work) for e in ready.entries}
     assert len(last) == 10
     assert all(len(branch) == 3 for branch in last.values())
     for accepted, bonus in last:
@@ -64,7 +64,7 @@ def test_no_branch_is_wasted_on_the_end_of_the_text() -> None:
     eos = TEXT[10]
     work = work_ahead(eos=(eos,))
     work.commit((), (), 2, 12)
-    assert all(e.bonus != eos for ready in finish(work) for e in ready.entries)
+    assert all(e.committed[-1] != eos for ready in finish(work) for e in ready.entries)
 
 
 @pytest.mark.parametrize("forwards", [0, 1, 2, 3, 10])
@@ -79,15 +79,15 @@ def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -
         entries = {}
         for _ in range(forwards):
             if work.busy and (ready := work.advance()) is not None:
-                entries |= {(e.accepted, e.bonus): e.chain for e in ready.entries}
-        for (accepted, bonus), branch in entries.items():
-            place = (*committed, *chain[:accepted], bonus)
+                entries |= {e.committed: e.chain for e in ready.entries}
+        for outcome, branch in entries.items():
+            place = (*committed, *outcome)
             assert branch == work_ahead(place).continuation(len(branch)).chain
         accepted = rng.randrange(len(chain) + 1)
         bonus = TEXT[len(committed) + accepted] if rng.random() < 0.7 else rng.randrange(1, 200)
         new = [*chain[:accepted], bonus]
         committed += new
-        chain = list(entries.get((accepted, bonus), ()))[: rng.randrange(4)]
+        chain = list(entries.get(tuple(new), ()))[: rng.randrange(4)]
         work.commit(new, chain, 3, 8)
         fed = work.tree.column_tokens()
         assert fed == committed[: len(fed)]

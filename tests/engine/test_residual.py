@@ -23,10 +23,11 @@ from outrider.engine.noise import Purpose, stream
 from outrider.engine.residual import ResidualSampler
 from outrider.engine.sampling import warp
 from outrider.engine.slots import open_slots
-from outrider.engine.verify import RunAhead, verify
+from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ, one_hot
+from tests.ahead import run_ahead
 
 V = 5
 TOKENS = 3000
@@ -364,8 +365,7 @@ def test_plain_steps_bonus_tokens_and_running_ahead_draw_alike(loaded: Callable[
     model = loaded("llama")
     steps = open_slots(model, [PROMPT], [PENALISED])
     text = [verify(steps[0]).bonus for _ in range(24)]
-    ahead = RunAhead(open_slots(model, [PROMPT], [PENALISED])[0])
-    assert [ahead.next() for _ in range(24)] == text
+    assert run_ahead(open_slots(model, [PROMPT], [PENALISED])[0], 24) == text
     rounds = open_slots(model, [PROMPT], [PENALISED])
     sampler = rounds[0].sampler
     assert isinstance(sampler, ResidualSampler)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import pytest
@@ -14,10 +14,12 @@ from mlx_lm.sample_utils import make_logits_processors
 from outrider.engine.cache import KVState, LengthCache, RollbackError
 from outrider.engine.loading import LoadedModel
 from outrider.engine.slots import Slot, open_slots
-from outrider.engine.verify import RunAhead, verify
+from outrider.engine.texts import Feed, SeparateTexts
+from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import one_hot
+from tests.ahead import run_ahead
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
@@ -47,9 +49,9 @@ def spoilt(truth: list[int], right: int) -> list[int]:
 
 def check_slot(slot: Slot) -> None:
     assert slot.fed < len(slot.tokens)
-    if slot.kv.exact:
+    if slot.text.exact:
         assert slot.fed == len(slot.tokens) - 1
-        assert all(cache.offset == slot.fed for cache in slot.kv.caches)
+        assert all(cache.offset == slot.fed for cache in slot.text.caches)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -73,14 +75,14 @@ def test_verified_text_is_the_decoded_text(loaded: Loaded, family: str, setting:
 def test_penalties_copy_no_more_of_the_text_than_they_see(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = slot_of(loaded("llama"), PENALISED, [2 + 7 * i % 250 for i in range(600)])
     seen: list[int] = []
-    scores = slot.sampler.scores
+    warped = slot.sampler.warped
 
-    def watched(logits: mx.array, positions: range, histories: list[list[int]]) -> mx.array:
+    def watched(logits: mx.array, histories: list[list[int]]) -> mx.array:
         seen.extend(map(len, histories))
         assert histories == [(slot.tokens + [5, 6, 7][:i])[-slot.sampler.reach :] for i in range(4)]
-        return scores(logits, positions, histories)
+        return warped(logits, histories)
 
-    monkeypatch.setattr(slot.sampler, "scores", watched)
+    monkeypatch.setattr(slot.sampler, "warped", watched)
     verify(slot, [5, 6, 7])
     assert seen == [slot.sampler.reach] * 4
 
@@ -121,8 +123,7 @@ def test_greedy_text_is_mlx_lms(loaded: Loaded, family: str) -> None:
     model = loaded(family)
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), model.model, max_tokens=60)]
     assert decoded(model, GREEDY, 60) == theirs
-    ahead = RunAhead(slot_of(model))
-    assert [ahead.next() for _ in range(60)] == theirs
+    assert run_ahead(slot_of(model), 60) == theirs
 
 
 def test_penalised_greedy_text_is_mlx_lms(loaded: Loaded) -> None:
@@ -132,8 +133,7 @@ def test_penalised_greedy_text_is_mlx_lms(loaded: Loaded) -> None:
     theirs = [t for t, _ in generate_step(mx.array(PROMPT), model.model, max_tokens=40, logits_processors=processors)]
     assert theirs != decoded(model, GREEDY, 40)
     assert decoded(model, params, 40) == theirs
-    ahead = RunAhead(slot_of(model, params))
-    assert [ahead.next() for _ in range(40)] == theirs
+    assert run_ahead(slot_of(model, params), 40) == theirs
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", *HYBRIDS])
@@ -143,10 +143,7 @@ def test_running_ahead_and_stopping_changes_nothing(loaded: Loaded, family: str,
     truth = decoded(model, params, 40)
     slot, done = slot_of(model, params), 0
     for steps in (1, 3, 7, 2):
-        ahead = RunAhead(slot)
-        assert [ahead.next() for _ in range(steps)] == truth[done : done + steps]
-        ahead.stop()
-        ahead.stop()
+        assert run_ahead(slot, steps) == truth[done : done + steps]
         done += steps
         check_slot(slot)
         chain = spoilt(truth[done : done + 3], 1)
@@ -159,23 +156,17 @@ def test_running_ahead_and_stopping_changes_nothing(loaded: Loaded, family: str,
 @pytest.mark.parametrize("family", ["llama", *HYBRIDS])
 def test_nothing_is_computed_that_nobody_reads(loaded: Loaded, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     truth, slot, fed = decoded(loaded(family), GREEDY, 5), slot_of(loaded(family)), 0
-    forward = type(slot).forward
+    forward = type(slot.texts).forward
 
-    def counted(self: Slot, tokens: mx.array) -> mx.array:
+    def counted(self: SeparateTexts, feeds: Sequence[Feed]) -> mx.array:
         nonlocal fed
-        fed += tokens.size
-        return forward(self, tokens)
+        fed += sum(feed.count for feed in feeds)
+        return forward(self, feeds)
 
-    monkeypatch.setattr(type(slot), "forward", counted)
-    unfed, ahead = len(slot.unfed), RunAhead(slot)
-    assert [ahead.next(last=step == 4) for step in range(5)] == truth
+    monkeypatch.setattr(type(slot.texts), "forward", counted)
+    unfed = len(slot.unfed)
+    assert run_ahead(slot, 5) == truth
     assert fed == unfed + 4
-    check_slot(slot)
-
-
-def test_stopping_before_starting(loaded: Loaded) -> None:
-    slot = slot_of(loaded("llama"))
-    RunAhead(slot).stop()
     check_slot(slot)
 
 
@@ -210,20 +201,20 @@ def test_the_buffer_grows_past_every_boundary(loaded: Loaded) -> None:
         verify(slot, list(range(60, 92)))
         assert len(slot.tokens) > before
         slot.tokens += [5] * 130
-        check_rows = slot.forward(mx.array(slot.unfed))[-1]
+        check_rows = slot.forward(slot.unfed)[-1]
         whole = model.model(mx.array([slot.tokens]))[0, -1]
         assert mx.allclose(check_rows, whole, atol=1e-4)
-        slot.kv.roll_back(len(slot.tokens) - 1)
+        slot.text.roll_back(len(slot.tokens) - 1)
 
 
 def test_rollback_never_fails_in_silence(loaded: Loaded) -> None:
     slot = slot_of(loaded("llama"))
     with pytest.raises(RollbackError, match="only 8"):
-        slot.kv.roll_back(9)
+        slot.text.roll_back(9)
 
     hybrid = slot_of(loaded("qwen3_5"))
     with pytest.raises(RollbackError, match="no state was marked"):
-        hybrid.kv.roll_back(4)
+        hybrid.text.roll_back(4)
 
 
 class Chunked:

@@ -18,7 +18,7 @@ from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.codec import decode, encode
-from outrider.protocol.messages import Close, Message, Open, Outcome, Prepare, Resync, Span, Verify
+from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams()
@@ -36,6 +36,8 @@ class OracleTarget:
         self.context = context
         self.verified: list[Verify] = []
         self.going_on: Verify | None = None
+        self.plain: Verify | None = None
+        self._halted = False
         self._prepared: Prepare | None = None
 
     def answer(self, message: Message) -> list[Message]:
@@ -45,32 +47,46 @@ class OracleTarget:
                 return [Outcome(message.request, message.epoch, message.round, at, 0, self.text[at], Span(0, 1))]
             case Prepare():
                 self._prepared = message
-            case Verify(run_ahead=0):
+            case Verify(going_on=False):
                 self.verified.append(message)
                 return self._onward(message)
             case Verify():
                 self.verified.append(message)
-                return [self._outcome(message, extra) for extra in range(message.run_ahead + 1)]
+                self.plain = message
+            case Halt():
+                self._halted = True
+            case Close():
+                self.plain = None
         return []
+
+    def step(self) -> Message | None:
+        """The outcome of the next round of plain decoding, if it goes on with that."""
+        plain = self.plain
+        if plain is None:
+            return None
+        more = plain.room > 1 and not self._halted
+        following = replace(plain, round=plain.round + 1, base_len=plain.base_len + 1, room=plain.room - 1)
+        self.plain, self._halted = following if more else None, False
+        return replace(self._outcome(plain), onward=() if more else None)
 
     def _onward(self, message: Verify) -> list[Message]:
         """The outcome, and, like the target worker's, the verify of the branch that was prepared for it."""
-        outcome = self._outcome(message, 0)
+        outcome = self._outcome(message)
         if self._prepared is None or self._prepared.round != message.round:
             return [outcome]
-        chain = self._prepared.chain((outcome.accepted, outcome.bonus))
+        chain = self._prepared.chain((*message.chain[: outcome.accepted], outcome.bonus))
         if chain is not None:
             at = outcome.base_len + outcome.accepted + 1
             self.going_on = Verify(message.request, message.epoch, message.round + 1, at, chain)
         return [replace(outcome, onward=chain)]
 
-    def _outcome(self, message: Verify, extra: int) -> Outcome:
-        at = message.base_len + extra
+    def _outcome(self, message: Verify) -> Outcome:
+        at = message.base_len
         accepted = 0
         while accepted < len(message.chain) and self.text[at + accepted] == message.chain[accepted]:
             accepted += 1
         bonus = self.text[at + accepted]
-        return Outcome(message.request, message.epoch, message.round + extra, at, accepted, bonus, Span(0, 1))
+        return Outcome(message.request, message.epoch, message.round, at, accepted, bonus, Span(0, 1))
 
 
 @dataclass
@@ -177,19 +193,22 @@ class Cluster:
         self._work(self._steps)
         self._now += 10_000_000
         if self._to_target:
-            self._lend()
+            self._prepare()
             for outcome in self.target.answer(self._to_target.popleft()):
                 if not self._drop(outcome):
                     self.rounds.handle("target-0", through_the_codec(outcome), self._now)
             if self.target.going_on is not None:
                 self._to_target.appendleft(self.target.going_on)
                 self.target.going_on = None
+        elif (outcome := self.target.step()) is not None:
+            if not self._drop(outcome):
+                self.rounds.handle("target-0", through_the_codec(outcome), self._now)
         else:
             self._work(100)
             self._now += 10_000_000_000 if not self._to_target else 0
             self.rounds.on_time(self._now)
 
-    def _lend(self) -> None:
+    def _prepare(self) -> None:
         """What came during the verify: the target looks through it before it answers."""
         for message in [message for message in self._to_target if isinstance(message, Prepare)]:
             self._to_target.remove(message)

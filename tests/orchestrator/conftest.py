@@ -43,7 +43,8 @@ def make_stand(endpoint: str) -> Iterator[Callable[..., Stand]]:
 
 @pytest.fixture
 def stand(make_stand: Callable[..., Stand]) -> Stand:
-    return make_stand().start()
+    """One request at a time: the others wait in line."""
+    return make_stand(max_active=1).start()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Ended
 from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import Close, Outcome, Span, Verify
+from outrider.protocol.messages import Close, Halt, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 
 MS = 1_000_000
@@ -61,24 +61,28 @@ class Target:
         raise TimeoutError("the request hangs")
 
     def _rounds_of(self, verify: Verify) -> None:
-        base_len = verify.base_len
-        room = verify.room
-        for ahead in range(verify.run_ahead + 1):
-            if isinstance(self.told[-1], Close):
-                return
+        base_len, number, room = verify.base_len, verify.round, verify.room or len(verify.chain) + 1
+        more = True
+        while more:
+            halted = isinstance(self.told[-1], Halt)
             depth = min(verify.draft, room - 1) if verify.draft else len(verify.chain)
             accepted = min(self.accepted, depth) if verify.draft else 0
-            self._answer(verify.round + ahead, base_len, depth, accepted, bool(verify.draft))
-            base_len, room = base_len + accepted + 1, room - accepted - 1
+            more = verify.going_on and not halted and room > accepted + 1
+            self._answer(number, base_len, depth, accepted, bool(verify.draft), () if more else None)
+            base_len, number, room = base_len + accepted + 1, number + 1, room - accepted - 1
+            if isinstance(self.told[-1], Close):
+                return
 
-    def _answer(self, number: int, base_len: int, depth: int, accepted: int, own: bool = False) -> None:
+    def _answer(
+        self, number: int, base_len: int, depth: int, accepted: int, own: bool = False, onward: Any = None
+    ) -> None:
         drafted = self._now + (2 * MS * depth if own else 0)
         ended = drafted + (10 + depth) * MS
         chain = tuple(self._next + i for i in range(depth)) if own else None
         self._next += accepted + 1
         outcome = Outcome(
             "r", 0, number, base_len, accepted, self._next - 1, Span(drafted, ended), drafted - self._now,
-            drafted=chain, drafting=Span(self._now, drafted) if own else None,
+            onward, drafted=chain, drafting=Span(self._now, drafted) if own else None,
         )  # fmt: skip
         self._now = ended
         self.rounds.handle("target-0", outcome, self._now)
@@ -101,7 +105,7 @@ def test_one_verify_asks_for_the_whole_request_and_says_how_much_room_there_is()
     target = Target(accepted=2)
     target.run(60)
     (verify,) = [message for message in target.told if isinstance(message, Verify)]
-    assert (verify.chain, verify.draft, verify.run_ahead, verify.room) == ((), 4, 58, 59)
+    assert (verify.chain, verify.draft, verify.going_on, verify.room) == ((), 4, True, 59)
 
 
 @pytest.mark.parametrize(("max_tokens", "rounds"), [(61, 20), (62, 21), (63, 21)])

@@ -30,7 +30,7 @@ def outcome(**changes: object) -> Outcome:
 
 
 def branches(**changes: object) -> Branches:
-    return replace(Branches("r", 0, 0, len(PROMPT), 1, (Branch(0, TEXT[10], (7,)),), NONE), **changes)  # type: ignore[arg-type]
+    return replace(Branches("r", 0, 0, len(PROMPT), 1, (Branch((TEXT[10],), (7,)),), NONE), **changes)  # type: ignore[arg-type]
 
 
 FOREIGN: list[tuple[str, Message]] = [

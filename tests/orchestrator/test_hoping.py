@@ -52,7 +52,7 @@ def test_what_never_comes_is_not_hoped_for(estimates: Estimates) -> None:
 
 
 def push(*accepted: int, final: bool = False) -> Branches:
-    entries = tuple(Branch(k, 7, (1, 2)) for k in accepted)
+    entries = tuple(Branch((*range(k), 7), (1, 2)) for k in accepted)
     return Branches("r", 0, 1, 4, 2, entries, Span(0, DEPTH_MS_NS), final)
 
 
@@ -105,7 +105,7 @@ def test_a_drafter_that_pushes_and_pushes_holds_a_request_no_longer_than_its_who
     wires, told = Wires(), list[ToFront]()
     rounds = Rounds(wires, RoundSettings(4, 8, ngrams=False), told.append, Trace(None))
     rounds.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
-    push = Branches("r", 0, 0, 3, 1, (Branch(0, 5, (1,)),), Span(0, MILLISECOND_NS))
+    push = Branches("r", 0, 0, 3, 1, (Branch((5,), (1,)),), Span(0, MILLISECOND_NS))
     now_ns = MILLISECOND_NS
     rounds.handle("draft-0", push, now_ns)
     rounds.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), now_ns)
@@ -125,7 +125,7 @@ def test_a_branch_that_came_after_its_outcome_is_served_and_is_no_hit() -> None:
     rounds.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset()), 0)
     rounds.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), 5 * MILLISECOND_NS)
     assert not wires.verifies, "the first push is near: the request waits"
-    late = Branches("r", 0, 0, 3, 4, (Branch(0, 5, (1, 2, 3, 4)),), Span(0, MILLISECOND_NS), final=True)
+    late = Branches("r", 0, 0, 3, 4, (Branch((5,), (1, 2, 3, 4)),), Span(0, MILLISECOND_NS), final=True)
     rounds.handle("draft-0", late, 6 * MILLISECOND_NS)
     assert wires.verifies[0].chain == (1, 2, 3, 4)
     rounds.handle("target-0", Outcome("r", 0, 1, 4, 4, 5, Span(0, 1)), 7 * MILLISECOND_NS)

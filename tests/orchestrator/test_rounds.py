@@ -20,6 +20,7 @@ from outrider.protocol.messages import (
     Commit,
     Drafted,
     Fault,
+    Halt,
     Message,
     Open,
     Outcome,
@@ -137,22 +138,19 @@ def test_a_hit_whose_branch_was_complete_costs_no_verify() -> None:
     asked = sum(isinstance(message, Verify) for message in cluster.told_target)
     assert cluster.generated == list(text[10:110])
     assert ended.timings.cache_hits > 10
-    # The prompt's own round needs no VERIFY and its hit is told: nothing can be lent while the target reads the prompt.
+    # The prompt's own round needs no VERIFY and its hit is told: nothing can be prepared while the prompt is read.
     assert asked == (ended.timings.rounds - 1) - (ended.timings.cache_hits - 1)
 
 
 @pytest.mark.parametrize("max_tokens", [5, 6, 7, 8, 9])
-def test_the_target_is_lent_nothing_that_ends_the_request_or_goes_past_its_end(max_tokens: int) -> None:
+def test_the_target_is_prepared_for_nothing_that_ends_the_request_or_goes_past_its_end(max_tokens: int) -> None:
     text = random_text(14)
     cluster = Cluster(text, script(text, (0.9,)), depth=3)
     cluster.run(PROMPT, max_tokens, eos=frozenset({text[18]}))
-    lent = [message for message in cluster.told_target if isinstance(message, Prepare)]
-    assert lent
-    rounds = {verify.round: verify for verify in cluster.target.verified}
-    for message in lent:
-        chain = rounds[message.round].chain if message.round else ()
-        for accepted, bonus, following in zip(message.accepted, message.bonus, message.chains, strict=True):
-            committed = (*chain[:accepted], bonus)
+    known = [message for message in cluster.told_target if isinstance(message, Prepare)]
+    assert known
+    for message in known:
+        for committed, following in zip(message.committed, message.chains, strict=True):
             assert text[18] not in committed
             assert message.base_len + len(committed) + len(following) < 10 + max_tokens
     assert cluster.generated == list(text[10 : 10 + min(max_tokens, 9)])
@@ -162,28 +160,27 @@ def test_a_drafter_that_goes_past_the_end_of_the_text_does_not_mislead_the_targe
     text = random_text(16)
     cluster = Cluster(text, script(text))
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset({7})), 0)
-    entries = (Branch(0, 7, (8, 9)), Branch(0, 5, (8, 9, 10)))
+    entries = (Branch((7,), (8, 9)), Branch((5,), (8, 9, 10)))
     cluster.rounds.handle("draft-0", Branches("r", 0, 0, len(PROMPT), 3, entries, Span(0, 1), final=True), 0)
-    lent = [message for message in cluster.told_target if isinstance(message, Prepare)]
-    assert [(message.bonus, message.chains) for message in lent] == [((5,), ((8, 9, 10),))]
+    known = [message for message in cluster.told_target if isinstance(message, Prepare)]
+    assert [(message.committed, message.chains) for message in known] == [(((5,),), ((8, 9, 10),))]
 
 
-def test_plain_decoding_that_goes_on_is_asked_for_before_the_target_is_through() -> None:
+def test_plain_decoding_goes_on_without_a_word_until_something_else_is_to_be_tried() -> None:
     text = random_text(11)
-    asked: list[tuple[int, int]] = []  # where a run of plain rounds begins, and how far the text had come
+    plain = Cluster(text, None, ngrams=False)
+    plain.run(PROMPT, 100, "auto")
+    assert plain.generated == list(text[10:110])
+    assert len([message for message in plain.told_target if isinstance(message, Verify)]) == 1
 
-    def note(message: Message) -> bool:
-        if isinstance(message, Verify) and message.run_ahead:
-            asked.append((message.base_len, len(PROMPT) + len(cluster.generated)))
-        return False
-
-    cluster = Cluster(text, None, ngrams=False, drop=note)
-    cluster.run(PROMPT, 100, "auto")
-    assert cluster.generated == list(text[10:110])
-    assert len(asked) > 3 and all(begin > come for begin, come in asked[1:])
+    trying = Cluster(text, script(text))
+    trying.run(PROMPT, 300, "auto")
+    halts = [message for message in trying.told_target if isinstance(message, Halt)]
+    plain_runs = [message for message in trying.told_target if isinstance(message, Verify) and message.going_on]
+    assert trying.generated == list(text[10:310]) and 0 < len(halts) <= len(plain_runs)
 
 
-def test_nothing_is_lent_to_residual_sampling() -> None:
+def test_nothing_is_prepared_for_residual_sampling() -> None:
     text = random_text(15)
     cluster = Cluster(text, script(text))
     cluster.run(PROMPT, 60, sampling=SamplingParams(temp=1.0, rule="residual"))
@@ -340,7 +337,7 @@ def test_with_full_depth_a_branch_that_comes_after_its_outcome_is_late_and_no_hi
     on_outcome = cluster.rounds._on_outcome
 
     def noted(request: Request, outcome: Outcome, now_ns: int) -> None:
-        came.append(request.cache.lookup(outcome.accepted, outcome.bonus) is not None)
+        came.append(request.cache.lookup((*request.proposal.chain[: outcome.accepted], outcome.bonus)) is not None)
         on_outcome(request, outcome, now_ns)
 
     cluster.rounds._on_outcome = noted  # type: ignore[method-assign]

@@ -179,8 +179,8 @@ def test_what_a_killed_server_leaves_is_swept(tmp_path):
     left.mkdir()
     (left / "target-0.log").write_text("x")
     code = (
-        "import sys, time; from pathlib import Path; from orchestrator.machine.sweeper import Sweeper;"
-        "s = Sweeper([Path(sys.argv[1])]); print(s._process.pid, flush=True); time.sleep(600)"
+        "import sys, time; from pathlib import Path; from outrider.orchestrator.machine.sweeper import Sweeper;"
+        "s = Sweeper(Path(sys.argv[1]), None); print(s._process.pid, flush=True); time.sleep(600)"
     )
     server = subprocess.Popen(
         spawn.python("-c", code, str(left)), env=spawn.child_environment(), stdout=subprocess.PIPE, text=True
@@ -199,5 +199,5 @@ def test_what_a_killed_server_leaves_is_swept(tmp_path):
 
 
 def test_a_dismissed_sweeper_sweeps_nothing(tmp_path):
-    Sweeper([tmp_path]).dismiss()
+    Sweeper(tmp_path, None).dismiss()
     assert tmp_path.exists()

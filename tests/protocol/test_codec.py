@@ -47,7 +47,7 @@ def test_two_arrays_keep_their_places_and_an_absent_one_takes_no_frame():
 
 
 def test_a_coupled_rounds_messages_are_one_frame_each():
-    for message in (VERIFY, Branches("r", 1, 2, 3, 1, (Branch(0, 1, (2,)),), SPAN), Drafted("r", 1, 2, 3, (4,), SPAN)):
+    for message in (VERIFY, Branches("r", 1, 2, 3, 1, (Branch((1,), (2,)),), SPAN), Drafted("r", 1, 2, 3, (4,), SPAN)):
         assert len(encode(message)) == 1
 
 
@@ -79,10 +79,10 @@ UNSAYABLE = {
         "Outcome.logprobs holds a number that is not finite",
     ),
     "inside an entry": (
-        Branches("r", 1, 2, 3, 4, (Branch(0, 1, (2,)), Branch(0, -1, (2,))), SPAN),
-        r"Branches.entries\[\].bonus is -1",
+        Branches("r", 1, 2, 3, 4, (Branch((1,), (2,)), Branch((-1,), (2,))), SPAN),
+        r"Branches.entries\[\].committed\[\] is -1",
     ),
-    "other record": (Outcome("r", 1, 2, 3, 0, 4, Branch(0, 1, ())), "Outcome.work .* expected a Span"),
+    "other record": (Outcome("r", 1, 2, 3, 0, 4, Branch((1,), ())), "Outcome.work .* expected a Span"),
     "no message": (SPAN, "expected one of the messages"),
     "not unicode": (Generate("r", "\ud800", None, SamplingParams()), "Generate holds text that can't be UTF-8"),
 }

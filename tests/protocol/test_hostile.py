@@ -19,7 +19,7 @@ from outrider.protocol.version import PROTOCOL_VERSION
 
 QUIET = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OUTCOME = Outcome("r", 1, 2, 30, 2, 7, Span(5, 6))
-BRANCHES = Branches("r", 1, 2, 30, 2, (Branch(0, 1, (2, 3)), Branch(1, 4, (5, 6))), Span(5, 6))
+BRANCHES = Branches("r", 1, 2, 30, 2, (Branch((1,), (2, 3)), Branch((1, 4), (5, 6))), Span(5, 6))
 GENERATE = Generate("r", "p", None, SamplingParams())
 CHUNK = Chunk("r", "ab", np.array([1, 2], np.int32))
 

@@ -39,7 +39,7 @@ def test_only_what_a_chain_can_be_drawn_from_fits_it(q: SparseQ, tokens: list[in
 
 
 def test_it_crosses_the_wire_as_two_raw_frames() -> None:
-    message = Branches("r", 1, 2, 3, 1, (Branch(0, 1, (9, 2)), Branch(1, 5, (1,))), Span(1, 2), False, Q)
+    message = Branches("r", 1, 2, 3, 1, (Branch((1,), (9, 2)), Branch((1, 5), (1,))), Span(1, 2), False, Q)
     frames = [bytes(frame) for frame in encode(message)]
     assert [len(frame) for frame in frames[1:]] == [24, 24]
     found = decode(frames).q

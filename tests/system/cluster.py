@@ -15,6 +15,7 @@ from typing import Any
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.drafter import Drafter, DrawingDrafter, TokenTree
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.ledger import ORCHESTRATOR
@@ -137,7 +138,7 @@ class Cluster:
         self._model, self._clock, self._schedule = target, clock, schedule
         self._rng = random.Random(seed)
         self._target_link, self._draft_link = FakeLink("target-0"), FakeLink("draft-0")
-        own = Colocated(colocated) if colocated is not None else None
+        own = Colocated(MlxDrafter(colocated)) if colocated is not None else None
         self.target = TargetWorker(self._target_link, target, colocated=own)  # type: ignore[arg-type]
         self._watched: WatchedDrafter | None = None
         if drafter is not None:
@@ -153,6 +154,7 @@ class Cluster:
         settings = RoundSettings(depth, branches, full_depth, ngrams, colocated=own is not None)
         self.rounds = Rounds(self, settings, self._tell, self._recorder)
         self._serial = 0
+        self._going_on = False
 
     # --- what the rounds see --------------------------------------------------------------------------------------
 
@@ -174,8 +176,9 @@ class Cluster:
         return {"draft-0"} if self._draft_worker is not None else set()
 
     def send_target(self, message: Message) -> None:
-        if isinstance(message, Verify) and not message.draft:
-            self._verifies.append(message)
+        if isinstance(message, Verify):
+            self._going_on = message.going_on
+            self._verifies += [] if message.draft else [message]
         self._target_link.inbox.append(through_the_codec(message))
 
     def let_go(self) -> None:
@@ -242,7 +245,7 @@ class Cluster:
                 self._verifies.append(
                     Verify(message.request, message.epoch, message.round, message.base_len, message.drafted)
                 )
-            if isinstance(message, Outcome) and message.onward is not None:
+            if isinstance(message, Outcome) and message.onward is not None and not self._going_on:
                 base_len = message.base_len + message.accepted + 1
                 self._verifies.append(
                     Verify(message.request, message.epoch, message.round + 1, base_len, message.onward)

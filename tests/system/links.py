@@ -38,29 +38,19 @@ class FakeLink:
     name: str
     inbox: deque[Message] = field(default_factory=deque)
     sent: deque[Message] = field(default_factory=deque)
-    _put_back: deque[Message] = field(default_factory=deque)
 
     def send(self, message: Message) -> None:
         self.sent.append(through_the_codec(message))
 
     def receive(self, wait: bool) -> Message | None:
-        if self._put_back:
-            return self._put_back.popleft()
         if self.inbox:
             return self.inbox.popleft()
         if wait:
             raise Idle
         return None
 
-    @property
-    def kept(self) -> tuple[Message, ...]:
-        return tuple(self._put_back)
-
-    def peek(self) -> Message | None:
-        return self.inbox.popleft() if self.inbox else None
-
-    def put_back(self, message: Message) -> None:
-        self._put_back.append(message)
+    def poll(self, milliseconds: float) -> None:
+        """Nothing comes of itself."""
 
 
 class Turning(Protocol):

@@ -95,8 +95,9 @@ def record_branches(cluster: Cluster) -> dict[tuple[int, int], dict[int, tuple[i
 
     def listen(sender: str, message: Message, now_ns: int) -> None:
         for entry in message.entries if isinstance(message, Branches) else ():
-            known = pushed.setdefault((message.base_len, entry.accepted), {})
-            known[entry.bonus] = max(known.get(entry.bonus, ()), entry.chain, key=len)
+            known = pushed.setdefault((message.base_len, len(entry.committed) - 1), {})
+            bonus = entry.committed[-1]
+            known[bonus] = max(known.get(bonus, ()), entry.chain, key=len)
         handle(sender, message, now_ns)
 
     cluster.rounds.handle = listen  # type: ignore[method-assign]

@@ -89,7 +89,7 @@ def test_the_drafters_columns_are_the_committed_tokens(make_cluster: Make, sampl
 
     def look(sender: str, message: Message, now_ns: int) -> None:
         for running in cluster.target._running.values():
-            columns = running.drafting.column_tokens() if running.drafting is not None else []
+            columns = running._drafting.column_tokens() if running._drafting is not None else []
             assert columns == running.slot.tokens[: len(columns)]
             seen.append(len(columns))
         handle(sender, message, now_ns)
@@ -218,15 +218,15 @@ def test_a_q_that_the_chain_was_not_drawn_from_is_caught(make_cluster: Make, mon
     """Else the test above proves nothing."""
     from outrider.target_worker import colocated
 
-    propose = colocated.Drafting.propose
+    propose = colocated.OwnDraft.propose
 
-    def flat(self: Any, tokens: Sequence[int], depth: int) -> colocated.Proposed:
+    def flat(self: Any, tokens: Sequence[int], depth: int) -> colocated.Continuation:
         proposed = propose(self, tokens, depth)
         if proposed.q is None:
             return proposed
         return replace(proposed, q=replace(proposed.q, probs=np.full_like(proposed.q.probs, 1 / 3)))
 
-    monkeypatch.setattr(colocated.Drafting, "propose", flat)
+    monkeypatch.setattr(colocated.OwnDraft, "propose", flat)
     cluster = make_cluster(None, target=markov(TABLE), colocated=markov(OTHER), depth=3, ngrams=False)
     sampling = SamplingParams(max_tokens=260, temp=1.0, rule="residual", q_width=3)
     runs = [cluster.run([0, 1, 2], replace(sampling, seed=7919 * i + 3), "sd") for i in range(5)]

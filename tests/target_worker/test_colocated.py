@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from outrider.protocol.messages import Close, Fault, Open, Outcome, Resync, Verify
+from outrider.drafting.mlx import MlxDrafter
+from outrider.protocol.messages import Close, Fault, Halt, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.colocated import Colocated
 from outrider.target_worker.worker import TargetWorker
@@ -31,7 +33,7 @@ class Stand:
     def __init__(self, prompt: Any = PROMPT, eos: tuple[int, ...] = (), drafts: bool = True) -> None:
         self.link = FakeLink("target-0", deque([Open("r", 0, 0, prompt, SAMPLING, eos)]))
         self.opened = 0
-        colocated = Colocated(markov(OTHER)) if drafts else None
+        colocated = Colocated(MlxDrafter(markov(OTHER))) if drafts else None
         if colocated is not None:
             open_one = colocated.open
 
@@ -41,7 +43,7 @@ class Stand:
 
             colocated.open = counted  # type: ignore[method-assign]
         self.worker = TargetWorker(self.link, markov(TABLE), colocated=colocated)  # type: ignore[arg-type]
-        self.worker.turn()
+        answered(self.worker, self.link, ())
 
     def say(self, *messages: Any, turns: int = 1000) -> list[Any]:
         """What the worker answers to these, in so many turns of its loop or until it would wait."""
@@ -52,8 +54,12 @@ class Stand:
         return self.worker._running["r"].slot.tokens
 
 
-def drafting(number: int, base_len: int, depth: int = 3, ahead: int = 0, room: int = LENGTH) -> Verify:
-    return Verify("r", 0, number, base_len, (), ahead, draft=depth, room=room)
+def drafting(number: int, base_len: int, depth: int = 3, room: int = LENGTH) -> Verify:
+    return Verify("r", 0, number, base_len, (), going_on=True, draft=depth, room=room)
+
+
+def plain_rounds(number: int, base_len: int, room: int) -> Verify:
+    return Verify("r", 0, number, base_len, (), going_on=True, room=room)
 
 
 def text(answers: list[Any]) -> list[int]:
@@ -63,7 +69,7 @@ def text(answers: list[Any]) -> list[int]:
 
 def plain() -> list[int]:
     stand = Stand(drafts=False)
-    stand.say(Verify("r", 0, 1, START, (), LENGTH))
+    stand.say(plain_rounds(1, START, LENGTH))
     return stand.tokens
 
 
@@ -72,7 +78,7 @@ TRUTH = plain()
 
 def test_rounds_follow_each_other_without_a_word_and_say_what_was_drafted() -> None:
     stand = Stand()
-    answers = stand.say(drafting(1, START, ahead=9))
+    answers = stand.say(drafting(1, START), turns=10)
     assert [a.round for a in answers] == list(range(1, 11))
     assert {len(a.drafted) for a in answers} == {3}
     assert all(b.base_len == a.base_len + a.accepted + 1 for a, b in pairwise(answers))
@@ -81,14 +87,14 @@ def test_rounds_follow_each_other_without_a_word_and_say_what_was_drafted() -> N
 
 
 def test_the_time_of_drafting_is_told_apart_from_the_verifys() -> None:
-    for a in Stand().say(drafting(1, START, ahead=5)):
+    for a in Stand().say(drafting(1, START), turns=6):
         assert a.drafting.started_ns < a.drafting.ended_ns <= a.work.started_ns < a.work.ended_ns
         assert a.idle_ns >= a.drafting.ended_ns - a.drafting.started_ns
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 5, 17])
 def test_chains_leave_room_for_the_bonus_and_rounds_end_with_the_room(room: int) -> None:
-    answers = Stand().say(drafting(1, START, depth=4, ahead=50, room=room))
+    answers = Stand().say(drafting(1, START, depth=4, room=room))
     assert all(a.base_len + len(a.drafted) < START + room for a in answers)
     assert text(answers) == TRUTH[START : START + room]
 
@@ -96,16 +102,16 @@ def test_chains_leave_room_for_the_bonus_and_rounds_end_with_the_room(room: int)
 def test_rounds_end_with_a_token_that_ends_the_request() -> None:
     end = TRUTH[START + 20]
     at = TRUTH.index(end, START)
-    answers = Stand(eos=(end,)).say(drafting(1, START, ahead=50))
+    answers = Stand(eos=(end,)).say(drafting(1, START))
     assert end in text(answers[-1:]) and end not in text(answers[:-1])
     assert text(answers)[: at + 1 - START] == TRUTH[START : at + 1]
 
 
 def test_plain_decoding_never_opens_the_draft() -> None:
     stand = Stand()
-    stand.say(Verify("r", 0, 1, START, (), 10))
+    stand.say(plain_rounds(1, START, 11))
     assert stand.opened == 0
-    stand.say(drafting(12, START + 11), drafting(13, len(stand.tokens)))
+    stand.say(drafting(12, START + 11), turns=2)
     assert stand.opened == 1
 
 
@@ -113,40 +119,41 @@ def test_plain_decoding_chains_of_others_and_own_ones_take_turns() -> None:
     stand, turns = Stand(), 0
     while (base_len := len(stand.tokens)) < len(TRUTH) - 8:
         turns += 1
-        number = stand.worker._running["r"].last.round + 1
+        number = stand.worker._running["r"].round + 1
         wrong = (TRUTH[base_len + 1] + 1) % 6
         message = [
-            drafting(number, base_len, ahead=1),
-            Verify("r", 0, number, base_len, (), 2),
+            drafting(number, base_len),
+            plain_rounds(number, base_len, 3),
             Verify("r", 0, number, base_len, (TRUTH[base_len], wrong)),
         ][turns % 3]
-        assert all(isinstance(a, Outcome) for a in stand.say(message))
+        found = stand.say(message, turns=2) + stand.say(Halt("r", 0))
+        assert all(isinstance(a, Outcome) for a in found)
     assert turns > 6
     assert stand.tokens == TRUTH[: len(stand.tokens)]
     running = stand.worker._running["r"]
-    assert running.drafting is not None
-    columns = running.drafting.column_tokens()
+    assert running._drafting is not None
+    columns = running._drafting.column_tokens()
     assert columns == TRUTH[: len(columns)]
 
 
 def test_a_close_in_the_middle_ends_the_rounds() -> None:
     stand = Stand()
-    assert len(stand.say(drafting(1, START, ahead=50), turns=4)) == 4
+    assert len(stand.say(drafting(1, START), turns=4)) == 4
     assert stand.say(Close("r")) == [] and not stand.worker._running
 
 
 def test_an_open_in_the_middle_begins_anew() -> None:
     stand = Stand()
-    stand.say(drafting(1, START, ahead=50), turns=3)
+    stand.say(drafting(1, START), turns=3)
     again = stand.say(Open("r", 1, 3, np.array(TRUTH[:9], np.int32), SAMPLING))
     assert [(a.epoch, a.round, a.bonus) for a in again] == [(1, 3, TRUTH[9])]
-    answers = stand.say(Verify("r", 1, 4, 10, (), 3, draft=2, room=40))
+    answers = stand.say(replace(drafting(4, 10, depth=2, room=40), epoch=1), turns=4)
     assert text(answers) == TRUTH[10 : 10 + len(text(answers))] and len(answers) == 4
 
 
 def test_a_verify_in_the_middle_stops_the_rounds_and_goes_on_from_there() -> None:
     stand = Stand()
-    last = stand.say(drafting(1, START, ahead=50), turns=3)[-1]
+    last = stand.say(drafting(1, START), turns=3)[-1]
     at = last.base_len + last.accepted + 1
     answers = stand.say(Verify("r", 0, last.round + 1, at, (TRUTH[at],)))
     assert [(a.accepted, a.bonus, a.drafted) for a in answers] == [(1, TRUTH[at + 1], None)]
@@ -154,7 +161,7 @@ def test_a_verify_in_the_middle_stops_the_rounds_and_goes_on_from_there() -> Non
 
 def test_repeated_and_stale_verifies_are_answered_or_dropped() -> None:
     stand = Stand()
-    answers = stand.say(drafting(1, START, ahead=3))
+    answers = stand.say(drafting(1, START), turns=3) + stand.say(Halt("r", 0))
     assert stand.say(drafting(3, answers[2].base_len)) == answers[2:]
     assert stand.say(drafting(1, START)) == []
     assert stand.say(drafting(5, 7)) == [Resync("r", 0)]
@@ -169,3 +176,20 @@ def test_a_request_closed_while_the_draft_reads_its_prompt_is_over() -> None:
     stand = Stand(np.tile(PROMPT, 500))
     assert stand.say(drafting(1, 1501), Close("r")) == []
     assert not stand.worker._running
+
+
+def test_a_request_closed_while_anothers_draft_reads_leaves_the_other_as_it_was() -> None:
+    stand = Stand()
+    stand.say(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING), Open("t", 0, 0, PROMPT, SAMPLING))
+    others = [replace(drafting(1, 1501), request="s"), replace(drafting(1, START), request="t")]
+    open_one = stand.worker._colocated.open  # type: ignore[union-attr]
+
+    def closing(tokens: list[int], *arguments: Any) -> Any:
+        if len(tokens) > 1000:
+            stand.worker._handle(Close("r"))
+        return open_one(tokens, *arguments)
+
+    stand.worker._colocated.open = closing  # type: ignore[union-attr, method-assign]
+    found = stand.say(drafting(1, START), *others, turns=6)
+    ours = [a for a in found if a.request == "t"]
+    assert ours and text(ours) == TRUTH[START : START + len(text(ours))]

@@ -31,19 +31,20 @@ class Wire:
         self.sent.append(message)
 
     def receive(self, wait: bool) -> Message | None:
-        return self.inbox.pop(0)
+        return self.inbox.pop(0) if self.inbox else None
 
-    def peek(self) -> None:
-        return None
+    def poll(self, milliseconds: float) -> None:
+        """Nothing comes of itself."""
 
 
 def answered(sampling: SamplingParams, verify: Verify) -> Any:
     """What the target says to this verify, whose base_len and request are filled in."""
     wire = Wire()
     worker = TargetWorker(wire, markov(TABLE))  # type: ignore[arg-type]
-    wire.inbox = [Open("r", 0, 0, PROMPT, sampling), replace(verify, request="r", base_len=len(PROMPT) + 1)]
-    worker.turn()
-    worker.turn()
+    for message in (Open("r", 0, 0, PROMPT, sampling), replace(verify, request="r", base_len=len(PROMPT) + 1)):
+        wire.inbox.append(message)
+        for _ in range(3):
+            worker.turn()
     return wire.sent[-1]
 
 

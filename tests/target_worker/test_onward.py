@@ -22,14 +22,15 @@ LENGTH = 12
 def said(count: int = LENGTH) -> list[int]:
     """What the target says by itself."""
     worker, link = opened()
-    for number in range(1, count):
-        link.inbox.append(Verify("r", 0, number, len(PROMPT) + number, ()))
+    link.inbox.append(Verify("r", 0, 1, len(PROMPT) + 1, (), going_on=True, room=count - 1))
     return [answer.bonus for answer in answers(worker, link)]
 
 
 def opened() -> tuple[TargetWorker, FakeLink]:
     link = FakeLink("target-0", deque([Open("r", 0, 0, PROMPT, SamplingParams())]))
-    return TargetWorker(link, markov(TABLE)), link  # type: ignore[arg-type]
+    worker = TargetWorker(link, markov(TABLE))  # type: ignore[arg-type]
+    answers(worker, link)
+    return worker, link
 
 
 def answers(worker: TargetWorker, link: FakeLink) -> list[Any]:
@@ -42,8 +43,8 @@ def answers(worker: TargetWorker, link: FakeLink) -> list[Any]:
 
 
 def prepare(round_number: int, *entries: Branch, epoch: int = 0, request: str = "r") -> Prepare:
-    accepted, bonus = tuple(entry.accepted for entry in entries), tuple(entry.bonus for entry in entries)
-    return Prepare(request, epoch, round_number, 0, accepted, bonus, tuple(entry.chain for entry in entries))
+    committed = tuple(entry.committed for entry in entries)
+    return Prepare(request, epoch, round_number, 0, committed, tuple(entry.chain for entry in entries))
 
 
 TEXT = said()
@@ -54,7 +55,7 @@ def test_a_prepared_branch_is_verified_as_the_next_round_without_a_word() -> Non
     wrong = (TEXT[2] + 1) % 6
     link.inbox += [
         Verify("r", 0, 1, len(PROMPT) + 1, (TEXT[1], wrong)),
-        prepare(1, Branch(0, TEXT[1], ()), Branch(1, TEXT[2], (TEXT[3], TEXT[4]))),
+        prepare(1, Branch((TEXT[1],), ()), Branch((TEXT[1], TEXT[2]), (TEXT[3], TEXT[4]))),
     ]
     _, first, second = answers(worker, link)
     assert (first.accepted, first.bonus, first.onward) == (1, TEXT[2], (TEXT[3], TEXT[4]))
@@ -65,11 +66,11 @@ def test_a_prepared_branch_is_verified_as_the_next_round_without_a_word() -> Non
 @pytest.mark.parametrize(
     "stale",
     [
-        prepare(0, Branch(0, TEXT[1], (TEXT[2],))),
-        prepare(2, Branch(0, TEXT[1], (TEXT[2],))),
-        prepare(1, Branch(0, TEXT[1], (TEXT[2],)), epoch=1),
-        prepare(1, Branch(0, (TEXT[1] + 1) % 6, (TEXT[2],))),
-        prepare(1, Branch(0, TEXT[1], (TEXT[2],)), request="other"),
+        prepare(0, Branch((TEXT[1],), (TEXT[2],))),
+        prepare(2, Branch((TEXT[1],), (TEXT[2],))),
+        prepare(1, Branch((TEXT[1],), (TEXT[2],)), epoch=1),
+        prepare(1, Branch(((TEXT[1] + 1) % 6,), (TEXT[2],))),
+        prepare(1, Branch((TEXT[1],), (TEXT[2],)), request="other"),
     ],
 )
 def test_what_was_prepared_for_another_outcome_round_epoch_or_request_is_not_gone_on_with(stale: Prepare) -> None:
@@ -81,7 +82,7 @@ def test_what_was_prepared_for_another_outcome_round_epoch_or_request_is_not_gon
 
 def test_a_repeated_verify_is_answered_with_all_that_came_of_it() -> None:
     worker, link = opened()
-    link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1, ()), prepare(1, Branch(0, TEXT[1], (TEXT[2],)))]
+    link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1, ()), prepare(1, Branch((TEXT[1],), (TEXT[2],)))]
     before = answers(worker, link)
     link.sent.clear()
     link.inbox.append(Verify("r", 0, 1, len(PROMPT) + 1, ()))
@@ -93,7 +94,7 @@ def test_a_request_closed_during_the_verify_is_over() -> None:
     link.inbox += [
         Verify("r", 0, 1, len(PROMPT) + 1, ()),
         Close("r"),
-        prepare(1, Branch(0, TEXT[1], (TEXT[2],))),
+        prepare(1, Branch((TEXT[1],), (TEXT[2],))),
     ]
     found: list[Message] = answers(worker, link)
-    assert sum(isinstance(message, Outcome) for message in found) == 2
+    assert sum(isinstance(message, Outcome) for message in found) == 1, "that of the prompt"

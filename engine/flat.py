@@ -1,0 +1,226 @@
+"""Several texts in one forward: one flat row of all their tokens, attention text by text.
+
+Dense layers see the tokens of all texts as one row, so that nothing is padded there and weights are read once. Each
+attention layer keeps one buffer with a row a text; `attend` lays a forward's queries out by text and lets each see its
+own columns only. mlx-lm models run unmodified: their cache objects supply positions and masks, and the attention
+function of their modules is asked here (`install`). Knows rows and columns; nothing of tokens' meaning or requests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import create_attention_mask
+
+from outrider.engine.cache import narrowed
+
+_STEP = 256  # columns a buffer grows by
+_PATCHED = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next `count` tokens of the text in `row`, whose first `start` are remembered. `long`: part of a prompt."""
+
+    row: int
+    start: int
+    count: int
+    long: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class Mask:
+    """Stands for the mask of layers with this window (None: all columns) until attention makes it by text."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+
+class Group:
+    """Texts whose queries attend in one operation: rows `first`.. of the buffers, `width` queries each, padded.
+
+    `fed` are the places of its tokens in the forward's flat row, `padded` where each of rows x width queries is found
+    there, `spread` where each fed token's answer stands among them.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], begins: Sequence[int]) -> None:
+        self.first, self.stop = min(p.row for p in pieces), max(p.row for p in pieces) + 1
+        self.width, self.end = max(p.count for p in pieces), max(p.end for p in pieces)
+        rows = self.stop - self.first
+        self.begin, self.count = begins[0], sum(p.count for p in pieces)
+        self.even = len(pieces) == rows and all(p.count == self.width for p in pieces)
+        starts, padded = np.zeros(rows, np.int32), np.full((rows, self.width), self.begin, np.int32)
+        spread = []
+        for piece, begin in zip(pieces, begins, strict=True):
+            row = piece.row - self.first
+            starts[row] = piece.start
+            padded[row] = np.minimum(begin + np.arange(self.width), begin + piece.count - 1)
+            spread.append(row * self.width + np.arange(piece.count))
+        self._starts = starts
+        self._padded, self._spread = mx.array(padded.reshape(-1)), mx.array(np.concatenate(spread))
+        self._masks: dict[int | None, mx.array | None] = {}
+
+    def queries(self, flat: mx.array) -> mx.array:
+        """[1, H, T, D] by text: [rows, H, width, D]."""
+        heads, width = flat.shape[1], flat.shape[-1]
+        together = slice(self.begin, self.begin + self.count)
+        own = flat[0, :, together] if self.even else mx.take(flat[0], self._padded, axis=1)
+        return own.reshape(heads, -1, self.width, width).swapaxes(0, 1)
+
+    def answers(self, found: mx.array) -> mx.array:
+        """[rows, H, width, D] as its part of the flat row again: [H, count, D]."""
+        flat = found.swapaxes(0, 1).reshape(found.shape[1], -1, found.shape[-1])
+        return flat if self.even else mx.take(flat, self._spread, axis=1)
+
+    def mask(self, window: int | None) -> mx.array | None:
+        """Which columns each query sees, [rows, 1, width, end]; None: all of them."""
+        if window not in self._masks:
+            columns, places = np.arange(self.end), self._starts[:, None] + np.arange(self.width)
+            seen = columns <= places[..., None]
+            if window is not None:
+                seen &= columns > places[..., None] - window
+            self._masks[window] = None if seen.all() else mx.array(seen[:, None])
+        return self._masks[window]
+
+
+class Frame:
+    """What all layers' caches tell the model in one forward."""
+
+    def __init__(self) -> None:
+        self.pieces: tuple[Piece, ...] = ()
+        self.groups: list[Group] = []
+        self.offset: int | mx.array = 0
+        self.rows: mx.array = mx.array(0)
+        self.columns: mx.array = mx.array(0)
+
+    @property
+    def alone(self) -> Piece | None:
+        """The only piece of the forward, if there is one: then it is ordinary text."""
+        return self.pieces[0] if len(self.pieces) == 1 else None
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """The next forward feeds these, in this order."""
+        self.pieces = tuple(pieces)
+        if len(pieces) == 1:
+            self.offset = pieces[0].start
+            return
+        begins = np.concatenate([[0], np.cumsum([p.count for p in pieces])])[:-1].tolist()
+        short = [(p, b) for p, b in zip(pieces, begins, strict=True) if not p.long]
+        long = [(p, b) for p, b in zip(pieces, begins, strict=True) if p.long]
+        self.groups = [Group(*zip(*part, strict=True)) for part in ([short] if short else []) + [[one] for one in long]]
+        places = np.concatenate([np.arange(p.start, p.end) for p in pieces]).astype(np.int32)
+        self.offset = self.columns = mx.array(places)
+        self.rows = mx.array(np.repeat([p.row for p in pieces], [p.count for p in pieces]).astype(np.int32))
+
+
+class FlatCache:
+    """One attention layer's buffer [rows, H, columns, D], written in place, standing in for a `KVCache`."""
+
+    def __init__(self, frame: Frame, window: int | None = None) -> None:
+        """`window`: how much the layer sees where it asks for no window itself."""
+        self._frame, self._window = frame, window
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    @property
+    def offset(self) -> int | mx.array:
+        return self._frame.offset
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        alone, window = self._frame.alone, window_size or self._window
+        if alone is None:
+            return Mask(window)
+        window = narrowed(window, alone.end)
+        return create_attention_mask(n, offset=alone.start, return_array=return_array, window_size=window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Remembers the forward's keys and values [1, H, T, D]. Those of one text alone are returned as a `KVCache`
+        would, those of several `attend` finds by itself.
+        """
+        self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
+        alone = self._frame.alone
+        if alone is None:
+            return keys, values
+        place = slice(alone.row, alone.row + 1)
+        return self.keys[place, :, : alone.end], self.values[place, :, : alone.end]
+
+    def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
+        """The attention of flat queries [1, H, T, D], each over its own text."""
+        found = []
+        for group in self._frame.groups:
+            keys, values = (b[group.first : group.stop, :, : group.end] for b in (self.keys, self.values))  # type: ignore[index]
+            part = mx.fast.scaled_dot_product_attention(
+                group.queries(queries), keys, values, scale=scale, mask=group.mask(window), sinks=sinks
+            )
+            found.append(group.answers(part))
+        flat = found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
+        return flat[None]
+
+    def _written(self, buffer: mx.array | None, new: mx.array) -> mx.array:
+        frame = self._frame
+        rows, end = max(p.row for p in frame.pieces) + 1, max(p.end for p in frame.pieces)
+        buffer = with_room(buffer, rows, end, new)
+        if len(frame.pieces) == 1:
+            piece = frame.pieces[0]
+            buffer[piece.row : piece.row + 1, :, piece.start : piece.end] = new
+        else:
+            buffer[frame.rows, :, frame.columns] = new[0].swapaxes(0, 1)
+        return buffer
+
+    def move(self, source: int, target: int, columns: int) -> None:
+        """Copies the first columns of a row over another's."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None and source < buffer.shape[0] and columns:
+                buffer[target : target + 1, :, :columns] = buffer[source : source + 1, :, :columns]
+
+    def clear(self) -> None:
+        """Gives the buffers back."""
+        self.keys = self.values = None
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [a for a in (self.keys, self.values) if a is not None]
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+
+def with_room(buffer: mx.array | None, rows: int, columns: int, like: mx.array) -> mx.array:
+    """`buffer` itself, or a copy of it with place for so many rows and columns."""
+    had_rows, had_columns = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
+    if rows <= had_rows and columns <= had_columns and buffer is not None:
+        return buffer
+    rows = had_rows if rows <= had_rows else max(rows, 2 * had_rows)
+    columns = had_columns if columns <= had_columns else -(-(columns + columns // 2) // _STEP) * _STEP
+    grown = mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype)
+    if buffer is not None:
+        grown[:had_rows, :, :had_columns] = buffer
+    return grown
+
+
+def install(model: nn.Module) -> None:
+    """Lets the attention of `model` ask a `FlatCache`; with any other cache it is mlx-lm's own."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        namespace = sys.modules.get(name)
+        if getattr(namespace, _PATCHED, None) is scaled_dot_product_attention:
+            setattr(namespace, _PATCHED, attention)
+
+
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
+) -> mx.array:
+    """mlx-lm's function of this name, which a `FlatCache` answers itself."""
+    if isinstance(cache, FlatCache) and isinstance(mask, Mask):
+        return cache.attend(queries, scale, mask.window, sinks)
+    found: mx.array = scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+    return found

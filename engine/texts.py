@@ -1,0 +1,194 @@
+"""What a target remembers of all its texts, and one forward over many of them.
+
+`FlatTexts` feeds them together (`engine.flat`); `SeparateTexts` one after the other, for models with state that has no
+columns. Both forget what came after a length. Knows tokens and logits; nothing of requests or chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from outrider.engine import flat, head
+from outrider.engine.cache import KVState, window_of
+from outrider.engine.flat import FlatCache, Frame, Piece
+
+
+class Text(Protocol):
+    """One text's place. `length` tokens have been fed."""
+
+    length: int
+
+    @property
+    def marks_freely(self) -> bool:
+        """Whether a mark costs nothing, so that steps may be begun that might have to be forgotten."""
+        ...
+
+    def mark(self) -> None:
+        """Makes the present length one that a rollback can return to."""
+        ...
+
+    def roll_back(self, length: int) -> None:
+        """Forgets what came after the first `length` tokens, or after the last mark before them: see `self.length`.
+
+        Raises:
+            RollbackError: the model keeps state that can't be put back.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The next tokens of a text, [N], maybe unread; the last `wanted` of them get logits. `prompt`: part of one."""
+
+    text: Any
+    tokens: Sequence[int] | mx.array
+    wanted: int
+    prompt: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.tokens.shape[0] if isinstance(self.tokens, mx.array) else len(self.tokens)
+
+
+class Texts(Protocol):
+    """The texts of one model. `together`: a forward reads the weights once for all of its texts."""
+
+    @property
+    def together(self) -> bool: ...
+
+    def open(self) -> Text:
+        """A place for one more text, empty."""
+        ...
+
+    def close(self, text: Any) -> None:
+        """Frees the place."""
+        ...
+
+    def forward(self, feeds: Sequence[Feed]) -> mx.array:
+        """Feeds them all; the logits of what is wanted, feed after feed: [sum of wanted, V]. Lazy."""
+        ...
+
+    def state(self) -> list[Any]:
+        """Everything to evaluate so that what was fed is remembered."""
+        ...
+
+
+class FlatText:
+    """A row of the flat buffers."""
+
+    marks_freely = True
+    exact = True
+
+    def __init__(self, row: int) -> None:
+        self.row, self.length = row, 0
+
+    def mark(self) -> None:
+        """Any length can be returned to."""
+
+    def roll_back(self, length: int) -> None:
+        """What lies behind is overwritten by the next forward."""
+        self.length = min(length, self.length)
+
+
+class FlatTexts:
+    """All texts in one buffer a layer, a row each, those in use in front."""
+
+    together = True
+
+    def __init__(self, model: nn.Module) -> None:
+        flat.install(model)
+        self._model, self._wanted = model, head.install(model)
+        self._frame = Frame()
+        made = make_prompt_cache(model)
+        self._caches = [FlatCache(self._frame, window_of(cache)) for cache in made]
+        self._texts: list[FlatText] = []
+
+    def open(self) -> FlatText:
+        self._texts.append(FlatText(len(self._texts)))
+        return self._texts[-1]
+
+    def close(self, text: FlatText) -> None:
+        """The last row moves into the gap; buffers that nobody uses are given back."""
+        last = self._texts.pop()
+        if last is not text:
+            for cache in self._caches:
+                cache.move(last.row, text.row, last.length)
+            last.row = text.row
+            self._texts[text.row] = last
+        if not self._texts:
+            for cache in self._caches:
+                cache.clear()
+
+    def forward(self, feeds: Sequence[Feed]) -> mx.array:
+        order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].text.row))
+        pieces = [Piece(feeds[i].text.row, feeds[i].text.length, feeds[i].count, feeds[i].prompt) for i in order]
+        self._frame.begin(pieces)
+        tokens = _joined([feeds[i].tokens for i in order])
+        rows = self._rows(feeds, order, pieces)
+        self._wanted.rows, self._wanted.passed = rows, False
+        try:
+            logits: mx.array = self._model(tokens[None], cache=self._caches)[0]
+        finally:
+            self._wanted.rows = None
+        if rows is not None and not self._wanted.passed:
+            logits = mx.take(logits, rows, axis=0)
+        for feed in feeds:
+            feed.text.length += feed.count
+        return logits
+
+    def state(self) -> list[Any]:
+        return [cache.state for cache in self._caches]
+
+    def _rows(self, feeds: Sequence[Feed], order: Sequence[int], pieces: Sequence[Piece]) -> mx.array | None:
+        """Where the wanted logits stand in the flat row, feed after feed; None: all, as they stand."""
+        if list(order) == list(range(len(feeds))) and all(feed.wanted == feed.count for feed in feeds):
+            return None
+        ends, end = {}, 0
+        for index, piece in zip(order, pieces, strict=True):
+            end += piece.count
+            ends[index] = end
+        rows = [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.wanted, ends[i])]
+        return mx.array(rows or [0], mx.int32)
+
+
+class SeparateTexts:
+    """Texts one after the other, each with mlx-lm's own caches: for state that can't share a row."""
+
+    together = False
+
+    def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
+        """`own_caches`: see `protocol.abilities`."""
+        self._model, self._own_caches = model, own_caches
+        self._texts: list[KVState] = []
+
+    def open(self) -> KVState:
+        self._texts.append(KVState(self._model, self._own_caches))
+        return self._texts[-1]
+
+    def close(self, text: KVState) -> None:
+        self._texts.remove(text)
+
+    def forward(self, feeds: Sequence[Feed]) -> mx.array:
+        parts = []
+        for feed in feeds:
+            logits = self._model(_joined([feed.tokens])[None], cache=feed.text.caches)[0]
+            feed.text.length += feed.count
+            if feed.wanted:
+                parts.append(logits[-feed.wanted :])
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts) if parts else mx.zeros((0, 1))
+
+    def state(self) -> list[Any]:
+        return [text.state for text in self._texts]
+
+
+def _joined(parts: Sequence[Sequence[int] | mx.array]) -> mx.array:
+    if not any(isinstance(part, mx.array) for part in parts):
+        return mx.array([token for part in parts for token in part], mx.int32)
+    arrays = [part if isinstance(part, mx.array) else mx.array(list(part), mx.int32) for part in parts]
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)

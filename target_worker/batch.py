@@ -1,0 +1,240 @@
+"""The target's forwards: which requests take part in the next one, and what came of it.
+
+All that can go on do so together; a prompt is read in pieces inside these forwards, so nobody waits for a long one.
+While all decode plainly the next forward is begun before this one is read. Knows requests and forwards; no messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from outrider.engine.pace import Pace, paced
+from outrider.engine.slots import PREFILL
+from outrider.engine.verify import Ask, Forward, Reading, Verdict, begin
+from outrider.protocol import clock
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.guard import named_errors
+from outrider.protocol.messages import Span
+from outrider.target_worker.running import Running
+
+# A piece of a prompt lengthens a forward that others decode in by about this share of it.
+READING_SHARE = 1.0
+SMALLEST_PIECE = 16
+SMOOTHING = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a forward brought for one request: a verdict, or why it can't have one."""
+
+    running: Running
+    verdict: Verdict | OutriderError
+    work: Span
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A forward under way. `members` are its asks' requests, in order; `fed` is how much of each text had been fed
+    before, readers' behind members'. `begun_ns` 0: behind another one.
+    """
+
+    forward: Forward
+    members: tuple[Running, ...]
+    readers: tuple[Running, ...]
+    fed: tuple[int, ...]
+    begun_ns: int
+
+
+class Batch:
+    """One target's forwards, one after the other."""
+
+    def __init__(self, pace: Pace | None) -> None:
+        self._pace = pace
+        self._flight: Flight | None = None
+        self._ended_ns = 0
+        self._step_ms = 0.0
+        self._read_ms = 0.0  # a prompt's token
+
+    @property
+    def is_busy(self) -> bool:
+        return self._flight is not None
+
+    def makes(self, running: Running) -> bool:
+        """Whether a round of this request is under way."""
+        return self._flight is not None and any(member is running for member in self._flight.members)
+
+    def advance(self, running: Collection[Running]) -> tuple[list[Settled], list[Running]]:
+        """Makes or ends one forward: what it settled, and whose prompts it read a piece of."""
+        failed: list[Settled] = []
+        flight = self._flight or self._begun(running, failed)
+        if flight is None:
+            return failed, []
+        alone = self._flight is None
+        self._flight = None
+        if alone and flight.forward.is_plain and self._followers(flight, running):
+            self._flight = flight  # read it once the next one is begun
+            return failed, []
+        settled = failed + self._settle(flight, running)
+        return settled, list(flight.readers)
+
+    def _begun(self, running: Collection[Running], failed: list[Settled]) -> Flight | None:
+        """A forward over all that have something to feed; who can't take part says why in `failed`."""
+        members, asks, started_ns = [], [], clock.now()
+        for request in running:
+            if not request.has_next:
+                continue
+            try:
+                with named_errors("the target's own drafter"):
+                    asks.append(request.next_ask())
+                members.append(request)
+            except OutriderError as error:
+                failed.append(Settled(request, error, clock.since(started_ns), 0))
+        gone = [request.over for request in members]  # closed while an own drafter read its text
+        members = [request for request, over in zip(members, gone, strict=True) if not over]
+        asks = [ask for ask, over in zip(asks, gone, strict=True) if not over]
+        readings = self._readings([request for request in running if request.unread and not request.over], bool(asks))
+        if not asks and not readings:
+            return None
+        flight = _flight(members, asks, readings, clock.now())
+        if isinstance(flight, Flight):
+            return flight
+        if len(asks) + len(readings) == 1:
+            alone = members[0] if members else readings[0][0]
+            failed.append(Settled(alone, flight, clock.since(started_ns), 0))
+            return None
+        for member, ask in zip(members, asks, strict=True):
+            failed.append(Settled(member, _alone(ask, member.slot.fed), clock.since(started_ns), len(ask.chain) + 1))
+        failed += _read_alone(readings, clock.since(started_ns))
+        return None
+
+    def _readings(self, readers: Sequence[Running], beside: bool) -> list[tuple[Running, Reading]]:
+        """The next pieces of the prompts, first come first served."""
+        room, found = self._piece() if beside else PREFILL, []
+        for request in readers:
+            count = min(request.unread, room)
+            if count:
+                found.append((request, Reading(request.slot, count)))
+                room -= count
+        return found
+
+    def _piece(self) -> int:
+        """How much of a prompt fits beside those that decode."""
+        if not self._step_ms or not self._read_ms:
+            return SMALLEST_PIECE
+        return int(min(max(READING_SHARE * self._step_ms / self._read_ms, SMALLEST_PIECE), PREFILL))
+
+    def _followers(self, flight: Flight, running: Collection[Running]) -> list[Running]:
+        """Who of a plain forward's members goes on plainly, if nobody else has anything to feed."""
+        members = {id(member) for member in flight.members}
+        others = any((r.has_next or r.unread) and id(r) not in members and not r.over for r in running)
+        if others or not all(member.slot.text.marks_freely for member in flight.members):
+            return []
+        return [member for member in flight.members if member.decodes_plainly]
+
+    def _settle(self, flight: Flight, running: Collection[Running]) -> list[Settled]:
+        forward = flight.forward
+        begun_ns = flight.begun_ns or self._ended_ns
+        ready = max((member.ready for member in flight.members), default=0.0)
+        with paced(self._pace if _is_paced(flight) else None, _rows(forward.asks), ready):
+            followers = self._followers(flight, running) if forward.is_plain else []
+            after = _flight(followers, [Ask(m.slot) for m in followers], [], 0, forward) if followers else None
+            verdicts = _verdicts(forward)
+        if any(isinstance(verdict, OutriderError) for verdict in verdicts):
+            verdicts = _again(flight, verdicts)
+            if isinstance(after, Flight):  # begun behind what may have failed: these steps are made anew
+                for follower in after.members:
+                    follower.slot.text.roll_back(len(follower.slot.tokens) - 1)
+        elif isinstance(after, Flight):
+            self._flight = after
+        self._ended_ns = clock.now()
+        work = Span(begun_ns, self._ended_ns)
+        self._learn(flight, (self._ended_ns - begun_ns) / 1e6)
+        return [
+            Settled(member, verdict, work, forward.rows)
+            for member, verdict in zip(flight.members, verdicts, strict=True)
+        ]
+
+    def _learn(self, flight: Flight, milliseconds: float) -> None:
+        """How long a step takes, and a prompt's token beside it."""
+        read = flight.forward.rows - _rows(flight.forward.asks)
+        if not read and flight.members:
+            self._step_ms += (SMOOTHING if self._step_ms else 1.0) * (milliseconds - self._step_ms)
+        elif read >= SMALLEST_PIECE:
+            each = max(milliseconds - (self._step_ms if flight.members else 0.0), 0.01) / read
+            self._read_ms += (SMOOTHING if self._read_ms else 1.0) * (each - self._read_ms)
+
+
+def _flight(
+    members: Sequence[Running],
+    asks: Sequence[Ask],
+    readings: Sequence[tuple[Running, Reading]],
+    begun_ns: int,
+    after: Forward | None = None,
+) -> Flight | OutriderError:
+    """Puts a forward under way; where that fails every text is as it was."""
+    readers = tuple(reader for reader, _ in readings)
+    texts = [request.slot.text for request in (*members, *readers)]
+    fed = tuple(text.length for text in texts)
+    try:
+        with named_errors("the target's forward"):
+            forward = begin(asks, [reading for _, reading in readings], after)
+    except OutriderError as error:
+        for text, length in zip(texts, fed, strict=True):
+            text.length = length
+        return error
+    return Flight(forward, tuple(members), readers, fed, begun_ns)
+
+
+def _verdicts(forward: Forward) -> list[Verdict | OutriderError]:
+    try:
+        with named_errors("the target's forward"):
+            return forward.verdicts()
+    except OutriderError as error:
+        return [error] * len(forward.asks)
+
+
+def _again(flight: Flight, verdicts: Sequence[Verdict | OutriderError]) -> list[Verdict | OutriderError]:
+    """What failed in company is tried alone: one text's failure is not another's."""
+    if len(flight.members) + len(flight.readers) == 1:
+        return list(verdicts)
+    return [
+        _alone(ask, fed) if isinstance(verdict, OutriderError) and not member.over else verdict
+        for member, ask, fed, verdict in zip(flight.members, flight.forward.asks, flight.fed, verdicts, strict=False)
+    ]
+
+
+def _alone(ask: Ask, fed: int) -> Verdict | OutriderError:
+    """The verdict of a forward over one text alone, of which so many tokens were fed before."""
+    try:
+        with named_errors("the target's forward"):
+            ask.slot.text.roll_back(fed)
+            return begin([ask]).verdicts()[0]
+    except OutriderError as error:
+        return error
+
+
+def _read_alone(readings: Sequence[tuple[Running, Reading]], work: Span) -> list[Settled]:
+    """Reads the pieces one by one; those that fail."""
+    failed = []
+    for reader, reading in readings:
+        flight = _flight([], [], [(reader, reading)], 0)
+        if isinstance(flight, OutriderError):
+            failed.append(Settled(reader, flight, work, 0))
+    return failed
+
+
+def _rows(asks: Iterable[Ask]) -> int:
+    return sum(len(ask.chain) + 1 for ask in asks)
+
+
+def _is_paced(flight: Flight) -> bool:
+    """A prompt's end is not held to a profile, which knows rounds only."""
+    return any(member.answers for member in flight.members)
+
+
+def now() -> float:
+    """The clock of `Running.ready`."""
+    return time.perf_counter()

@@ -1,0 +1,120 @@
+"""Texts that share a forward get the logits each gets alone, whoever joins, leaves, reads or takes something back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from outrider.engine import flat
+from outrider.engine.loading import LoadedModel
+from outrider.engine.open_texts import open_texts
+from outrider.engine.slots import open_slots
+from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
+from outrider.engine.verify import Ask, Reading, begin, verify
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
+from tests.ahead import said
+
+Loaded = Callable[..., LoadedModel]
+TOGETHER = ("llama", "gemma3_text", "mistral", "qwen3", "qwen3_moe")
+
+
+@dataclass
+class Line:
+    """A text under test: what was fed is `tokens[: text.length]`."""
+
+    text: Any
+    tokens: list[int] = field(default_factory=list)
+
+
+def walk(model: LoadedModel, texts: Texts, steps: int, seed: int = 1) -> float:
+    """Feeds, rolls back, opens and closes at random; the largest difference from the model's own logits."""
+    draws, lines, worst = random.Random(seed), [Line(texts.open())], 0.0
+    for _ in range(steps):
+        if len(lines) < 5 and draws.random() < 0.4:
+            lines.append(Line(texts.open()))
+        if len(lines) > 1 and draws.random() < 0.15:
+            texts.close(lines.pop(draws.randrange(len(lines))).text)
+        feeds, fed = [], []
+        for line in draws.sample(lines, draws.randint(1, len(lines))):
+            if line.text.length > 3 and draws.random() < 0.3:
+                line.text.roll_back(line.text.length - draws.randint(1, 3))
+                del line.tokens[line.text.length :]
+            prompt = draws.random() < 0.3
+            new = [draws.randrange(2, 250) for _ in range(draws.randint(1, 40 if prompt else 5))]
+            feeds.append(Feed(line.text, new, 0 if prompt else len(new), prompt))
+            line.tokens += new
+            fed += [] if prompt else [(line, len(new))]
+        logits, row = texts.forward(feeds), 0
+        for line, count in fed:
+            own = model.model(mx.array([line.tokens]))[0, -count:]
+            worst = max(worst, float(mx.abs(logits[row : row + count] - own).max().item()))
+            row += count
+    return worst
+
+
+@pytest.mark.parametrize("family", TOGETHER)
+def test_each_text_gets_the_logits_it_gets_alone(loaded: Loaded, family: str) -> None:
+    model = loaded(family)
+    texts = open_texts(model)
+    assert isinstance(texts, FlatTexts)
+    assert walk(model, texts, 40) < 1e-3
+
+
+def test_a_text_that_sees_anothers_columns_is_caught(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above proves nothing."""
+    model = loaded("llama")
+    monkeypatch.setattr(flat.Group, "mask", lambda self, window: None)
+    assert walk(model, FlatTexts(model.model), 20) > 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma2"])
+def test_what_cannot_share_a_forward_goes_one_after_the_other(loaded: Loaded, family: str) -> None:
+    assert isinstance(open_texts(loaded(family)), SeparateTexts)
+
+
+def test_places_are_given_back(loaded: Loaded) -> None:
+    texts = FlatTexts(loaded("llama").model)
+    places = [texts.open() for _ in range(3)]
+    texts.forward([Feed(place, [5, 6, 7], 1) for place in places])
+    for place in places:
+        texts.close(place)
+    assert not any(texts.state())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_batch_says_what_each_request_says_alone(loaded: Loaded, family: str) -> None:
+    model = loaded(family)
+    wishes = [
+        SamplingParams(), SamplingParams(temp=0.8, seed=1), SamplingParams(temp=0.8, seed=2),
+        SamplingParams(temp=1.0, seed=3, top_p=0.9, repetition_penalty=1.2),
+    ]  # fmt: skip
+    prompts = [[40 + n, 41, 42 + n, *range(50, 50 + 5 * n)] for n in range(len(wishes))]
+    truths = []
+    for prompt, wish in zip(prompts, wishes, strict=True):
+        slot = open_slots(model, [prompt], [wish])[0]
+        truths.append([verify(slot).bonus for _ in range(24)])
+    texts, draws = open_texts(model), random.Random(4)
+    slots = open_slots(model, prompts, wishes, texts=texts)
+    late = open_slots(model, [[9] * 3], [SamplingParams()], texts=texts)[0]
+    late.tokens += [7] * 60
+    while min(len(slot.tokens) - len(prompt) for slot, prompt in zip(slots, prompts, strict=True)) < 16:
+        asks = []
+        for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
+            done = len(slot.tokens) - len(prompt)
+            if done < 16 and draws.random() < 0.8:
+                right, length = draws.randint(0, 3), draws.randint(0, 4)
+                chain = [t if i < right else (t + 1) % 250 for i, t in enumerate(truth[done : done + length])]
+                asks.append(Ask(slot, tuple(chain)))
+        if asks:
+            readings = [Reading(late, 7)] if len(late.unfed) > 8 else []
+            for verdict in begin(asks, readings).verdicts():
+                assert not isinstance(verdict, OutriderError) and said(verdict)
+    for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
+        done = slot.tokens[len(prompt) :]
+        assert done == truth[: len(done)]
