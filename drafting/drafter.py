@@ -114,7 +114,14 @@ class Drafter(Protocol):
 
 
 class DrawingTree(TokenTree, Protocol):
-    """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q."""
+    """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q.
+
+    By noise of its own wherever a chain begins, which is behind every token that was told (`engine.draws`).
+    """
+
+    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
+        """As `TokenTree.child`; `told` True: only a node that was fed as a token, False: only one fed as None."""
+        ...
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
         """What each node's own continuation was drawn from, a row a node; None for no nodes. Waits for it."""

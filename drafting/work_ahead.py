@@ -151,7 +151,7 @@ class WorkAhead:
         self._learn(tokens)
         self._wanted = Wanted(None if verifying is None else tuple(verifying), depth, branches)
         if not self._behind:
-            known = self._walk(self.tree.root, tokens)
+            known = self._known(tokens)
             self.tree.commit(known)
             tokens = tokens[len(known) :]
         self._behind += tokens
@@ -262,17 +262,35 @@ class WorkAhead:
 
     def _begin(self, plan: Plan, accepted: int, bonus: int) -> None:
         """A new branch; where an earlier round already fed its first tokens, they are taken over."""
-        growing = Growing(accepted, bonus, self.tree.child(plan.spine[accepted], bonus))
+        growing = Growing(accepted, bonus, self._child(plan.spine[accepted], bonus, told=True))
         node = growing.tip
         while node is not None:
             growing.tip = node
             growing.nodes.append(node)
             growing.chain += self.tree.best([node])
-            node = self.tree.child(node, growing.chain[-1])
+            node = self._child(node, growing.chain[-1], told=False)
         (plan.growing if len(growing.chain) < plan.depth else plan.found).append(growing)
 
     def _drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
         return self._drawing.drawn_from(nodes) if self._drawing is not None else None
+
+    def _child(self, node: int, token: int, told: bool) -> int | None:
+        """The fed node for `token` right after `node`. Of drawn chains only one that noise of the right place follows.
+
+        A chain begins with a token that was told. Had it been drawn itself, what follows it would be drawn by noise of
+        an earlier place, which a chain under verification may have been drawn by too.
+        """
+        if self._drawing is None:
+            return self.tree.child(node, token)
+        return self._drawing.child(node, token, told)
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """The fed nodes along committed `tokens`; the last of them is to be one that a chain may begin with."""
+        path = self._walk(self.tree.root, tokens[:-1])
+        if tokens and len(path) == len(tokens) - 1:
+            last = self._child((path or [self.tree.root])[-1], tokens[-1], told=True)
+            path += [last] if last is not None else []
+        return path
 
     def _walk(self, node: int, tokens: Sequence[int]) -> list[int]:
         """The fed nodes along `tokens` from `node`, as far as they go."""

@@ -35,23 +35,26 @@ def drafter() -> MlxDrafter:
 
 @pytest.fixture
 def begin(drafter: MlxDrafter) -> Callable[[tuple[int, ...]], WorkAhead]:
-    def at(tokens: tuple[int, ...]) -> WorkAhead:
-        tree = drafter.open_drawing(tokens, SAMPLING, 2)
-        return WorkAhead(tree, (), POLICIES["best-first"], Calibration(), tree)
+    return lambda tokens: opened(drafter, SAMPLING, tokens)
 
-    return at
+
+def opened(drafter: MlxDrafter, sampling: SamplingParams, tokens: tuple[int, ...] = PROMPT) -> WorkAhead:
+    tree = drafter.open_drawing(tokens, sampling, 2)
+    return WorkAhead(tree, (), POLICIES["best-first"], Calibration(), tree)
 
 
 def same(q: SparseQ | None, other: SparseQ | None) -> bool:
     return q is not None and other is not None and bool((q.ids == other.ids).all() and (q.probs == other.probs).all())
 
 
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("forwards", [1, 2, 3, 10])
 def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
-    begin: Callable[[tuple[int, ...]], WorkAhead], forwards: int
+    begin: Callable[[tuple[int, ...]], WorkAhead], forwards: int, seed: int
 ) -> None:
-    rng = random.Random(forwards)
-    work, committed, chain = begin(PROMPT), list(PROMPT), []
+    """Whatever is verified: the branch, its beginning, another drafter's chain or one that was waited for in vain."""
+    rng = random.Random(f"{forwards} {seed}")
+    work, committed = begin(PROMPT), list(PROMPT)
     work.commit((), (), 3, 8)
     checked = 0
     for _ in range(20):
@@ -74,9 +77,40 @@ def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
         known = sorted(entries, key=lambda outcome: (len(outcome), outcome[-1]))
         new = rng.choice(known) if known and rng.random() < 0.7 else (rng.randrange(V),)
         committed += new
-        chain = list(entries.get(new, ()))
+        own, way = entries.get(new, ()), rng.random()
+        if way < 0.2:
+            work.commit(new, None, 3, 0)
+            new, own = (), work.continuation(3).chain
+            assert own == begin(tuple(committed)).continuation(3).chain
+        chain = [*own[: rng.randint(0, 3)], *(rng.randrange(V) for _ in range(rng.randint(0, 2)))] if way < 0.6 else own
         work.commit(new, chain, 3, 8)
     assert checked > 20
+
+
+def test_what_a_drafter_prepares_does_not_follow_the_noise_of_anothers_chain() -> None:
+    """Both were asked, the first one's chain is verified, and the second prepares what it had drafted itself.
+
+    How many branches there are depends on the chain under verification, so what its tokens were drawn by decides which
+    outcomes are hits. A branch drawn by the same noise would be a choice by its content.
+    """
+    tables = np.random.default_rng(6).normal(size=(2, V, V)).astype(np.float32) / 2
+    first, second = (MlxDrafter(markov(table)) for table in tables)
+    alike = expected = variance = 0.0
+    for seed in range(200):
+        sampling = replace(SAMPLING, seed=seed, saguaro=1.0)
+        chain = opened(first, sampling).continuation(2).chain
+        work = opened(second, sampling)
+        own = work.continuation(2).chain[0]
+        work.commit((), chain, 1, 3 * V)
+        ready = work.advance()
+        assert ready is not None and ready.q is not None
+        for row, entry in enumerate(ready.entries):
+            if entry.committed == (own,):
+                share = float(ready.q.probs[row][ready.q.ids[row] == chain[1]].sum())
+                alike += entry.chain[0] == chain[1]
+                expected += share
+                variance += share * (1 - share)
+    assert expected > 10 and abs(alike - expected) < 4 * variance**0.5, (alike, expected)
 
 
 def test_there_is_no_chain_without_room(begin: Callable[[tuple[int, ...]], WorkAhead]) -> None:
