@@ -121,7 +121,7 @@ def test_a_client_with_one_request_does_not_wait_for_all_of_anothers(cluster: Lo
         client.generate(PROMPTS[0].text, SamplingParams(max_tokens=16, ignore_eos=True))
         finished.append(name)
 
-    threads = [threading.Thread(target=ask, args=(busy, "busy")) for _ in range(6)]
+    threads = [threading.Thread(target=ask, args=(busy, "busy")) for _ in range(16)]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + LIMIT_SECONDS
@@ -130,5 +130,5 @@ def test_a_client_with_one_request_does_not_wait_for_all_of_anothers(cluster: Lo
     ask(single, "single")
     for thread in threads:
         thread.join(LIMIT_SECONDS)
-    assert len(finished) == 7
-    assert finished.index("single") < 5
+    assert len(finished) == 17
+    assert finished.index("single") < 14
