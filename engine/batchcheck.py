@@ -5,12 +5,10 @@ Catches models whose attention is not mlx-lm's common one, or whose layers mix t
 
 from __future__ import annotations
 
-import mlx.core as mx
-
 from outrider.engine.loading import LoadedModel
+from outrider.engine.selfcheck import distance
 from outrider.engine.texts import Feed, FlatTexts
 
-_EXACT, _HALF = 1e-4, 0.1  # of the logits' standard deviation, or of 1 if that is more
 _LENGTHS = (9, 3, 6)
 
 
@@ -25,7 +23,7 @@ def agrees(model: LoadedModel) -> bool:
         feeds = [Feed(places[n], tokens[n][places[n].length : end], 0 if cut else 1, cut) for n, end, cut in parts]
         logits = texts.forward(feeds)
         read = [(n, end) for n, end, cut in parts if not cut]
-        return all(_close(logits[i], _own(model, tokens[n][:end])) for i, (n, end) in enumerate(read))
+        return all(distance(model, tokens[n][:end], logits[i]) <= 1.0 for i, (n, end) in enumerate(read))
 
     feed((0, 5, True))
     found = feed((1, 3, False), (0, 9, True)) and feed((0, 10, False), (1, 6, False), (2, 6, False))
@@ -35,14 +33,3 @@ def agrees(model: LoadedModel) -> bool:
     texts.close(places[1])
     texts.close(places[2])
     return found
-
-
-def _own(model: LoadedModel, text: list[int]) -> mx.array:
-    logits: mx.array = model.model(mx.array([text]))[0, -1]
-    return logits
-
-
-def _close(found: mx.array, own: mx.array) -> bool:
-    allowed = _EXACT if own.dtype == mx.float32 else _HALF
-    own, found = own.astype(mx.float32), found.astype(mx.float32)
-    return bool((mx.abs(found - own).max() <= allowed * mx.maximum(mx.std(own), 1.0)).item())

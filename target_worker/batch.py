@@ -82,19 +82,18 @@ class Batch:
 
     def _begun(self, running: Collection[Running], failed: list[Settled]) -> Flight | None:
         """A forward over all that have something to feed; who can't take part says why in `failed`."""
-        members, asks, started_ns = [], [], clock.now()
+        pairs, started_ns = [], clock.now()
         for request in running:
             if not request.has_next:
                 continue
             try:
                 with named_errors("the target's own drafter"):
-                    asks.append(request.next_ask())
-                members.append(request)
+                    pairs.append((request, request.next_ask()))
             except OutriderError as error:
                 failed.append(Settled(request, error, clock.since(started_ns), 0))
-        gone = [request.over for request in members]  # closed while an own drafter read its text
-        members = [request for request, over in zip(members, gone, strict=True) if not over]
-        asks = [ask for ask, over in zip(asks, gone, strict=True) if not over]
+        # One may have been closed while another's own drafter read its text.
+        members = [request for request, _ in pairs if not request.over]
+        asks = [ask for request, ask in pairs if not request.over]
         readings = self._readings([request for request in running if request.unread and not request.over], bool(asks))
         if not asks and not readings:
             return None
