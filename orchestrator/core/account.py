@@ -10,7 +10,7 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Outcome, Timings
 
@@ -104,9 +104,9 @@ class Account:
     def proposed(self, number: int, proposal: Proposal, accepted: int) -> None:
         """What round `number` verifies, after an outcome that accepted this many tokens."""
         entry = self._entry(number)
-        if proposal.missed:
-            entry.missed, entry.late = accepted, proposal.found
-        elif proposal.found:
+        if proposal.lookup.missed:
+            entry.missed, entry.late = accepted, proposal.lookup is Lookup.LATE
+        elif proposal.lookup.found:
             entry.hit = accepted
         entry.copied = proposal.source is Source.NGRAM
 
@@ -122,7 +122,7 @@ class Account:
             self.first_ns = now_ns
             return
         entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
-        entry.turnaround = proposal.found and not proposal.waited
+        entry.turnaround = proposal.lookup is Lookup.HIT
 
     def held(self, worker: str, peak_bytes: int) -> None:
         """The most memory that this worker has held."""

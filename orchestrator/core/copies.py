@@ -64,5 +64,5 @@ def filled(
     brings = estimates.drafted.expected_tokens(drafted) - 1.0 + tail.gain
     costs = estimates.tokens_per_ms() * estimates.row_ms() * drafted
     if alone.tokens and alone.gain > brings - costs:
-        return replace(copied(instead, alone), found=branch.found, missed=branch.missed)
+        return replace(copied(instead, alone), lookup=branch.lookup)
     return replace(branch, chain=branch.chain + tail.tokens, copied=len(tail.tokens), matched=after.matched)

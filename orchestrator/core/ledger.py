@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from outrider.orchestrator.core.controller import Controller, Plan
 from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request, Round, RoundSettings, Waiting
 from outrider.orchestrator.core.trace import ORCHESTRATOR, TARGET, TARGETS_DRAFTER, Trace
 from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
@@ -83,8 +83,9 @@ class Ledger:
     def proposed(self, request: Request, now_ns: int) -> None:
         proposal = request.proposal
         request.account.proposed(request.round, proposal, request.accepted)
-        if proposal.found or proposal.missed:
-            self.estimates.saw_lookup(proposal.found)  # late or not: `fallback` says whether that is worth a wait
+        if proposal.lookup is not Lookup.NONE:
+            # Late or not: `fallback` says whether that is worth a wait.
+            self.estimates.saw_lookup(proposal.lookup.found)
         if self._trace.enabled and not proposal.draft:
             name = _mark(proposal)
             chain = proposal.chain
@@ -139,7 +140,7 @@ class Ledger:
         if proposal.chain and outcome.drafting is not None:
             estimates.saw_draft(len(proposal.chain), _milliseconds(outcome.drafting))
             estimates.saw_link(0.0)
-        if proposal.found and not proposal.waited:
+        if proposal.lookup is Lookup.HIT:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
             controller = self._controller_of(request)
@@ -177,9 +178,9 @@ def _may_have(admit: Admit, choice: Choice) -> bool:
 
 def _mark(proposal: Proposal) -> str:
     """What the trace calls a proposal."""
-    if proposal.found:
-        return "late" if proposal.missed else "hit"
-    return "miss" if proposal.missed else proposal.source.value
+    if proposal.lookup is Lookup.NONE:
+        return proposal.source.value
+    return Lookup.HIT.value if proposal.lookup is Lookup.GROWN else proposal.lookup.value
 
 
 def _milliseconds(span: Span) -> float:

@@ -19,23 +19,43 @@ class Source(Enum):
     NGRAM = "ngram"
 
 
+class Lookup(Enum):
+    """What the speculation cache had for the outcome before a round."""
+
+    NONE = "none"
+    """It was not asked."""
+    HIT = "hit"
+    """A branch, served at once."""
+    GROWN = "grown"
+    """A branch that was waited for to grow."""
+    LATE = "late"
+    """Nothing when the outcome came; its branch came while it was waited for."""
+    MISS = "miss"
+
+    @property
+    def found(self) -> bool:
+        """There was a branch, at once or late."""
+        return self in (Lookup.HIT, Lookup.GROWN, Lookup.LATE)
+
+    @property
+    def missed(self) -> bool:
+        """There was none when the outcome came."""
+        return self in (Lookup.LATE, Lookup.MISS)
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What the next round verifies after the last committed token.
 
-    `found`: there was a branch for the outcome. `missed`: there was none when the outcome came; both: it came late.
-    `waited`: a drafter was waited for. The last `copied` tokens are from the text, which had been in the same place by
-    `matched` tokens before. `q`: what the chain was drawn from, None where nothing was drawn. `going_on`: the target
-    goes on by itself after it, plainly or, `draft` tokens a round, with its own drafter, whose chain comes with the
-    outcome.
+    The last `copied` tokens are from the text, which had been in the same place by `matched` tokens before. `q`: what
+    the chain was drawn from, None where nothing was drawn. `going_on`: the target goes on by itself after it, plainly
+    or, `draft` tokens a round, with its own drafter, whose chain comes with the outcome.
     """
 
     chain: tuple[int, ...] = ()
     source: Source = Source.NONE
+    lookup: Lookup = Lookup.NONE
     going_on: bool = False
-    found: bool = False
-    missed: bool = False
-    waited: bool = False
     copied: int = 0
     matched: int = 0
     q: SparseQ | None = None
@@ -47,7 +67,13 @@ class Proposal:
 
     def again(self) -> Proposal:
         """The round after, which the target makes by itself."""
-        return replace(self, chain=(), missed=False, waited=False)
+        return replace(self, chain=(), lookup=Lookup.NONE)
+
+    def after_wait(self, missed: bool) -> Proposal:
+        """Now that a drafter was waited for; `missed`: for a branch that was not there when the outcome came."""
+        if missed:
+            return replace(self, lookup=Lookup.LATE if self.lookup.found else Lookup.MISS)
+        return replace(self, lookup=Lookup.GROWN) if self.lookup is Lookup.HIT else self
 
     def kind(self, sampling: SamplingParams) -> str:
         """By which rule the target is to verify it (see `Verify`)."""

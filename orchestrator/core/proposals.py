@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from outrider.orchestrator.core.copies import best_tail, copied, filled, longest_copy
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
-from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.speculation_cache import Prepared
 from outrider.protocol.clock import MILLISECOND_NS
@@ -79,7 +79,7 @@ class Proposer:
     def branch(self, request: Request, found: Prepared, room: int, committed: tuple[int, ...] = ()) -> Proposal:
         """A branch as the chain to verify after `committed` tokens that are still to come, filled from the text."""
         chain = found.chain[: max(min(request.depth, room), 0)]
-        hit = Proposal(chain, Source.CACHE, found=True, q=_first(found.q, chain))
+        hit = Proposal(chain, Source.CACHE, Lookup.HIT, q=_first(found.q, chain))
         return self._filled(request, hit, room, committed)
 
     def drafted(self, request: Request, message: Drafted, room: int) -> Proposal:
@@ -132,7 +132,7 @@ class Proposer:
                 return Linger(committed, wait_ms, missed=True)
         if choice.wait_for:
             return Ask(choice.wait_for, missed=True)
-        return replace(copied(copy, tail), missed=True)
+        return replace(copied(copy, tail), lookup=Lookup.MISS)
 
 
 def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:

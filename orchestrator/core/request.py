@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.controller import Plan
 from outrider.orchestrator.core.ngram import NgramIndex
-from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Outcome
@@ -95,7 +95,7 @@ class Request:
             return self.proposal.again()
         chain = outcome.onward or ()
         known = self.prepared.get(committed)
-        return known if known is not None and known.chain == chain else Proposal(chain, Source.CACHE, found=True)
+        return known if known is not None and known.chain == chain else Proposal(chain, Source.CACHE, Lookup.HIT)
 
     def this_round(self) -> Round:
         return Round(self.round, self.plan, self.proposal)

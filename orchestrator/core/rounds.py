@@ -145,8 +145,7 @@ class Rounds:
             if request.waiting and now_ns >= request.waiting.deadline_ns:
                 outcome = request.waiting.outcome
                 found = request.cache.lookup(outcome) if outcome else None
-                alone = Proposal(missed=outcome is not None)
-                chain = self._proposer.branch(request, found, self._room(request)) if found else alone
+                chain = self._proposer.branch(request, found, self._room(request)) if found else Proposal()
                 self._verify(request, chain, now_ns)
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> None:
@@ -236,8 +235,7 @@ class Rounds:
     def _verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """VERIFY to the target, and in the same breath COMMIT to the drafters."""
         waited, request.waiting = request.waiting, None
-        missed = proposal.missed or (waited is not None and waited.missed)
-        self._begin_round(request, replace(proposal, missed=missed, waited=waited is not None))
+        self._begin_round(request, proposal.after_wait(waited.missed) if waited else proposal)
         self._dispatch.verify(request)
         self._under_way(request, now_ns)
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from outrider.orchestrator.core.account import RECENT_ROUNDS, Account
-from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.protocol.messages import Outcome, Span
 
-HIT = Proposal((1, 2, 3), Source.CACHE, found=True)
+HIT = Proposal((1, 2, 3), Source.CACHE, lookup=Lookup.HIT)
 SECOND_NS = 1_000_000_000
 
 
@@ -52,7 +52,7 @@ def test_of_the_last_round_counts_what_lies_before_the_end(kept: int, drafted: i
 def test_a_round_under_way_is_not_counted() -> None:
     found = account(4)
     found.asked(5, 2)
-    found.proposed(5, replace(HIT, missed=True), 2)
+    found.proposed(5, replace(HIT, lookup=Lookup.LATE), 2)
     assert found.timings(7, 13) == account(4).timings(7, 13)
 
 

@@ -7,7 +7,7 @@ import pytest
 from outrider.orchestrator.core.copies import LONGEST_COPY, best_tail, copied, filled, longest_copy
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)
@@ -64,21 +64,21 @@ def test_copies_that_held_in_one_text_are_soon_given_up_in_another() -> None:
 
 
 def branch(*chain: int) -> Proposal:
-    return Proposal(chain, Source.CACHE, found=True)
+    return Proposal(chain, Source.CACHE, lookup=Lookup.HIT)
 
 
 def test_a_branch_in_a_text_that_repeats_goes_on_as_the_text_did() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     found = filled(estimates(), ngrams, branch(3, 4, 5), committed=(2,), room=50)
     assert found.chain[:6] == (3, 4, 5, 6, 7, 1) and 6 <= len(found.chain) <= LONGEST_COPY
-    assert found.found and found.copied == len(found.chain) - (3 if found.source is Source.CACHE else 0)
+    assert found.lookup is Lookup.HIT and found.copied == len(found.chain) - (3 if found.source is Source.CACHE else 0)
 
 
 def test_a_better_copy_stands_in_the_place_of_a_branch_and_a_worse_one_does_not() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     other = branch(9, 9, 9)
     taken = filled(estimates(drafted=0), ngrams, other, committed=(2,), room=50)
-    assert taken.source is Source.NGRAM and taken.found and taken.chain[:3] == (3, 4, 5)
+    assert taken.source is Source.NGRAM and taken.lookup is Lookup.HIT and taken.chain[:3] == (3, 4, 5)
     kept = filled(estimates(holds=False), ngrams, other, committed=(2,), room=50)
     assert kept == other
 
