@@ -19,7 +19,7 @@ from pathlib import Path
 from outrider.bench.contest.statistics import bootstrap
 from outrider.bench.helper import Helper
 from outrider.bench.prompts import mixed
-from outrider.bench.trace.rounds import Round, read_rounds
+from outrider.bench.trace.rounds import TracedRound, read_rounds
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -79,7 +79,7 @@ def generate(setup: Setup, temp: float, trace: Path, tell: Tell) -> list[Generat
     return made
 
 
-def covers(oracle: Helper, text: Generated, round_: Round, setup: Setup) -> bool:
+def covers(oracle: Helper, text: Generated, round_: TracedRound, setup: Setup) -> bool:
     """Whether the oracle would have prepared for the round's outcome."""
     asked = {
         "tokens": [*text.prompt, *text.tokens][: round_.base_len],

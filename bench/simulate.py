@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.bench.contest.account import account
 from outrider.bench.contest.contest import Ours, Run
 from outrider.bench.contest.statistics import Interval, ratio, total_rate
+from outrider.bench.contest.summary import summary
 from outrider.bench.policies import best_sd, best_ssd
 from outrider.bench.simulation.simulator import Policy, Simulator
 from outrider.bench.simulation.stand_in import CONFIG, write
@@ -109,7 +109,7 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[Row]:
                 for contestant in chosen:
                     print(f"{profile.name}: {contestant.name}", file=sys.stderr, flush=True)
                     runs[contestant.name] = _run(client, contestant, starts, max_tokens)
-    everything = account([run.timings for found in runs.values() for run in found if run.timings])
+    everything = summary([run.timings for found in runs.values() for run in found if run.timings])
     hop_ms = (everything.turnaround_ms or 0.0) / 2
     rows = [_row(profile, contestant, runs, hop_ms) for contestant in contestants]
     _print(profile, rows)
@@ -198,7 +198,7 @@ def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]]
 def _row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float) -> Row:
     found, told = runs[contestant.name], contestant.mode != "auto"
     sd = next(others for name, others in runs.items() if name.startswith("sd"))
-    sums = account([run.timings for run in found if run.timings])
+    sums = summary([run.timings for run in found if run.timings])
     timed = [run.timed for run in found]
     return Row(
         contestant.name,

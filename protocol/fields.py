@@ -24,7 +24,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OneOf:
     """One of these words."""
 
     words: tuple[str, ...]
@@ -60,5 +60,5 @@ Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)
 Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]
 Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]
 Probabilities = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2, low=0)]
-Mode = Annotated[str, Choice(("auto", "ar", "sd", "ssd"))]
-Role = Annotated[str, Choice(("target", "draft"))]
+Mode = Annotated[str, OneOf(("auto", "ar", "sd", "ssd"))]
+Role = Annotated[str, OneOf(("target", "draft"))]

@@ -11,7 +11,7 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from outrider.protocol.fields import Array, Choice, Range, Size
+from outrider.protocol.fields import Array, OneOf, Range, Size
 
 MAX_ITEMS = 2**16
 MAX_CHARACTERS = 2**26
@@ -131,7 +131,7 @@ def _marked(base: Any, marker: object) -> Shape:
     match marker:
         case Range(low, high):
             return Whole(low, high)
-        case Choice(words):
+        case OneOf(words):
             return Word(words)
         case Array():
             return Raw(marker)

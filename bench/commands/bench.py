@@ -60,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Programme:
     """What is to be run, checked before anything starts. By class: `prompts`, and `trials`, on which K is chosen."""
 
     prompts: dict[str, list[tuple[int, ...]]]
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(options: argparse.Namespace, pair: ChosenPair) -> Plan:
+def _plan(options: argparse.Namespace, pair: ChosenPair) -> Programme:
     """
     Raises:
         InvalidRequest: there is nothing to run, or not everything that it takes.
@@ -111,14 +111,14 @@ def _plan(options: argparse.Namespace, pair: ChosenPair) -> Plan:
     prompts = {kind: _prompts(kind, options.prompts, pair) for kind in options.classes.split(",")}
     trials = {kind: found[options.prompts :] for kind, found in prompts.items()}
     prompts = {kind: found[: options.prompts] for kind, found in prompts.items()}
-    return Plan(prompts, trials, samplings, depths, peers, options.both_cores)
+    return Programme(prompts, trials, samplings, depths, peers, options.both_cores)
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
     """Everything that runs during a bench. `bench`: workers to time alone, None where there is no draft worker."""
 
-    plan: Plan
+    plan: Programme
     settings: ServeSettings
     field: Field
     bench: Workbench | None
@@ -157,7 +157,7 @@ class Arena:
 
 
 @contextmanager
-def _started(options: argparse.Namespace, plan: Plan, pair: ChosenPair, screen: Screen) -> Iterator[Arena]:
+def _started(options: argparse.Namespace, plan: Programme, pair: ChosenPair, screen: Screen) -> Iterator[Arena]:
     settings = pair.settings
     given = flags.settings_of(options)
     with ExitStack() as stack:

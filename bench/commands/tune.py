@@ -135,8 +135,8 @@ def _verdict(measured: Probe, found: list[Forecast]) -> str:
 
 
 def _why_not(measured: Probe, found: list[Forecast]) -> str:
-    tried = measured.trials[0]
-    if len(measured.trials) == 1 and not may_pay(tried, measured.step_ms, measured.verify_ms):
+    tried = measured.rehearsals[0]
+    if len(measured.rehearsals) == 1 and not may_pay(tried, measured.step_ms, measured.verify_ms):
         brings = f"{tried.tokens_in_full:.2f} tokens a round at K = {tried.depth}"
         return f"{brings} would not pay for the verify even if drafting took no time, so no other K and B were tried"
     best = next(forecast for forecast in found if forecast.mode != "ar")
@@ -183,7 +183,7 @@ def _compare(options: argparse.Namespace, found: list[Forecast], screen: Screen)
 
 def _record(p: Probe, turnaround_ms: float, found: list[Forecast], temp: float) -> Tuning:
     chosen = best_of(found, "ssd") or found[0]
-    trial = next(t for t in p.trials if (t.depth, t.branches) == (chosen.depth, chosen.branches))
+    rehearsal = next(t for t in p.rehearsals if (t.depth, t.branches) == (chosen.depth, chosen.branches))
     bests = sorted(
         filter(None, (best_of(found, mode) for mode in ("ar", "sd", "ssd"))), key=lambda f: -f.tokens_per_second
     )
@@ -194,8 +194,8 @@ def _record(p: Probe, turnaround_ms: float, found: list[Forecast], temp: float) 
         draft_ms=p.chain_ms(chosen.depth) / chosen.depth,
         link_ms=p.link_ms,
         turnaround_ms=turnaround_ms,
-        acceptance=tuple(trial.acceptance(position) for position in range(trial.depth)),
-        hit_rate=trial.hit_rate,
+        acceptance=tuple(rehearsal.acceptance(position) for position in range(rehearsal.depth)),
+        hit_rate=rehearsal.hit_rate,
         choices=tuple(Choice(f.mode, f.depth, f.branches, f.tokens_per_second) for f in bests),
         temp=temp,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.bench.contest.account import Account, Judged, account, judge, judge_plain, times_of_drafting
 from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Run
+from outrider.bench.contest.summary import Judged, Summary, judge, judge_plain, summary, times_of_drafting
 from outrider.bench.timing.alone import Alone
 
 GIGA = 1e9
@@ -21,7 +21,7 @@ class Subject:
     name: str
     mode: str
     depth: int | None
-    account: Account
+    summary: Summary
 
 
 def subjects_of(best: Sequence[Contestant], runs: Mapping[str, Sequence[Run]], apart: str) -> list[Subject]:
@@ -30,7 +30,7 @@ def subjects_of(best: Sequence[Contestant], runs: Mapping[str, Sequence[Run]], a
     Not the colocated: they draft in turn without asking, which is no round of the formula's.
     """
     return [
-        Subject(one.name, one.mode, one.depth, account([run.timings for run in runs[one.name] if run.timings]))
+        Subject(one.name, one.mode, one.depth, summary([run.timings for run in runs[one.name] if run.timings]))
         for one in best
         if isinstance(one, Ours) and not one.name.endswith(apart) and COLOCATED not in one.name
     ]
@@ -43,8 +43,8 @@ def judge_all(subjects: Sequence[Subject], alone: Alone) -> dict[str, Judged]:
 
 def _judge(subject: Subject, alone: Alone) -> Judged:
     if subject.mode == "ar":
-        return judge_plain(subject.account, alone)
-    return judge(subject.account, alone, subject.depth or 0, works_ahead=subject.mode == "ssd")
+        return judge_plain(subject.summary, alone)
+    return judge(subject.summary, alone, subject.depth or 0, works_ahead=subject.mode == "ssd")
 
 
 def lines(alone: Alone, subjects: Sequence[Subject], branches: int, weight_bytes: int) -> list[str]:
@@ -55,11 +55,11 @@ def lines(alone: Alone, subjects: Sequence[Subject], branches: int, weight_bytes
     if depth is not None:
         found.append(_ceiling(alone, depth, branches))
     found += [_round(subject, judged[subject.name]) for subject in subjects if subject.name in judged]
-    streamed = ", ".join(f"{s.name} {_streamed(s.account, weight_bytes):.1f}" for s in subjects)
+    streamed = ", ".join(f"{s.name} {_streamed(s.summary, weight_bytes):.1f}" for s in subjects)
     found.append(f"- target weights read, GB/s while verifying ({weight_bytes / 1e6:.0f} MB a forward): {streamed}")
-    found += [f"- accepted by position, {s.name}: {_positions(s.account)}" for s in subjects if s.depth is not None]
+    found += [f"- accepted by position, {s.name}: {_positions(s.summary)}" for s in subjects if s.depth is not None]
     found += [
-        f"- hits by accepted tokens, {s.name}: {_hits(s.account)}" for s in subjects if sum(s.account.looked_up) > 0
+        f"- hits by accepted tokens, {s.name}: {_hits(s.summary)}" for s in subjects if sum(s.summary.looked_up) > 0
     ]
     return found
 
@@ -82,7 +82,7 @@ def _ceiling(alone: Alone, depth: int, branches: int) -> str:
 
 
 def _round(subject: Subject, judged: Judged) -> str:
-    whole_ms = 1000 * subject.account.tokens / subject.account.rounds / judged.measured
+    whole_ms = 1000 * subject.summary.tokens / subject.summary.rounds / judged.measured
     slower = judged.verify_ms / judged.verify_alone_ms
     between = f" + between {judged.between_ms:.2f} (formula {judged.between_alone_ms:.2f})"
     return (
@@ -92,16 +92,16 @@ def _round(subject: Subject, judged: Judged) -> str:
     )
 
 
-def _streamed(account: Account, weight_bytes: int) -> float:
-    return weight_bytes * account.rounds / (account.verify_ms / 1000) / GIGA
+def _streamed(summary: Summary, weight_bytes: int) -> float:
+    return weight_bytes * summary.rounds / (summary.verify_ms / 1000) / GIGA
 
 
-def _positions(account: Account) -> str:
+def _positions(summary: Summary) -> str:
     """How often chain token i and all before it held, of the chains that had one."""
-    pairs = zip(account.accepted, account.drafted, strict=True)
+    pairs = zip(summary.accepted, summary.drafted, strict=True)
     return "  ".join(f"{i}: {held / tried:.2f}" for i, (held, tried) in enumerate(pairs, 1) if tried)
 
 
-def _hits(account: Account) -> str:
-    pairs = zip(account.hits, account.looked_up, strict=False)
+def _hits(summary: Summary) -> str:
+    pairs = zip(summary.hits, summary.looked_up, strict=False)
     return "  ".join(f"{k}: {hits / tried:.2f} of {tried}" for k, (hits, tried) in enumerate(pairs) if tried >= FEWEST)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.bench.contest.account import Judged, account
 from outrider.bench.contest.contest import Run
 from outrider.bench.contest.statistics import Interval, median_rate, ratio, repeated_share
+from outrider.bench.contest.summary import Judged, summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def record(sections: Sequence[Section], machine: dict[str, Any], runs: dict[str,
 
 
 def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run], judged: Judged | None) -> Row:
-    found = account([run.timings for run in runs if run.timings is not None])
+    found = summary([run.timings for run in runs if run.timings is not None])
     return Row(
         name,
         median_rate([run.timed for run in runs]),

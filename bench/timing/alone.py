@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from outrider.bench.timing.costs import costs
 from outrider.bench.timing.curve import Curve, medians, milliseconds
 from outrider.bench.timing.loops import aheads, numbers_of, steps, turns, verifies, whole
 from outrider.bench.timing.workbench import Workbench
@@ -36,10 +37,13 @@ class Alone:
 
     def costs(self, turnaround_ms: float | None = None) -> Costs:
         """For the formula. `turnaround_ms` is a run's own, of its hits; a chain that is asked for has SD's, alone."""
-        between_ms = self.between_ms if turnaround_ms is None else turnaround_ms
-        more_ms = max(self.between_ms - between_ms, 0.0)
-        return Costs(
-            self.step_ms, self.verify_ms, lambda depth: self.chain_ms(depth) + more_ms, self.ahead_ms, between_ms
+        return costs(
+            self.step_ms,
+            self.verify_ms,
+            self.chain_ms,
+            self.ahead_ms,
+            between_ms=self.between_ms,
+            turnaround_ms=turnaround_ms,
         )
 
 

@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.bench.timing.costs import costs
 from outrider.bench.timing.probe import WORTH_IT, Probe
-from outrider.bench.timing.trial import Trial
+from outrider.bench.timing.rehearsal import Rehearsal
 from outrider.orchestrator.core.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
 
 
@@ -29,12 +30,12 @@ class Forecast:
 def forecasts(probe: Probe, turnaround_ms: float) -> list[Forecast]:
     """All modes and settings the probe tried, the fastest first."""
     found = [Forecast("ar", 0, 0, 1000 / probe.step_ms, f"one token a forward, {probe.step_ms:.1f} ms each")]
-    for trial in probe.trials:
-        sd = sd_rate(costs_in_turn(probe), Odds(_always(trial.tokens_in_full), 0.0), trial.depth)
-        found.append(Forecast("sd", trial.depth, 0, 1000 * sd, _sd_limit(probe, trial)))
-        beside = costs_beside(probe, trial, turnaround_ms)
-        ssd = ssd_rate(beside, Odds(_always(trial.tokens), trial.hit_rate), trial.depth)
-        found.append(Forecast("ssd", trial.depth, trial.branches, 1000 * ssd, _ssd_limit(probe, trial)))
+    for rehearsal in probe.rehearsals:
+        sd = sd_rate(costs_in_turn(probe), Odds(_always(rehearsal.tokens_in_full), 0.0), rehearsal.depth)
+        found.append(Forecast("sd", rehearsal.depth, 0, 1000 * sd, _sd_limit(probe, rehearsal)))
+        beside = costs_beside(probe, rehearsal, turnaround_ms)
+        ssd = ssd_rate(beside, Odds(_always(rehearsal.tokens), rehearsal.hit_rate), rehearsal.depth)
+        found.append(Forecast("ssd", rehearsal.depth, rehearsal.branches, 1000 * ssd, _ssd_limit(probe, rehearsal)))
     return sorted(found, key=lambda forecast: -forecast.tokens_per_second)
 
 
@@ -54,30 +55,29 @@ def costs_in_turn(probe: Probe) -> Costs:
     def chain_ms(depth: int) -> float:
         return max(probe.turn_ms(depth) - probe.verify_ms(depth + 1), 0.0)
 
-    return Costs(probe.step_ms, probe.verify_ms, chain_ms, lambda depth: 0.0, 0.0)
+    return costs(probe.step_ms, probe.verify_ms, chain_ms)
 
 
-def costs_beside(probe: Probe, trial: Trial, turnaround_ms: float) -> Costs:
-    """SSD's with this trial's K and B: verifies as they were beside the drafter.
+def costs_beside(probe: Probe, rehearsal: Rehearsal, turnaround_ms: float) -> Costs:
+    """SSD's with this rehearsal's K and B: verifies as they were beside the drafter.
 
-    Branches are served as deep as they have come, and the trial's tokens are of such; so no tree is waited for. A chain
-    asked for after a miss has SD's wait, not a hit's, and begins when half a depth, on average, is through.
+    Branches are served as deep as they have come, and the rehearsal's tokens are of such; so no tree is waited for. A
+    chain asked for after a miss has SD's wait, not a hit's, and begins when half a depth, on average, is through.
     """
-    usual_ms, slower = statistics.fmean(tried.verify_ms for tried in trial.rounds), slowdown(probe, trial)
+    usual_ms, slower = statistics.fmean(tried.verify_ms for tried in rehearsal.rounds), slowdown(probe, rehearsal)
 
     def verify_ms(rows: int) -> float:
-        return usual_ms if rows == trial.depth + 1 else slower * probe.verify_ms(rows)
+        return usual_ms if rows == rehearsal.depth + 1 else slower * probe.verify_ms(rows)
 
     def chain_ms(depth: int) -> float:
-        between_ms = max(probe.between_ms - turnaround_ms, 0.0)
-        return probe.chain_ms(depth) + probe.link_ms + probe.tree_ms(trial.branches) / 2 + between_ms
+        return probe.chain_ms(depth) + probe.link_ms + probe.tree_ms(rehearsal.branches) / 2
 
-    return Costs(probe.step_ms, verify_ms, chain_ms, lambda depth: 0.0, turnaround_ms)
+    return costs(probe.step_ms, verify_ms, chain_ms, between_ms=probe.between_ms, turnaround_ms=turnaround_ms)
 
 
-def slowdown(probe: Probe, trial: Trial) -> float:
+def slowdown(probe: Probe, rehearsal: Rehearsal) -> float:
     """How many times as long a verify takes beside the drafter as alone."""
-    return statistics.median(tried.verify_ms / probe.verify_ms(tried.rows) for tried in trial.rounds)
+    return statistics.median(tried.verify_ms / probe.verify_ms(tried.rows) for tried in rehearsal.rounds)
 
 
 def most_gained(probe: Probe, depth: int) -> float:
@@ -89,16 +89,16 @@ def _always(value: float) -> Callable[[int], float]:
     return lambda depth: value
 
 
-def _sd_limit(probe: Probe, trial: Trial) -> str:
-    verify, chain = probe.verify_ms(trial.depth + 1), costs_in_turn(probe).chain_ms(trial.depth)
-    return f"{trial.tokens_in_full:.2f} tokens for verify {verify:.1f} + draft {chain:.1f} ms"
+def _sd_limit(probe: Probe, rehearsal: Rehearsal) -> str:
+    verify, chain = probe.verify_ms(rehearsal.depth + 1), costs_in_turn(probe).chain_ms(rehearsal.depth)
+    return f"{rehearsal.tokens_in_full:.2f} tokens for verify {verify:.1f} + draft {chain:.1f} ms"
 
 
-def _ssd_limit(probe: Probe, trial: Trial) -> str:
-    verify = statistics.fmean(tried.verify_ms for tried in trial.rounds)
-    tree = (trial.depth + 1) * probe.tree_ms(trial.branches)
+def _ssd_limit(probe: Probe, rehearsal: Rehearsal) -> str:
+    verify = statistics.fmean(tried.verify_ms for tried in rehearsal.rounds)
+    tree = (rehearsal.depth + 1) * probe.tree_ms(rehearsal.branches)
     hidden = "the drafting hides" if tree <= verify else f"the drafter needs {tree:.1f} ms"
     return (
-        f"{trial.tokens:.2f} tokens a round, {trial.hit_rate:.0%} hits; verify beside the drafter {verify:.1f} ms,"
-        f" {slowdown(probe, trial):.2f} times what it takes alone; {hidden}"
+        f"{rehearsal.tokens:.2f} tokens a round, {rehearsal.hit_rate:.0%} hits; verify beside the drafter {verify:.1f}"
+        f" ms, {slowdown(probe, rehearsal):.2f} times what it takes alone; {hidden}"
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from outrider.bench.timing.curve import Curve, medians, milliseconds
 from outrider.bench.timing.hourglass import Hourglass
 from outrider.bench.timing.loops import WARM_UP, Text, aheads, chains, steps, turns, verifies
-from outrider.bench.timing.trial import Trial, trial
+from outrider.bench.timing.rehearsal import Rehearsal, rehearse
 from outrider.bench.timing.workbench import Workbench
 from outrider.protocol.sampling import SamplingParams
 
@@ -28,7 +28,7 @@ FEWEST_REPEATS = 3
 FEWEST_TEXTS = 2
 TEXT_TOKENS = 160
 FEWEST_TOKENS = 64
-# Tokens of each text that a trial goes over at least; at most in the first, which tells for how many there is time.
+# Tokens of each text that a rehearsal goes over at least; at most in the first, which tells for how many there is time.
 FEWEST_TRIED = 16
 PILOT_TOKENS = 48
 TREE_DEPTH = 4
@@ -43,7 +43,7 @@ class Probe:
     `step_ms` is a run-ahead token of the target; `chain_ms` a chain drafted right after another; `tree_ms` a depth by
     its branches; `link_ms` a drafter's answer beyond its work. `turn_ms(K)` is a whole round of SD: a drafter that has
     waited drafts slower than one that has not; `between_ms` is the target's wait in it beyond the chain's time. The
-    trials tell what a verify takes beside the drafter.
+    rehearsals tell what a verify takes beside the drafter.
     """
 
     step_ms: float
@@ -53,7 +53,7 @@ class Probe:
     link_ms: float
     turn_ms: Curve
     between_ms: float
-    trials: tuple[Trial, ...]
+    rehearsals: tuple[Rehearsal, ...]
 
 
 def probe(
@@ -66,7 +66,7 @@ def probe(
 ) -> Probe:
     """Measures on the text the target itself says after each of `prompts`, less often where the time runs out.
 
-    Where no K could pay even if drafting took no time, one trial tells that and is the only one.
+    Where no K could pay even if drafting took no time, one rehearsal tells that and is the only one.
 
     Raises:
         WorkerError: there is no drafter, or a worker was lost.
@@ -84,20 +84,20 @@ def probe(
     turn_ms, between_ms = _turn_curve(bench, texts[0], sampling, depths, glass)
     tell("probe: acceptance")
     pilot, tokens_a_second = _pilot(bench, texts, sampling, max(depths), max(branches), turn_ms, glass)
-    trials = [pilot]
+    rehearsals = [pilot]
     if may_pay(pilot, step_ms, verify_ms):
         ways = [(depth, count) for count in reversed(branches) for depth in depths]
         tokens = min(int(tokens_a_second * glass.left() / len(ways) / len(texts)), TEXT_TOKENS)
-        trials.clear()
+        rehearsals.clear()
         for turn in glass.turns(len(ways), len(depths), 1.2):
             depth, count = ways[turn]
             tell(f"probe: acceptance and hits, K = {depth}, B = {count}")
-            trials.append(trial(bench, texts, sampling, depth, count, max(tokens, FEWEST_TRIED)))
-    return Probe(step_ms, verify_ms, chain_ms, tree_ms, link_ms, turn_ms, between_ms, tuple(trials))
+            rehearsals.append(rehearse(bench, texts, sampling, depth, count, max(tokens, FEWEST_TRIED)))
+    return Probe(step_ms, verify_ms, chain_ms, tree_ms, link_ms, turn_ms, between_ms, tuple(rehearsals))
 
 
-def may_pay(tried: Trial, step_ms: float, verify_ms: Curve) -> bool:
-    """Whether some K up to the trial's would, if every chain were there for nothing when it is wanted."""
+def may_pay(tried: Rehearsal, step_ms: float, verify_ms: Curve) -> bool:
+    """Whether some K up to the rehearsal's would, if every chain were there for nothing when it is wanted."""
 
     def rate(depth: int) -> float:
         return (1.0 + statistics.fmean(min(t.in_full, depth) for t in tried.rounds)) / verify_ms(depth + 1)
@@ -135,12 +135,12 @@ def _pilot(
     branches: int,
     turn_ms: Curve,
     glass: Hourglass,
-) -> tuple[Trial, float]:
-    """A short trial, for which there is time even if each round brings one token, and how many tokens of text such a
-    one gets through in a second."""
+) -> tuple[Rehearsal, float]:
+    """A short rehearsal, for which there is time even if each round brings one token, and how many tokens of text such
+    a one gets through in a second."""
     before_s = glass.left()
     affordable = 1000 * glass.left(PILOT_BY) / (turn_ms(depth) * len(texts))
-    found = trial(bench, texts, sampling, depth, branches, min(max(int(affordable), FEWEST_TRIED), PILOT_TOKENS))
+    found = rehearse(bench, texts, sampling, depth, branches, min(max(int(affordable), FEWEST_TRIED), PILOT_TOKENS))
     tokens = sum(1 + tried.accepted for tried in found.rounds)
     return found, tokens / max(before_s - glass.left(), 1e-3)
 

@@ -15,7 +15,7 @@ from outrider.protocol.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TracedRound:
     """`chain` was verified after `base_len` tokens with the outcome (accepted, bonus).
 
     `next_hit`: whether the lookup of that outcome found a branch; None when nothing was looked up. `after`: how this
@@ -39,7 +39,7 @@ class _Verified:
     accepted: int
 
 
-def read_rounds(trace: Path, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[Round]]:
+def read_rounds(trace: Path, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[TracedRound]]:
     """The rounds of each request: `texts` are prompt and generated tokens, in the order they were asked, one at a time.
 
     Raises:
@@ -68,7 +68,7 @@ def _requests(bars: Sequence[Bar]) -> Iterator[list[_Verified]]:
         yield current
 
 
-def _rounds(verified: Sequence[_Verified], prompt: Sequence[int], generated: Sequence[int]) -> list[Round]:
+def _rounds(verified: Sequence[_Verified], prompt: Sequence[int], generated: Sequence[int]) -> list[TracedRound]:
     text, base_len, found = [*prompt, *generated], len(prompt), []
     for this, following in pairwise(verified):
         if base_len + this.accepted >= len(text):
@@ -77,6 +77,6 @@ def _rounds(verified: Sequence[_Verified], prompt: Sequence[int], generated: Seq
         # With one token left no chain fits before the bonus, so nothing was looked up.
         hit = following.name == "hit" if len(text) - end > 1 else None
         after = "start" if this.name == "start" else "hit" if this.name == "hit" else "miss"
-        found.append(Round(base_len, this.chain, this.accepted, text[end - 1], after, hit))
+        found.append(TracedRound(base_len, this.chain, this.accepted, text[end - 1], after, hit))
         base_len = end
     return found

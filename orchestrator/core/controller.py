@@ -97,7 +97,7 @@ class Record:
 
 
 @dataclass(slots=True)
-class Trial:
+class Attempt:
     """An episode of a way that is not known to be the best; `to_beat` is the rate of that one."""
 
     to_beat: float
@@ -127,7 +127,7 @@ class Controller:
     _records: dict[Way, Record] = field(default_factory=dict)
     _episode: int = 0
     _rounds: int = 0
-    _trial: Trial | None = None
+    _trial: Attempt | None = None
 
     def start_from(self, choices: Iterable[Choice]) -> None:
         """Takes a tuning's rates, best first, for first measurements, soon outweighed by real ones, and its K and B."""
@@ -195,7 +195,7 @@ class Controller:
         return rate * HOME_MARGIN + math.hypot(self._records[current].noise, self._records[other].noise)
 
     def _try(self, way: Way, predicted: dict[Way, tuple[Plan, float]], to_beat: float, why: str) -> Plan:
-        self._trial = Trial(to_beat)
+        self._trial = Attempt(to_beat)
         return self._take(way, predicted, why)
 
     def _overdue(self, best: Way, rates: dict[Way, float], predicted: dict[Way, tuple[Plan, float]]) -> Way | None:

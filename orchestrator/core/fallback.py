@@ -12,7 +12,7 @@ from outrider.orchestrator.core.estimates import Estimates
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Stopgap:
     """Verify what can be copied now (nothing: an AR step), or ask the drafter for `wait_for` tokens first. `value`: the
     tokens that brings less the worth of its time."""
 
@@ -20,19 +20,19 @@ class Choice:
     value: float = 0.0
 
 
-def after_miss(estimates: Estimates, tail: Tail, longest: int, has_drafter: bool) -> Choice:
+def after_miss(estimates: Estimates, tail: Tail, longest: int, has_drafter: bool) -> Stopgap:
     """The best of: an AR step, what is worth copying, the drafter's just-in-time chain of any length."""
     rate = estimates.tokens_per_ms()
-    best = Choice(value=1.0 - rate * estimates.verify_ms(1) + tail.gain)
+    best = Stopgap(value=1.0 - rate * estimates.verify_ms(1) + tail.gain)
     for length in range(1, longest + 1 if has_drafter else 1):
         cost = estimates.verify_ms(length + 1) + estimates.draft_ms(length)
         value = estimates.drafted.expected_tokens(length) - rate * cost
         if value > best.value:
-            best = Choice(wait_for=length, value=value)
+            best = Stopgap(wait_for=length, value=value)
     return best
 
 
-def worth_hoping(estimates: Estimates, alternative: Choice, longest: int, wait_ms: float) -> bool:
+def worth_hoping(estimates: Estimates, alternative: Stopgap, longest: int, wait_ms: float) -> bool:
     """Whether an outcome whose branches are still on their way should wait `wait_ms` for them, as likely a hit as any.
 
     Without this a branch that comes a moment after its outcome is lost, and with a slow drafter or a long way to it

@@ -17,6 +17,7 @@ from outrider.orchestrator.core.door import may_say
 from outrider.orchestrator.core.ledger import Ledger
 from outrider.orchestrator.core.limits import room, up_to_end
 from outrider.orchestrator.core.ngram import PIECE, NgramIndex
+from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.preparing import may_prepare, prepared
 from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
@@ -45,7 +46,8 @@ class Rounds:
         self._dispatch = Dispatch(workers)
         self._settings = settings
         self._tell = tell
-        self._ledger = Ledger(settings, trace, tunings)
+        self._ledger = Ledger(trace)
+        self._planner = Planner(settings, tunings)
         self._requests: dict[str, Request] = {}
         self._turn_to_load(1)
 
@@ -62,7 +64,7 @@ class Rounds:
         if not self._workers.target_abilities.chains:
             admit = replace(admit, mode="ar")
         drafters = self._workers.drafters() if admit.mode != "ar" else set()
-        plan, notes = self._ledger.first_plan(admit, bool(drafters))
+        plan, notes = self._planner.first_plan(admit, bool(drafters))
         notes = [*less, *notes]
         request = Request(
             admit,
@@ -167,17 +169,19 @@ class Rounds:
                 self._went_on(request, request.went_on(outcome, tuple(kept)), now_ns)
             else:
                 request.halted = False
-                self._ledger.replan(request)
+                self._planner.replan(request)
                 step = self._proposer.after(request, tuple(kept), self._room(request), now_ns)
                 self._take(request, step, now_ns)
             self._workers.let_go()
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
+        self._planner.outcome(request, ended, outcome, len(kept), now_ns)
         self._tell(Committed(request.id, tuple(kept)))
         if reason is not None:
             self._finish(request, reason)
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         self._ledger.branches(sender, message)
+        self._planner.branches(message)
         of_now = message.round == request.round and message.base_len == request.base_len
         if not of_now or not is_sound(message):
             self.stale += 1
@@ -195,7 +199,8 @@ class Rounds:
         if waiting is None or waiting.outcome or not of_next or not is_sound(message):
             self.stale += 1
             return
-        self._ledger.drafted(sender, message, waiting, now_ns)
+        self._ledger.drafted(sender, message)
+        self._planner.drafted(message, waiting, now_ns)
         self._verify(request, self._proposer.drafted(request, message, self._room(request)), now_ns)
 
     def _on_resync(self, request: Request, sender: str) -> None:
@@ -252,6 +257,7 @@ class Rounds:
             self._dispatch.commit(request, request.round, request.proposal.chain, request.depth)
         request.branches_at_ns = now_ns
         self._ledger.proposed(request, now_ns)
+        self._planner.proposed(request.proposal)
 
     def _went_on(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """The target has begun the next round by itself; it is told when that is to be the last such one."""
@@ -259,14 +265,14 @@ class Rounds:
         if not proposal.going_on:
             self._under_way(request, now_ns)
         elif not request.halted and (
-            self._ledger.wants_other(request) or not self._proposer.stays(request, self._room(request))
+            self._planner.wants_other(request) or not self._proposer.stays(request, self._room(request))
         ):
             request.halted = True
             self._dispatch.halt(request)
 
     def _prepare(self, request: Request) -> None:
         """PREPARE to the target, unless the controller may have another plan after this round."""
-        if not may_prepare(request) or self._ledger.may_replan(request):
+        if not may_prepare(request) or self._planner.may_replan(request):
             return
         request.prepared = dict(prepared(request, self._proposer, self._workers.target_context))
         if request.prepared:
@@ -275,6 +281,8 @@ class Rounds:
     def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
         self._ledger.asked(request, step.missed)
+        if step.missed:
+            self._planner.missed()
         request.waiting = wait_for_chain(self._estimates, step, self._settings.full_depth, now_ns)
         self._dispatch.commit(request, request.round + 1, None, step.depth)
 
@@ -309,7 +317,7 @@ class Rounds:
     def _finish(self, request: Request, reason: str) -> None:
         self._close(request)
         until = partial(request.account.timings, len(request.admit.tokens))
-        notes = [*request.notes, *filter(None, [self._ledger.reason(request)])]
+        notes = [*request.notes, *filter(None, [self._planner.reason(request)])]
         self._tell(Ended(request.id, reason, until(request.generated), tuple(notes), until))
 
     def _break(self, request: Request, why: str) -> None:
@@ -323,5 +331,5 @@ class Rounds:
 
     def _turn_to_load(self, active: int) -> None:
         """What was learned with about so many requests at once decides from now on."""
-        self._estimates = self._ledger.turn_to(active)
+        self._estimates = self._planner.turn_to(active)
         self._proposer = Proposer(self._estimates, self._settings.full_depth, self._settings.colocated)

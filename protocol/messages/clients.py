@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from outrider.protocol.fields import (
-    Choice,
     Count,
     Mode,
     Name,
+    OneOf,
     RequestId,
     Role,
     Serial,
@@ -105,7 +105,7 @@ class Done:
     """Orchestrator -> client: the request ended well. `reason` is eos, stop, length or cancelled."""
 
     request: RequestId
-    reason: Annotated[str, Choice(("eos", "stop", "length", "cancelled"))]
+    reason: Annotated[str, OneOf(("eos", "stop", "length", "cancelled"))]
     timings: Timings
     notes: tuple[Name, ...] = ()
 

@@ -13,12 +13,12 @@ from typing import Annotated
 from outrider.protocol.fields import (
     MAX_BRANCHES,
     Chain,
-    Choice,
     Committed,
     Count,
     Final,
     Floats,
     Nanoseconds,
+    OneOf,
     RequestId,
     Serial,
     Size,
@@ -75,7 +75,7 @@ class Verify:
     round: Serial
     base_len: Count
     chain: Chain
-    kind: Annotated[str, Choice(("coupled", "one-hot", "sparse"))] = "coupled"
+    kind: Annotated[str, OneOf(("coupled", "one-hot", "sparse"))] = "coupled"
     q: SparseQ | None = None
     going_on: bool = False
     draft: Count = 0

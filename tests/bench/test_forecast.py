@@ -1,4 +1,4 @@
-"""A forecast follows the probe: what a verify takes beside the drafter, what the trials' rounds brought."""
+"""A forecast follows the probe: what a verify takes beside the drafter, what the rehearsals' rounds brought."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from outrider.bench.timing.curve import Curve
 from outrider.bench.timing.forecast import Forecast, best_of, forecasts, most_gained, recommendation, slowdown
 from outrider.bench.timing.probe import Probe
-from outrider.bench.timing.trial import Trial, Tried, agreeing
+from outrider.bench.timing.rehearsal import Rehearsal, Rehearsed, agreeing
 
 FLAT = Curve(((1, 10.0), (4, 12.5)))
 
 
 def probe_of(verify: Curve, accepted: int, beside: float = 1.0) -> Probe:
     """K = 3, B = 8, nine hits in ten rounds; a verify beside the drafter takes `beside` times as long as alone."""
-    rounds = tuple(Tried(4, accepted, accepted, number > 0, beside * verify(4)) for number in range(10))
+    rounds = tuple(Rehearsed(4, accepted, accepted, number > 0, beside * verify(4)) for number in range(10))
     turn = Curve(((3, verify(4) + 6.0),))
     return Probe(
         10.0,
@@ -26,7 +26,7 @@ def probe_of(verify: Curve, accepted: int, beside: float = 1.0) -> Probe:
         0.2,
         turn,
         0.0,
-        (Trial(3, 8, rounds),),
+        (Rehearsal(3, 8, rounds),),
     )
 
 
@@ -56,14 +56,14 @@ def test_ssd_takes_the_verify_as_it_is_beside_the_drafter_and_sd_does_not() -> N
     assert speed(alone, "sd") == speed(beside, "sd")
     # Nine hits of 15 ms; after the miss 15 ms more for asking: 5 for the chain, 0.2 for the link, half a depth.
     assert speed(beside, "ssd") == pytest.approx(1000 * 3 / (15.0 + 0.1 * (5.0 + 0.2 + 1.5)))
-    assert slowdown(probe_of(FLAT, 2, 1.2), probe_of(FLAT, 2, 1.2).trials[0]) == pytest.approx(1.2)
+    assert slowdown(probe_of(FLAT, 2, 1.2), probe_of(FLAT, 2, 1.2).rehearsals[0]) == pytest.approx(1.2)
     assert "1.20 times what it takes alone" in next(f.limit for f in beside if f.mode == "ssd")
 
 
 def test_chains_cut_short_cost_ssd_tokens_and_not_sd() -> None:
     whole = probe_of(FLAT, 3)
-    cut = tuple(replace(tried, rows=3, accepted=2) for tried in whole.trials[0].rounds)
-    short = forecasts(replace(whole, trials=(Trial(3, 8, cut),)), 0.3)
+    cut = tuple(replace(tried, rows=3, accepted=2) for tried in whole.rehearsals[0].rounds)
+    short = forecasts(replace(whole, rehearsals=(Rehearsal(3, 8, cut),)), 0.3)
     assert speed(short, "sd") == speed(forecasts(whole, 0.3), "sd")
     assert speed(short, "ssd") < speed(forecasts(whole, 0.3), "ssd")
 
@@ -75,11 +75,11 @@ def test_a_curve_goes_through_its_points_and_straight_on() -> None:
 
 
 def test_acceptance_is_of_the_rounds_that_came_so_far() -> None:
-    rounds = tuple(Tried(4, held, held, held != 1, 10.0) for held in (0, 1, 3, 3))
-    trial = Trial(3, 8, rounds)
-    assert [trial.acceptance(i) for i in range(3)] == [0.75, pytest.approx(2 / 3), 1.0]
-    assert trial.hit_rate == 0.75
-    assert trial.tokens == 2.75
+    rounds = tuple(Rehearsed(4, held, held, held != 1, 10.0) for held in (0, 1, 3, 3))
+    rehearsal = Rehearsal(3, 8, rounds)
+    assert [rehearsal.acceptance(i) for i in range(3)] == [0.75, pytest.approx(2 / 3), 1.0]
+    assert rehearsal.hit_rate == 0.75
+    assert rehearsal.tokens == 2.75
 
 
 @pytest.mark.parametrize(("chain", "held"), [((1, 2, 3), 3), ((1, 9, 3), 1), ((9,), 0), ((), 0)])

@@ -84,7 +84,7 @@ def probed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> tuple[Probe, fl
 def test_a_draft_that_knows_nothing_is_told_from_in_a_minute(verify_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
     found, seconds = probed(Machine(verify_ms, 0.4 * verify_ms, right=False), monkeypatch)
     assert seconds < 1.25 * SECONDS
-    assert len(found.trials) == 1
+    assert len(found.rehearsals) == 1
     assert recommendation(forecasts(found, 0.3)).mode == "ar"
 
 
@@ -92,8 +92,8 @@ def test_a_draft_that_knows_nothing_is_told_from_in_a_minute(verify_ms: float, m
 def test_a_draft_that_knows_all_is_tried_with_every_k_and_b(verify_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
     found, seconds = probed(Machine(verify_ms, 0.1 * verify_ms, right=True), monkeypatch)
     assert seconds < 1.25 * SECONDS
-    assert {(t.depth, t.branches) for t in found.trials} == {(k, b) for k in (2, 3, 4, 6) for b in (4, 8, 16)}
-    assert all(t.acceptance(0) == 1.0 for t in found.trials)
+    assert {(t.depth, t.branches) for t in found.rehearsals} == {(k, b) for k in (2, 3, 4, 6) for b in (4, 8, 16)}
+    assert all(t.acceptance(0) == 1.0 for t in found.rehearsals)
     assert recommendation(forecasts(found, 0.3)).mode == "ssd"
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.contest import bars, report
-from outrider.bench.contest.account import Judged
 from outrider.bench.contest.contest import Run
 from outrider.bench.contest.field import BOTH_CORES, of_main_table, of_second_table
 from outrider.bench.contest.statistics import Timed
+from outrider.bench.contest.summary import Judged
 from outrider.protocol.errors import InvalidRequest
 
 NAMES = ("ar", "sd model K=3", "ssd K=3", "auto", "mlx-lm", "ar, both cores", "mlx-lm sd K=3, both cores")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.trace.rounds import Round, read_rounds
-from outrider.orchestrator.core.ledger import ORCHESTRATOR, TARGET
-from outrider.orchestrator.core.trace import Trace
+from outrider.bench.trace.rounds import TracedRound, read_rounds
+from outrider.orchestrator.core.trace import ORCHESTRATOR, TARGET, Trace
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span
 
@@ -42,9 +41,9 @@ REQUEST = (
 )
 PROMPT, TEXT = (1, 2, 3), (10, 11, 12, 13, 14, 15, 16)
 ROUNDS = [
-    Round(3, (), 0, 10, "start", True),
-    Round(4, (11, 12), 2, 13, "hit", False),
-    Round(7, (14, 99), 1, 15, "miss", None),  # one token was left: nothing was looked up
+    TracedRound(3, (), 0, 10, "start", True),
+    TracedRound(4, (11, 12), 2, 13, "hit", False),
+    TracedRound(7, (14, 99), 1, 15, "miss", None),  # one token was left: nothing was looked up
 ]
 
 

@@ -133,7 +133,7 @@ def test_tokens_past_the_end_are_not_counted() -> None:
 def test_drafting_and_verifying_are_learned_apart() -> None:
     target = Target(accepted=2)
     target.run(60)
-    estimates = target.rounds._ledger.estimates
+    estimates = target.rounds._planner.estimates
     assert estimates.draft_ms(4) == pytest.approx(8.0)
     assert estimates.verify_ms(5) == pytest.approx(14.0)
     assert estimates.drafted.rate(0) > 0.9 > 0.4 > estimates.drafted.rate(2)

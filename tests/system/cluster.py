@@ -18,10 +18,9 @@ from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
-from outrider.orchestrator.core.ledger import ORCHESTRATOR
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
-from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.trace import ORCHESTRATOR, Trace
 from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Message, Outcome, Span, Timings, Verify

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafting.coreml.host.host import Fresh, Host, Rows
+from outrider.drafting.coreml.host.host import Fresh, Host, HostRows
 from outrider.drafting.coreml.host.node import Node
 from outrider.drafting.coreml.host.scoring import Scorer
 from outrider.drafting.coreml.host.slots import SlotMap
@@ -127,7 +127,7 @@ class Columns:
             raise DrafterFault(
                 f"token {max(tokens)} is not in the draft's vocabulary of {self._layout.architecture.vocab_size}"
             )
-        rows = Rows(tokens, [node.position for node in nodes], [node.slot for node in nodes], past, own)
+        rows = HostRows(tokens, [node.position for node in nodes], [node.slot for node in nodes], past, own)
         return self._host.forward(rows, self._cache, function)
 
     def _score(self, nodes: Sequence[Node], logits: NDArray[np.float32] | None) -> None:

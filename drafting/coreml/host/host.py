@@ -30,7 +30,7 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class HostRows:
     """What one call feeds, R tokens.
 
     `slots`: where each one's keys and values go. `past` [R, slots]: which places each sees, as they were before the
@@ -81,7 +81,7 @@ class Host:
         if not self.layout.mode.stateful:
             self._spare.append(cache)
 
-    def forward(self, rows: Rows, cache: Cache, function: Function) -> Fresh:
+    def forward(self, rows: HostRows, cache: Cache, function: Function) -> Fresh:
         """Feeds `rows` (at most the function's) and writes their keys and values into `cache`.
 
         Raises:
@@ -97,7 +97,7 @@ class Host:
             cache.keys[:, :, rows.slots], cache.values[:, :, rows.slots] = fresh.keys, fresh.values
         return fresh
 
-    def _filled(self, function: Function, rows: Rows) -> dict[str, Any]:
+    def _filled(self, function: Function, rows: HostRows) -> dict[str, Any]:
         """The function's own buffers with `rows` in them; rows beyond are masked and written nowhere."""
         if function.name not in self._buffers:
             self._buffers[function.name] = self._new_buffers(function)

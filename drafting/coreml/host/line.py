@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.drafting.coreml.host.host import Fresh, Host, Rows
+from outrider.drafting.coreml.host.host import Fresh, Host, HostRows
 from outrider.drafting.coreml.package.layout import Function
 
 
@@ -24,7 +24,7 @@ class Line:
         places = list(range(self.length, self.length + len(tokens)))
         past = np.broadcast_to(self._seen, (len(places), self._seen.size))
         own = np.tri(len(places), dtype=bool)
-        fresh = self._host.forward(Rows(list(tokens), places, places, past, own), self._cache, function)
+        fresh = self._host.forward(HostRows(list(tokens), places, places, past, own), self._cache, function)
         self._seen[places] = True
         self.length += len(places)
         return fresh

@@ -16,7 +16,7 @@ from outrider.protocol.messages import Timings
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class Summary:
     """Sums over runs. `tokens`, `rounds` and times are of decoding, the prompt's own round left out.
 
     `rows[M]` counts verifies of M tokens; `drafted[i]` chains that had a token i, `accepted[i]` those in which it and
@@ -72,13 +72,13 @@ class Judged:
         return self.measured / self.predicted
 
 
-def account(timings: Sequence[Timings]) -> Account:
+def summary(timings: Sequence[Timings]) -> Summary:
     drafted = _sum([t.drafted_by_position for t in timings])
     rounds = sum(max(t.rounds - 1, 0) for t in timings)
     longest = [*drafted, 0]
     chains = [longest[i] - longest[i + 1] for i in range(len(drafted))]
     turnarounds = [ms for t in timings for ms in t.turnaround_ms]
-    return Account(
+    return Summary(
         tokens=sum(t.predicted_n - 1 for t in timings),
         rounds=rounds,
         decode_ms=sum(t.predicted_ms for t in timings),
@@ -94,13 +94,13 @@ def account(timings: Sequence[Timings]) -> Account:
     )
 
 
-def judge_plain(found: Account, alone: Alone) -> Judged:
+def judge_plain(found: Summary, alone: Alone) -> Judged:
     """Plain decoding: one run-ahead token after another, nothing between them."""
     step_ms = found.decode_ms / found.rounds
     return Judged(_rate(found), 1000 * ar_rate(alone.costs()), step_ms, alone.step_ms, 0.0, 0.0)
 
 
-def judge(found: Account, alone: Alone, depth: int, works_ahead: bool) -> Judged:
+def judge(found: Summary, alone: Alone, depth: int, works_ahead: bool) -> Judged:
     """SD with this K, or with `works_ahead` SSD, against theorem 7 on the run's own mix of rounds."""
     costs = alone.costs(found.turnaround_ms)
     kinds = kinds_of(found, depth, works_ahead)
@@ -116,7 +116,7 @@ def judge(found: Account, alone: Alone, depth: int, works_ahead: bool) -> Judged
     )
 
 
-def kinds_of(found: Account, depth: int, works_ahead: bool) -> list[Kind]:
+def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[Kind]:
     """The run's rounds by the rows they verified. A chain asked for counts as one of mean length; one from the cache
     must have been drafted as deep during the verify before it. Chains longer than K are the n-grams', which cost
     nothing."""
@@ -139,11 +139,11 @@ def times_of_drafting(costs: Costs, depth: int) -> tuple[float, float]:
     return costs.tree_ms(depth) / verify_ms, costs.chain_ms(depth) / verify_ms
 
 
-def _tokens(found: Account) -> float:
+def _tokens(found: Summary) -> float:
     return found.tokens / found.rounds
 
 
-def _rate(found: Account) -> float:
+def _rate(found: Summary) -> float:
     return 1000 * found.tokens / found.decode_ms
 
 

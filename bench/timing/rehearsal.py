@@ -18,7 +18,7 @@ from outrider.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class Rehearsed:
     """A round: `rows` were verified, `accepted` chain tokens held; `in_full` would have held with a chain of full
     length. `hit`: the outcome's branch was there by then. `verify_ms` beside the working drafter."""
 
@@ -30,12 +30,12 @@ class Tried:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Rehearsal:
     """All rounds of one (K, B)."""
 
     depth: int
     branches: int
-    rounds: tuple[Tried, ...]
+    rounds: tuple[Rehearsed, ...]
 
     @property
     def tokens(self) -> float:
@@ -61,20 +61,20 @@ class Trial:
         return sum(tried.in_full > position for tried in self.rounds) / reached if reached else 0.0
 
 
-def trial(
+def rehearse(
     bench: Workbench, texts: Sequence[Text], sampling: SamplingParams, depth: int, branches: int, tokens: int
-) -> Trial:
+) -> Rehearsal:
     """Goes over the first `tokens` after each prompt of `texts`; a hit verifies the branch as it was, a miss a
     just-in-time chain."""
-    rounds: list[Tried] = []
+    rounds: list[Rehearsed] = []
     for start, text in texts:
         bench.open(text[:start], sampling, target=True, drafter=True)
         rounds += _over(bench, start, text[: start + tokens + depth + 2], depth, branches)
         bench.close()
-    return Trial(depth, branches, tuple(rounds))
+    return Rehearsal(depth, branches, tuple(rounds))
 
 
-def _over(bench: Workbench, start: int, text: Sequence[int], depth: int, branches: int) -> Iterator[Tried]:
+def _over(bench: Workbench, start: int, text: Sequence[int], depth: int, branches: int) -> Iterator[Rehearsed]:
     told, at, number = start, start + 1, 1
     full = served = bench.chain(number, at, text[told:at], depth)[0].chain
     told = at
@@ -84,7 +84,7 @@ def _over(bench: Workbench, start: int, text: Sequence[int], depth: int, branche
         outcome = (*served[:held], done.outcome.bonus)
         in_time = _prepared(done.pieces, outcome, done.outcome.work.ended_ns)
         verify_ms = milliseconds(done.outcome.work)
-        yield Tried(1 + len(served), held, agreeing(full, text[at:]), in_time is not None, verify_ms)
+        yield Rehearsed(1 + len(served), held, agreeing(full, text[at:]), in_time is not None, verify_ms)
         at, number = at + held + 1, number + 1
         if at + depth + 1 >= len(text):
             return

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.contest.account import Judged, account, judge, judge_plain, kinds_of
 from outrider.bench.contest.explain import Subject, lines
+from outrider.bench.contest.summary import Judged, judge, judge_plain, kinds_of, summary
 from outrider.bench.timing.alone import Alone
 from outrider.bench.timing.curve import Curve
 from outrider.protocol.messages import Timings
@@ -31,47 +31,47 @@ SSD = Timings(
 
 
 def test_rounds_are_counted_by_the_rows_they_verified() -> None:
-    found = account([SSD, SSD])
+    found = summary([SSD, SSD])
     assert found.rows == (0, 4, 0, 16, 20)
     assert (found.rounds, found.tokens, found.asked) == (40, 100, 10)
     assert (found.looked_up, found.hits, found.turnaround_ms) == ((16, 10, 10), (8, 10, 8), pytest.approx(0.4))
 
 
 def test_shares_of_rounds_are_all_of_them() -> None:
-    kinds = kinds_of(account([SSD]), 3, works_ahead=True)
+    kinds = kinds_of(summary([SSD]), 3, works_ahead=True)
     assert sum(kind.share for kind in kinds) == pytest.approx(1.0)
     assert {(kind.rows, kind.ahead) for kind in kinds if not kind.asked} == {(1, 0), (3, 2), (4, 3)}
     assert sum(kind.share for kind in kinds if kind.asked) == pytest.approx(5 / 20)
-    assert {(kind.rows, kind.ahead) for kind in kinds_of(account([SSD]), 2, works_ahead=True)} >= {(4, 0), (3, 2)}
-    assert all(kind.ahead == 0 for kind in kinds_of(account([SSD]), 3, works_ahead=False))
+    assert {(kind.rows, kind.ahead) for kind in kinds_of(summary([SSD]), 2, works_ahead=True)} >= {(4, 0), (3, 2)}
+    assert all(kind.ahead == 0 for kind in kinds_of(summary([SSD]), 3, works_ahead=False))
 
 
 def test_a_run_that_takes_the_times_measured_alone_is_all_of_the_formula() -> None:
     flat = replace(ALONE, chain_ms=Curve(((1, 5.0), (3, 5.0))), between_ms=0.4)
-    assert judge(account([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
+    assert judge(summary([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
 
 
 def test_slower_verifies_are_what_is_missing_and_are_told() -> None:
     slow = replace(SSD, verify_ms=SSD.verify_ms * 1.1, predicted_ms=SSD.predicted_ms + SSD.verify_ms * 0.1)
-    found = judge(account([slow]), ALONE, 3, works_ahead=True)
+    found = judge(summary([slow]), ALONE, 3, works_ahead=True)
     assert found.verify_ms / found.verify_alone_ms == pytest.approx(1.1)
-    assert found.share < judge(account([SSD]), ALONE, 3, works_ahead=True).share
+    assert found.share < judge(summary([SSD]), ALONE, 3, works_ahead=True).share
 
 
 def test_a_drafter_that_does_not_fit_behind_the_verify_is_in_the_formula() -> None:
     tall = replace(ALONE, ahead_ms=Curve(((1, 20.0), (3, 40.0))))
-    found = account([SSD])
+    found = summary([SSD])
     assert judge(found, tall, 3, works_ahead=True).predicted < judge(found, ALONE, 3, works_ahead=True).predicted
     assert judge(found, tall, 3, works_ahead=False) == judge(found, ALONE, 3, works_ahead=False)
 
 
 def test_plain_decoding_is_its_step() -> None:
-    plain = account([Timings(predicted_n=11, rounds=11, predicted_ms=125.0, verify_ms=90.0)])
+    plain = summary([Timings(predicted_n=11, rounds=11, predicted_ms=125.0, verify_ms=90.0)])
     assert judge_plain(plain, ALONE).share == pytest.approx(0.8)
 
 
 def test_the_lines_tell_costs_ceiling_and_where_a_round_went() -> None:
-    found = "\n".join(lines(ALONE, [Subject("ssd K=3", "ssd", 3, account([SSD]))], 8, 80_000_000))
+    found = "\n".join(lines(ALONE, [Subject("ssd K=3", "ssd", 3, summary([SSD]))], 8, 80_000_000))
     for words in (
         "10.00 ms times 1: 1.00, 2: 1.10, 3: 1.20, 4: 1.30",
         "T_p = 0.62",
