@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.bench import picture
 from outrider.bench.simulation.simulator import Policy, Simulator
 from outrider.orchestrator.cli import run_as_program
-from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.profile import Latency, Profile
 
 if TYPE_CHECKING:
@@ -71,11 +71,7 @@ def _cell(profile: Profile, batch: int, round_trip: float, rate: float, step: fl
 
 
 def draw(panels: Sequence[Panel], profile: Profile, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2 * len(ROUND_TRIPS), 4.6 * len(BATCHES) + 0.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture.figure(5.2 * len(ROUND_TRIPS), 4.6 * len(BATCHES) + 0.8)
     grid = figure.subplots(len(BATCHES), len(ROUND_TRIPS), sharex=True, sharey=True, squeeze=False)
     for axes, found in zip(grid.flat, panels, strict=True):
         image = _draw_panel(axes, found)
@@ -89,10 +85,7 @@ def draw(panels: Sequence[Panel], profile: Profile, path: Path) -> None:
         " right of and under the dashed line AR beats SD",
         fontsize=11,
     )
-    try:
-        figure.savefig(path, dpi=90)
-    except OSError as error:
-        raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error
+    picture.save(figure, path, 90)
 
 
 def _draw_panel(axes: Axes, found: Panel):  # type: ignore[no-untyped-def]  # matplotlib's image

@@ -5,6 +5,7 @@ Knows text only; written for this project, so that no prompt is a piece of what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -40,14 +41,14 @@ def load(kind: str) -> list[Prompt]:
     return [Prompt(kind, number, text) for number, text in enumerate(entries)]
 
 
-def mixed(count: int) -> list[Prompt]:
-    """`count` prompts, the classes in turn, so that any count is a fair mixture; what is left is code.
+def mixed(count: int | None, kinds: Sequence[str] = CLASSES) -> list[Prompt]:
+    """`count` prompts (None: all), the classes in turn, so that any count is a fair mixture; what is left is code.
 
     Raises:
-        InvalidRequest: there are not that many, or none are wanted.
+        InvalidRequest: there are not that many, or none are wanted, or no such class.
     """
-    turns = zip_longest(*(load(kind) for kind in CLASSES))
+    turns = zip_longest(*(load(kind) for kind in kinds))
     prompts = [prompt for prompt in chain.from_iterable(turns) if prompt is not None]
-    if not 1 <= count <= len(prompts):
+    if count is not None and not 1 <= count <= len(prompts):
         raise InvalidRequest(f"{count} prompts were asked for; expected 1 to {len(prompts)}")
     return prompts[:count]

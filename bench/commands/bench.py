@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from outrider.bench.commands import concurrency, files
+from outrider.bench.commands.numbers import numbers
 from outrider.bench.contest import bars, report
 from outrider.bench.contest.contention import Contention
 from outrider.bench.contest.contest import Contestant, Run, compete
@@ -33,7 +32,6 @@ from outrider.bench.timing.workbench import Workbench, workbench
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.folder import writable
 from outrider.orchestrator.cli.screen import Screen
-from outrider.orchestrator.machine import blas
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings, check_draft_tokens
@@ -41,20 +39,19 @@ from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
-N = TypeVar("N", int, float)
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench")
-    group.add_argument("--prompts", type=int, default=24, metavar="N", help="prompts of each class, default 24")
-    group.add_argument("--classes", default="code", help="comma-separated: code,repeated,prose,json; default code")
+    group.add_argument("--prompts", type=int, metavar="N", help="prompts of each class, default 24")
+    group.add_argument("--classes", help="comma-separated: code,repeated,prose,json; default code; at once all")
     group.add_argument("--temps", default="0,0.8", help="comma-separated temperatures, default 0,0.8")
-    group.add_argument("--depths", default="2,3,4", help="K to try for SD, SSD and mlx-lm, default 2,3,4")
+    group.add_argument("--depths", help="K to try for SD, SSD and mlx-lm, default 2,3,4")
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help="of each run, default 128")
     group.add_argument("--no-peers", action="store_true", help="leave mlx-lm out, as every simulation does")
     group.add_argument("--both-cores", action="store_true", help="a second table: AR, SD and mlx-lm with both cores")
     group.add_argument("--contended", action="store_true", help="with another process busy on the target's device")
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for bench.json and bench.png")
+    concurrency.add_flags(parser)
     flags.add_request_flags(parser, mode=False, depth=False)
     flags.add_cluster_flags(parser)
 
@@ -78,7 +75,15 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest("bench runs SD colocated beside all the other ways; leave colocate out")
     if not pair.settings.ngrams:
         raise InvalidRequest("bench runs SD with n-grams and without; leave no-ngrams out")
-    plan, out = _plan(options, pair), writable(options.out, "choose another --out")
+    values.whole("max_tokens", options.max_tokens, 2, 1 << 20)
+    temps = numbers("temps", options.temps, float)
+    samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True) for temp in temps]
+    if options.concurrency is not None:
+        return concurrency.run(options, pair, samplings)
+    for name in ("modes", "rounds"):
+        if getattr(options, name) is not None:
+            raise InvalidRequest(f"{name} is for several requests at once; expected concurrency beside it")
+    plan, out = _plan(options, pair, samplings), writable(options.out, "choose another --out")
     screen = Screen()
     sections, raw = [], {}
     with _started(options, plan, pair, screen) as arena:
@@ -90,27 +95,28 @@ def run(options: argparse.Namespace) -> int:
                 screen.clear()
                 for section in found:
                     print(report.table(section) + "\n", flush=True)
-    _write(out, sections, pair.settings, raw)
+    title = f"outrider bench: K chosen per family, B = {pair.settings.breadth}"
+    record = report.record(sections, files.machine(pair.settings), raw)
+    files.write(out, "bench", title, record, lambda path: bars.draw(sections, path, title))
     return 0
 
 
-def _plan(options: argparse.Namespace, pair: ChosenPair) -> Programme:
+def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[SamplingParams]) -> Programme:
     """
     Raises:
         InvalidRequest: there is nothing to run, or not everything that it takes.
     """
-    depths = _numbers("depths", options.depths, int)
+    depths = numbers("depths", options.depths or "2,3,4", int)
     for depth in depths:
         check_draft_tokens(depth)
-    values.whole("max_tokens", options.max_tokens, 2, 1 << 20)
-    temps = _numbers("temps", options.temps, float)
-    samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True) for temp in temps]
     peers = not options.no_peers and pair.settings.simulate is None
     if peers:
         require_peer()
-    prompts = {kind: _prompts(kind, options.prompts, pair) for kind in options.classes.split(",")}
-    trials = {kind: found[options.prompts :] for kind, found in prompts.items()}
-    prompts = {kind: found[: options.prompts] for kind, found in prompts.items()}
+    count = 24 if options.prompts is None else options.prompts
+    kinds = ("code" if options.classes is None else options.classes).split(",")
+    prompts = {kind: _prompts(kind, count, pair) for kind in kinds}
+    trials = {kind: found[count:] for kind, found in prompts.items()}
+    prompts = {kind: found[:count] for kind, found in prompts.items()}
     return Programme(prompts, trials, samplings, depths, peers, options.both_cores)
 
 
@@ -183,13 +189,6 @@ def _prompts(kind: str, count: int, pair: ChosenPair) -> list[tuple[int, ...]]:
     return [codec.encode(prompt.text) for prompt in prompts[: count + TRIAL_PROMPTS]]
 
 
-def _numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
-    try:
-        return list(dict.fromkeys(kind(part) for part in text.split(",")))
-    except ValueError:
-        raise InvalidRequest(f"{name} is {text!r}; expected numbers with commas between, like 2,3,4") from None
-
-
 def _plain(run: Run) -> dict[str, Any]:
     timings = run.timings
     return {
@@ -198,25 +197,4 @@ def _plain(run: Run) -> dict[str, Any]:
         "hits": timings.cache_hits if timings else None,
         "misses": timings.cache_misses if timings else None,
         "turnaround_ms": list(timings.turnaround_ms) if timings else None,
-    }
-
-
-def _write(out: Path, sections: list[report.Section], settings: ServeSettings, raw: dict[str, Any]) -> None:
-    try:
-        (out / "bench.json").write_text(json.dumps(report.record(sections, _machine(settings), raw), indent=1))
-    except OSError as error:
-        raise InvalidRequest(f"the results can't be written to {out}: {error.strerror}") from error
-    title = f"outrider bench: K chosen per family, B = {settings.breadth}"
-    bars.draw(sections, out / "bench.png", title)
-    print(f"{title}\nwritten: {out / 'bench.json'}, {out / 'bench.png'}")
-
-
-def _machine(settings: ServeSettings) -> dict[str, Any]:
-    return {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("mlx", "mlx-lm", "pyzmq", "numpy")},
-        "blas": blas.notes(),
-        "threads": settings.threads,
-        "branches": settings.breadth,
     }

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.bench import picture
 from outrider.bench.contest.report import Section
-from outrider.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,24 +25,17 @@ def draw(sections: Sequence[Section], path: Path, title: str) -> None:
     Raises:
         InvalidRequest: the file can't be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = min(COLUMNS, len(sections))
     lines = -(-len(sections) // columns)
     longest = max(len(found.rows) for found in sections)
-    figure = Figure(figsize=(6.4 * columns, lines * (1.4 + 0.34 * longest) + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture.figure(6.4 * columns, lines * (1.4 + 0.34 * longest) + 0.4)
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True).flat
     for axes, found in zip(panels, sections, strict=False):
         _panel(axes, found)
     for axes in list(panels)[len(sections) :]:
         axes.set_visible(False)
     figure.suptitle(title, fontsize=10)
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error
+    picture.save(figure, path, 110)
 
 
 def _panel(axes: Axes, found: Section) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from outrider.bench.contest.statistics import Timed
 from outrider.bench.helper import Helper
@@ -20,6 +20,8 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Timings
 from outrider.protocol.profile import NOT_KEPT
 from outrider.protocol.sampling import SamplingParams
+
+W = TypeVar("W")
 
 # In the name of a contestant whose draft lives in the target's process.
 COLOCATED = "colocated"
@@ -119,7 +121,7 @@ def compete(
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     for number, prompt in enumerate(prompts):
         chosen = replace(sampling, seed=number)
-        for contestant in _rotated(contestants, number):
+        for contestant in rotated(contestants, number):
             tell(f"prompt {number + 1} of {len(prompts)}: {contestant.name}")
             runs[contestant.name].append(contestant.run(prompt, chosen))
         if between is not None:
@@ -128,6 +130,7 @@ def compete(
     return runs
 
 
-def _rotated(contestants: Sequence[Contestant], by: int) -> Iterator[Contestant]:
-    for index in range(len(contestants)):
-        yield contestants[(index + by) % len(contestants)]
+def rotated(ways: Sequence[W], by: int) -> Iterator[W]:
+    """All of them, another one first each time."""
+    for index in range(len(ways)):
+        yield ways[(index + by) % len(ways)]

@@ -2,8 +2,9 @@
 
 Reads one JSON object a line from stdin, {tokens, max_tokens, num_draft_tokens (0: plain decoding), temp, seed}, and
 answers each with {tokens, decode_seconds}: from the first generated token to the last, prefill left out. {batch,
-max_tokens, temp, seed} asks for several prompts at once, {tokens, seconds} tells how many were made and how long all of
-it took. Knows nothing of Outrider's ways; both models are in float32 on CPU, as ours are.
+max_tokens, temp, seed, reads} asks for several prompts at once, `reads` of them read in one forward; {arrivals} tells
+for each when its tokens were there, seconds since the question. Knows nothing of Outrider's ways; both models are in
+float32 on CPU, as ours are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm import batch_generate, stream_generate
+from mlx_lm import stream_generate
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_tokenizer
 
@@ -51,12 +53,24 @@ class Peers:
             generated.append(response.token)
         return Run(generated, time.perf_counter() - first)
 
-    def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int) -> dict[str, float]:
-        """All prompts at once, by plain decoding."""
+    def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, reads: int) -> dict[str, Any]:
+        """All prompts at once, by plain decoding: what `batch_generate` does, with a look at the clock at each step."""
         mx.random.seed(seed)
         begun = time.perf_counter()
-        batch_generate(self._target, self._tokenizer, batch, max_tokens=max_tokens, sampler=make_sampler(temp))
-        return {"tokens": len(batch) * max_tokens, "seconds": time.perf_counter() - begun}
+        generator = BatchGenerator(
+            self._target,
+            max_tokens=max_tokens,
+            sampler=make_sampler(temp),
+            completion_batch_size=max(len(batch), reads),
+            prefill_batch_size=reads,
+        )
+        arrivals: dict[int, list[float]] = {number: [] for number in generator.insert(batch)}
+        while responses := generator.next_generated():
+            now = time.perf_counter() - begun
+            for response in responses:
+                arrivals[response.uid].append(now)
+        generator.close()
+        return {"arrivals": list(arrivals.values())}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

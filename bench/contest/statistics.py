@@ -12,6 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 RESAMPLES = 2000
+NESTED_RESAMPLES = 300
 SEED = 0
 
 
@@ -61,8 +62,26 @@ def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
 def bootstrap(values: Sequence[T], estimate: Callable[[Sequence[T]], float]) -> Interval:
     """The estimate on all values, and the middle 95 % of what it is on values drawn again with replacement."""
     draw = random.Random(SEED)
-    found = sorted(estimate([draw.choice(values) for _ in values]) for _ in range(RESAMPLES))
-    return Interval(estimate(values), found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES)])
+    return _middle(estimate(values), [estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)])
+
+
+def nested_bootstrap(
+    rounds: Sequence[Sequence[Sequence[float]]], estimate: Callable[[Sequence[float]], float]
+) -> Interval:
+    """The same of the numbers of all requests of all rounds: rounds are drawn again, and in each its requests."""
+    draw = random.Random(SEED)
+
+    def drawn_again() -> list[float]:
+        requests = [r for chosen in draw.choices(rounds, k=len(rounds)) for r in draw.choices(chosen, k=len(chosen))]
+        return [number for request in requests for number in request]
+
+    everything = [number for requests in rounds for request in requests for number in request]
+    return _middle(estimate(everything), [estimate(drawn_again()) for _ in range(NESTED_RESAMPLES)])
+
+
+def _middle(value: float, found: Sequence[float]) -> Interval:
+    ordered = sorted(found)
+    return Interval(value, ordered[int(0.025 * len(ordered))], ordered[int(0.975 * len(ordered))])
 
 
 def repeated_share(tokens: Sequence[int], n: int = 4) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.bench import picture
 from outrider.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -80,9 +81,6 @@ def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: 
     Raises:
         InvalidRequest: the trace has no such rounds, or the file can't be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     chosen = [bar for bar in bars if first_round <= bar.round < first_round + rounds]
     verifies = [bar for bar in chosen if bar.track == "target"]
     if not verifies:
@@ -90,8 +88,7 @@ def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: 
         raise InvalidRequest(f"the trace has no rounds {first_round} to {last}; generate more tokens")
     sources = {bar.round: bar.name for bar in bars if bar.track == "orchestrator"}
     tracks = ["target", *sorted({bar.track for bar in chosen} - {"target", "orchestrator"})]
-    figure = Figure(figsize=(15, 1.6 + 1.1 * len(tracks)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture.figure(15, 1.6 + 1.1 * len(tracks))
     axes = figure.subplots()
     origin = min(bar.start for bar in verifies)
     _draw_bars(axes, chosen, tracks, sources, origin)
@@ -104,10 +101,7 @@ def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: 
     axes.set_xlabel("milliseconds, one clock for all processes")
     axes.spines[["top", "right", "left"]].set_visible(False)
     _draw_legend(axes, {sources.get(bar.round, "none") for bar in verifies}, chosen)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error
+    picture.save(figure, path, 120)
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar], tracks: Sequence[str], sources: dict[int, str], origin: float) -> None:

@@ -38,7 +38,8 @@ WITHIN = {
         "trace": set(),
         "simulation": set(),
         "contest": {"timing"},
-        "commands": {"timing", "trace", "contest"},
+        "crowd": {"contest"},
+        "commands": {"timing", "trace", "contest", "crowd"},
     },
     "drafting/coreml": {
         "package": set(),

@@ -1,0 +1,122 @@
+"""`outrider bench --concurrency 1,2,4,8,16`: several requests at once, by AR, SD, SSD and auto and mlx-lm's batch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
+from typing import Any
+
+from outrider.bench.commands import files
+from outrider.bench.commands.numbers import numbers
+from outrider.bench.contest.contest import PeerProcess
+from outrider.bench.contest.field import require_peer
+from outrider.bench.crowd import curves, report
+from outrider.bench.crowd.report import Rounds, Width
+from outrider.bench.crowd.turns import Batcher, ModeBatch, Texts, best_peer, in_turns
+from outrider.bench.prompts import CLASSES, mixed
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.folder import writable
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.pair.pairing import ChosenPair
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import MODES
+from outrider.protocol import values
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+
+WIDEST = 256
+NOT_AT_ONCE = ("depths", "prompts", "both_cores", "contended")
+TRIAL_ROUNDS = 2
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("bench of several requests at once")
+    group.add_argument("--concurrency", metavar="N,N,...", help="how many at once, like 1,2,4,8,16; K is the server's")
+    group.add_argument("--modes", metavar="M,M,...", help="default ar,sd,ssd,auto")
+    group.add_argument("--rounds", type=int, metavar="N", help="of each way, after one that warms up; default 5")
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """What is to be run, checked before anything starts."""
+
+    widths: list[int]
+    modes: list[str]
+    rounds: int
+    samplings: list[SamplingParams]
+    texts: list[tuple[int, ...]]
+    peers: bool
+
+    def rounds_of(self, width: int) -> list[Texts]:
+        """The prompts of each round, and one round more."""
+        turns = cycle(self.texts)
+        return [list(islice(turns, width)) for _ in range(self.rounds + 1)]
+
+
+def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> int:
+    plan = _plan(options, pair, samplings)
+    out, screen = writable(options.out, "choose another --out"), Screen()
+    given = flags.settings_of(options)
+    sections: list[Width] = []
+    raw: dict[str, Any] = {}
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(progress=screen.show, **{"max_active": max(plan.widths), **given}))
+        process = stack.enter_context(PeerProcess(pair.settings)) if plan.peers else None
+        for sampling, width, found in _runs(plan, cluster.client(), process, screen):
+            sections.append(report.section(width, sampling.temp, found))
+            raw[f"{width} at once T={sampling.temp:g}"] = {name: _plain(rounds) for name, rounds in found.items()}
+            screen.clear()
+            print(report.table(sections[-1]) + "\n", flush=True)
+    title = f"outrider bench: several requests at once, {options.max_tokens} tokens each"
+    record = report.record(sections, files.machine(pair.settings), raw)
+    files.write(out, "concurrency", title, record, lambda path: curves.draw(sections, path, title))
+    return 0
+
+
+def _runs(
+    plan: AtOnce, client: Client, process: PeerProcess | None, screen: Screen
+) -> Iterator[tuple[SamplingParams, int, dict[str, Rounds]]]:
+    for sampling in plan.samplings:
+        for width in plan.widths:
+            first, *rounds = plan.rounds_of(width)
+            ways: list[Batcher] = [ModeBatch(mode, client) for mode in plan.modes]
+            if process is not None:
+                screen.show(f"{width} at once: how mlx-lm reads prompts best")
+                ways.append(best_peer(process, [first] * TRIAL_ROUNDS, sampling))
+            in_turns(ways, [first], sampling, lambda said: screen.show(f"warming up: {said}"))
+            yield sampling, width, dict(in_turns(ways, rounds, sampling, screen.show))
+
+
+def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> AtOnce:
+    """
+    Raises:
+        InvalidRequest: there is nothing to run, or something that goes with one request at a time.
+    """
+    for name in NOT_AT_ONCE:
+        if getattr(options, name) not in (None, False):
+            raise InvalidRequest(f"{name.replace('_', '-')} is for one request at a time; leave it or concurrency out")
+    widths = [values.whole("concurrency", n, 1, WIDEST) for n in numbers("concurrency", options.concurrency, int)]
+    modes = list(dict.fromkeys(("ar,sd,ssd,auto" if options.modes is None else options.modes).split(",")))
+    for mode in modes:
+        values.word("modes", mode, MODES)
+    rounds = values.whole("rounds", 5 if options.rounds is None else options.rounds, 2, 1000)
+    peers = not options.no_peers and pair.settings.simulate is None
+    if peers:
+        require_peer()
+    codec = load_codec(pair.target)
+    kinds = CLASSES if options.classes is None else options.classes.split(",")
+    texts = [codec.encode(prompt.text) for prompt in mixed(None, kinds)]
+    return AtOnce(widths, modes, rounds, [replace(s, seed=0) for s in samplings], texts, peers)
+
+
+def _plain(rounds: Rounds) -> list[list[dict[str, Any]]]:
+    """Times since each request was sent."""
+    return [
+        [{"sent": reply.sent, "arrivals": [list(asdict(a).values()) for a in reply.arrivals]} for reply in replies]
+        for replies in rounds
+    ]

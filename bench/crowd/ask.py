@@ -1,0 +1,47 @@
+"""Asks a server for texts as a client does, alone or many at once, and keeps when each chunk came."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from outrider.bench.crowd.reply import Arrival, Reply
+from outrider.orchestrator.client.client import Client
+from outrider.protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What one client asks for, `after` so many seconds; it leaves once it has `until` tokens, None: at the end."""
+
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    mode: str
+    after: float = 0.0
+    until: int | None = None
+
+
+def ask(client: Client, question: Question) -> Reply:
+    """One request, begun now."""
+    time.sleep(question.after)
+    sent, stream = time.perf_counter(), client.stream(question.tokens, question.sampling, mode=question.mode)
+    arrivals: list[Arrival] = []
+    token_ids: list[int] = []
+    texts: list[str] = []
+    for chunk in stream:
+        if chunk.token_ids:
+            arrivals.append(Arrival(time.perf_counter(), len(chunk.token_ids)))
+        token_ids += chunk.token_ids
+        texts.append(chunk.text)
+        if question.until is not None and len(token_ids) >= question.until:
+            return Reply(sent, tuple(arrivals), tuple(token_ids), "".join(texts), "cancelled", True)
+    result = stream.result
+    return Reply(sent, tuple(arrivals), result.token_ids, result.text, result.finish_reason)
+
+
+def ask_all(client: Client, questions: Sequence[Question]) -> list[Reply]:
+    """All at once, each `after` its time; in their order."""
+    with ThreadPoolExecutor(len(questions)) as threads:
+        return list(threads.map(lambda question: ask(client, question), questions))

@@ -1,0 +1,32 @@
+"""A figure to draw on, and its file. Matplotlib is imported when something is drawn, not before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.protocol.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def figure(width: float, height: float) -> Figure:
+    """Inches; drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(made)
+    return made
+
+
+def save(drawn: Figure, path: Path, dpi: int) -> None:
+    """
+    Raises:
+        InvalidRequest: the file can't be written.
+    """
+    try:
+        drawn.savefig(path, dpi=dpi)
+    except OSError as error:
+        raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error

@@ -1,0 +1,114 @@
+"""Requests at once in numbers: what a client waited for, what all made together, and what a bench refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.bench.crowd import curves
+from outrider.bench.crowd.ask import Question, ask_all
+from outrider.bench.crowd.reply import Arrival, Reply, timed
+from outrider.bench.crowd.report import section, table
+from outrider.orchestrator.cli import main
+from outrider.orchestrator.client.result import Chunk
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=6)
+
+
+def reply(sent: float, *arrivals: tuple[float, int]) -> Reply:
+    return Reply(sent, tuple(Arrival(*arrival) for arrival in arrivals))
+
+
+def crowd(speed: float) -> list[list[Reply]]:
+    """Three rounds of two requests, 4 tokens each in `4 / speed` seconds."""
+    return [[reply(n, (n + 1 / speed, 1), (n + 4 / speed, 3)) for _ in range(2)] for n in range(3)]
+
+
+def test_a_token_has_its_share_of_the_wait_for_its_chunk() -> None:
+    found = reply(1.0, (1.5, 1), (1.6, 1), (1.9, 3))
+    assert found.first_ms == pytest.approx(500)
+    assert found.gaps_ms == pytest.approx([100, 300])
+    assert found.token_ms == pytest.approx([100, 100, 100, 100])
+
+
+def test_all_tokens_count_from_the_first_sending_to_the_last_end() -> None:
+    found = timed([reply(1.0, (1.5, 1), (2.0, 4)), reply(1.2, (3.0, 5))])
+    assert (found.tokens, found.seconds) == (10, 2.0)
+
+
+def test_a_section_holds_ways_against_the_peer_and_auto_against_the_best() -> None:
+    found = section(2, 0.8, {"ar": crowd(10), "ssd": crowd(20), "auto": crowd(15), "mlx-lm": crowd(40)})
+    rates = {row.name: row.rate.value for row in found.rows}
+    assert rates == pytest.approx({"ar": 20, "ssd": 40, "auto": 30, "mlx-lm": 80})
+    assert found.row("ar").against_peer and found.row("ar").against_peer.value == pytest.approx(0.25)
+    assert found.row("mlx-lm").against_peer is None
+    assert found.best == "ssd" and found.auto_over_best and found.auto_over_best.value == pytest.approx(0.75)
+    assert found.row("ar").token_ms.p50.value == pytest.approx(100)
+    assert "| ssd | 40 [40, 40] | 0.50 [0.50, 0.50] | 50 / 50 | 50.0 / 50.0 |" in table(found)
+
+
+def test_an_interval_of_latency_is_over_rounds_and_requests() -> None:
+    rounds = [[reply(0, (0.1, 1), (0.2, 1)), reply(0, (0.3, 1), (0.6, 1))], [reply(0, (0.5, 1), (0.7, 1))] * 2]
+    first = section(2, 0.0, {"ar": rounds}).rows[0].first_ms.p50
+    assert (first.low, first.value, first.high) == pytest.approx((100, 400, 500))
+
+
+def test_without_peer_and_auto_nothing_is_held_against_them(tmp_path: Path) -> None:
+    found = [section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
+    assert found[0].best is None and found[0].rows[0].against_peer is None
+    curves.draw(found, tmp_path / "picture.png", "two ways")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+class OneByOne:
+    """A client whose stream has a token a chunk, the last one without."""
+
+    def stream(self, tokens: tuple[int, ...], sampling: SamplingParams, mode: str) -> Any:
+        class Result:
+            token_ids, text, finish_reason = (7,) * sampling.max_tokens, "x" * sampling.max_tokens, "length"
+
+        class Chunks(list[Chunk]):
+            result = Result
+
+        return Chunks([Chunk("x", (7,)) for _ in range(sampling.max_tokens)] + [Chunk("", ())])
+
+
+def test_a_client_keeps_what_came_when_and_leaves_when_it_wants() -> None:
+    whole, left = ask_all(OneByOne(), [Question((1,), SAMPLING, "ar"), Question((1,), SAMPLING, "ar", until=2)])  # type: ignore[arg-type]
+    assert (len(whole.arrivals), whole.reason, whole.cancelled) == (6, "length", False)
+    assert (left.token_ids, left.text, left.cancelled) == ((7, 7), "xx", True)
+    assert whole.sent < whole.arrivals[0].at <= whole.ended
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        "outrider.bench.commands.concurrency.LocalCluster", lambda **_: pytest.fail("processes were started")
+    )
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--concurrency", "many"], "concurrency is 'many'; expected numbers with commas between"),
+        (["--concurrency", "4,0"], "concurrency is 0; expected a whole number from 1 to 256"),
+        (["--concurrency", "4", "--modes", "ar,fast"], "modes is 'fast'; expected"),
+        (["--concurrency", "4", "--rounds", "1"], "rounds is 1; expected a whole number from 2"),
+        (["--concurrency", "4", "--classes", "poems"], "no prompts are called 'poems'"),
+        (["--concurrency", "4", "--depths", "2"], "depths is for one request at a time"),
+        (["--concurrency", "4", "--both-cores"], "both-cores is for one request at a time"),
+        (["--rounds", "4"], "rounds is for several requests at once"),
+    ],
+)
+def test_a_bench_of_requests_at_once_refuses_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["bench", *arguments]) == InvalidRequest.exit_code
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("outrider bench: ") and words in said and len(said.splitlines()) == 1
