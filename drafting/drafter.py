@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from outrider.engine.candidate import Candidate
+from outrider.engine.prompt_cache import PromptCache
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
@@ -80,7 +81,9 @@ class TokenTree(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self, spoilt: bool = False) -> None:
+        """Frees what it holds; what a cache may keep for later texts goes there, unless it is `spoilt` by a failure."""
+        ...
 
 
 class Drafter(Protocol):
@@ -111,6 +114,27 @@ class Drafter(Protocol):
     ) -> TokenTree:
         """Prefills `tokens` (at least one) and returns the tree whose root is the last of them."""
         ...
+
+
+class CachingTree(TokenTree, Protocol):
+    """A tree of a `CachingDrafter`."""
+
+    @property
+    def cached(self) -> int:
+        """How many of the tokens it was opened with were not read, for they were remembered."""
+        ...
+
+
+@runtime_checkable
+class CachingDrafter(Drafter, Protocol):
+    """A drafter that remembers what it has read; its trees are `CachingTree`s. Others read every text in full."""
+
+    @property
+    def prompt_cache(self) -> PromptCache: ...
+
+    def open(
+        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> CachingTree: ...
 
 
 class DrawingTree(TokenTree, Protocol):

@@ -8,7 +8,8 @@ from outrider.drafting.coreml.host.prefill import PackageReader
 from outrider.drafting.drafter import DrawingTree, TokenTree
 from outrider.engine.draws import Draws
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.open_tree import open_tree, tree_form
+from outrider.engine.open_tree import open_tree, tree_cost, tree_form
+from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.reading import PromptReader
 from outrider.protocol.sampling import SamplingParams
 
@@ -26,6 +27,7 @@ class MlxDrafter:
         self.context_length = model.context_length
         self.parameters = model.parameters
         self.weight_bytes = model.weight_bytes
+        self.prompt_cache = PromptCache(tree_cost(model))
 
     @classmethod
     def load(cls, path: str, progress: Callable[[str], None], reader: PackageReader | None = None) -> MlxDrafter:
@@ -44,7 +46,7 @@ class MlxDrafter:
     def open(
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> TokenTree:
-        return open_tree(self.model, tokens, sampling, progress, reader=self._reader)
+        return open_tree(self.model, tokens, sampling, progress, reader=self._reader, cache=self.prompt_cache)
 
     def open_drawing(
         self,
@@ -53,4 +55,5 @@ class MlxDrafter:
         cached: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> DrawingTree:
-        return open_tree(self.model, tokens, sampling, progress, Draws.of(sampling, cached), self._reader)
+        draws = Draws.of(sampling, cached)
+        return open_tree(self.model, tokens, sampling, progress, draws, self._reader, self.prompt_cache)

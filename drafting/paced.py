@@ -84,5 +84,5 @@ class PacedTree:
     def commit(self, path: Sequence[int]) -> None:
         self._tree.commit(path)
 
-    def close(self) -> None:
-        self._tree.close()
+    def close(self, spoilt: bool = False) -> None:
+        self._tree.close(spoilt)

@@ -24,6 +24,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from outrider.engine.prompt_cache import Saved, Start
 from outrider.protocol.errors import OutriderError
 
 _STEP = 256
@@ -66,12 +67,29 @@ class LengthCache:
         window = narrowed(window_size or self._window, self.offset + n)
         return create_attention_mask(n, offset=self.offset, return_array=return_array, window_size=window)
 
+    def saved(self, length: int) -> tuple[mx.array, mx.array]:
+        """Copies of the first columns, lazy."""
+        return first_columns(self.keys, length), first_columns(self.values, length)
+
+    def adopt(self, keys: mx.array, values: mx.array) -> None:
+        """These become its first columns; it holds none yet."""
+        self.keys, self.values = _with_room(None, keys, 0), _with_room(None, values, 0)
+        self.offset = keys.shape[2]
+        self.keys[..., : self.offset, :], self.values[..., : self.offset, :] = keys, values
+
     @property
     def state(self) -> list[mx.array]:
         return [a for a in (self.keys, self.values) if a is not None]
 
     def empty(self) -> bool:
         return self.keys is None
+
+
+def first_columns(buffer: mx.array | None, length: int, row: int = 0) -> mx.array:
+    """A copy of a row's first columns [1, H, length, D], lazy; it does not hold on to the buffer once evaluated."""
+    if buffer is None:
+        raise RollbackError("nothing has been fed yet, so there is nothing to copy")
+    return mx.contiguous(buffer[row : row + 1, :, :length])
 
 
 def is_attention(cache: Any) -> bool:
@@ -164,16 +182,51 @@ class KVState:
             cache.offset = length
         self.length = length
 
+    def save(self, length: int) -> Saved:
+        """A copy of what is remembered of the first `length` tokens, or at the last mark before them, evaluated.
+
+        Raises:
+            RollbackError: the model keeps state that can't be shortened, and nothing that early was marked.
+        """
+        states: tuple[Any, ...] = ()
+        if not self.exact:
+            mark = self._mark_at(length)
+            length, states = mark.length, (mark.states, mark.copies)
+        saved = Saved(length, tuple(cache.saved(length) for cache in self._by_length), states)
+        mx.eval(saved.layers, states)
+        return saved
+
+    def adopt(self, start: Start) -> None:
+        """Begins with what another text has left; nothing was fed yet."""
+        for cache, (keys, values) in zip(self._by_length, start.saved.columns(start.length), strict=True):
+            cache.adopt(keys, values)
+        self.length = start.length
+        if start.saved.states:
+            states, copies = start.saved.states
+            self._put_back(_Mark(start.length, states, copies))
+        mx.eval(self.state)
+
+    def _mark_at(self, length: int) -> _Mark:
+        """The state after `length` tokens, or the last one before them that was marked."""
+        if self.length <= length:
+            self.mark()
+        marks = [mark for mark in self._marks if mark.length <= length]
+        if not marks:
+            raise RollbackError(f"no state was marked at or before {length} tokens")
+        return marks[-1]
+
     def _restore(self, length: int) -> int:
         self._marks = [mark for mark in self._marks if mark.length <= length]
         if not self._marks:
             raise RollbackError(f"no state was marked at or before {length} tokens")
-        mark = self._marks[-1]
+        self._put_back(self._marks[-1])
+        return self._marks[-1].length
+
+    def _put_back(self, mark: _Mark) -> None:
         for cache, state in zip(self._recurrent, mark.states, strict=True):
             cache.cache = list(state)
         for cache, held in zip(self._others, mark.copies, strict=True):
             vars(cache).update(copy.deepcopy(held))  # it may be put back again
-        return mark.length
 
 
 def stand_in(cache: Any, make: Callable[[Any], Any]) -> Any:

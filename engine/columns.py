@@ -14,8 +14,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.cache import leaves_of, narrowed, stand_in, window_of
+from outrider.engine.cache import first_columns, leaves_of, narrowed, stand_in, window_of
 from outrider.engine.loading import LoadedModel
+from outrider.engine.prompt_cache import Saved, Start
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
@@ -65,6 +66,19 @@ class Columns(Protocol):
 
     def keep(self, prefix: int, columns: Ints) -> None:
         """Makes column `columns[i]` (ascending, from `prefix` on) the column `prefix` + i; other ones are forgotten."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is a state besides the columns, so that only all of them can be saved."""
+        ...
+
+    def save(self, count: int) -> Saved:
+        """A copy of the first `count` columns, evaluated; with `whole` of all that are committed."""
+        ...
+
+    def restore(self, start: Start) -> None:
+        """Columns that are still empty begin with these."""
         ...
 
 
@@ -133,6 +147,10 @@ class ColumnCache:
         end = self._frame.end
         return self.keys[..., :end, :], self.values[..., :end, :]
 
+    def saved(self, count: int) -> tuple[mx.array, mx.array]:
+        """Copies of the first columns, lazy."""
+        return first_columns(self.keys, count), first_columns(self.values, count)
+
     def move(self, start: int, columns: mx.array) -> None:
         if self.keys is not None and self.values is not None:
             end = start + columns.shape[0]
@@ -151,6 +169,7 @@ class OneRow:
     """`Columns` of a model whose only memory is attention: every token of a forward stands in the same row."""
 
     lazy = True
+    whole = False
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model.model
@@ -181,6 +200,12 @@ class OneRow:
 
     def keep(self, prefix: int, columns: Ints) -> None:
         gather(self._leaves, prefix, columns)
+
+    def save(self, count: int) -> Saved:
+        return saved(self._leaves, count)
+
+    def restore(self, start: Start) -> None:
+        restore(self._frame, self._leaves, start)
 
 
 def prefill(
@@ -219,6 +244,22 @@ def gather(caches: Sequence[Any], prefix: int, columns: Ints) -> None:
         for cache in caches:
             if isinstance(cache, ColumnCache):
                 cache.move(prefix + int(moved[0]), index)
+
+
+def saved(caches: Sequence[Any], count: int, states: tuple[Any, ...] = ()) -> Saved:
+    """See `Columns.save`; `states`: what belongs to just these columns."""
+    layers = tuple(cache.saved(count) for cache in caches if isinstance(cache, ColumnCache))
+    mx.eval(layers, states)
+    return Saved(count, layers, states)
+
+
+def restore(frame: Frame, caches: Sequence[Any], start: Start) -> None:
+    """See `Columns.restore`."""
+    frame.plain(0, start.length)
+    attention = [cache for cache in caches if isinstance(cache, ColumnCache)]
+    for cache, (keys, values) in zip(attention, start.saved.columns(start.length), strict=True):
+        cache.update_and_fetch(keys, values)
+    mx.eval([cache.state for cache in attention])
 
 
 def _with_room(buffer: mx.array | None, new: mx.array, end: int) -> mx.array:

@@ -19,7 +19,7 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask
 
-from outrider.engine.cache import narrowed
+from outrider.engine.cache import first_columns, narrowed
 
 _STEP = 256  # columns a buffer grows by
 _PATCHED = "scaled_dot_product_attention"
@@ -182,6 +182,17 @@ class FlatCache:
         for buffer in (self.keys, self.values):
             if buffer is not None and source < buffer.shape[0] and columns:
                 buffer[target : target + 1, :, :columns] = buffer[source : source + 1, :, :columns]
+
+    def saved(self, row: int, length: int) -> tuple[mx.array, mx.array]:
+        """Copies of a row's first columns, lazy."""
+        return first_columns(self.keys, length, row), first_columns(self.values, length, row)
+
+    def adopt(self, row: int, keys: mx.array, values: mx.array) -> None:
+        """These become a row's first columns."""
+        count = keys.shape[2]
+        self.keys = with_room(self.keys, row + 1, count, keys)
+        self.values = with_room(self.values, row + 1, count, values)
+        self.keys[row : row + 1, :, :count], self.values[row : row + 1, :, :count] = keys, values
 
     def clear(self) -> None:
         """Gives the buffers back."""

@@ -18,6 +18,7 @@ from outrider.engine.blocks import Dense, Floats, Norm, host
 from outrider.engine.columns import Bools, Ints, KeysValues
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import RopeTable
+from outrider.engine.prompt_cache import Saved, Start
 from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -32,6 +33,7 @@ class NumpyRow:
     """`Columns` (see engine.columns) of one request; the weights are shared by all requests of a model."""
 
     lazy = False
+    whole = False
 
     def __init__(self, model: LoadedModel) -> None:
         """
@@ -69,6 +71,16 @@ class NumpyRow:
         end = prefix + len(columns)
         for buffer in (*self._keys, *self._values):
             buffer[:, prefix:end] = buffer[:, columns]
+
+    def save(self, count: int) -> Saved:
+        pairs = zip(self._keys, self._values, strict=True)
+        return Saved(count, tuple((keys[:, :count].copy(), values[:, :count].copy()) for keys, values in pairs))
+
+    def restore(self, start: Start) -> None:
+        for index, (keys, values) in enumerate(start.saved.columns(start.length)):
+            self._keys[index] = _with_room(self._keys[index], start.length)
+            self._values[index] = _with_room(self._values[index], start.length)
+            self._keys[index][:, : start.length], self._values[index][:, : start.length] = keys, values
 
     def _forward(self, tokens: Any, start: int, positions: Any, seen: Bools) -> Floats:
         """The last layer's output, [R, H]."""

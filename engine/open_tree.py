@@ -11,6 +11,7 @@ from outrider.engine.columns import Columns, OneRow
 from outrider.engine.draws import Draws
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_model import NumpyRow
+from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.reading import PromptReader, ReadColumns
 from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
@@ -18,6 +19,7 @@ from outrider.engine.selfcheck import agrees
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import CannotDraft, InvalidRequest, ModelError
 from outrider.protocol.guard import first_line, named_errors
+from outrider.protocol.kv import KvCost
 from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ def open_tree(
     progress: Callable[[int, int], None] | None = None,
     draws: Draws | None = None,
     reader: PromptReader | None = None,
+    cache: PromptCache | None = None,
 ) -> Tree:
     """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
 
@@ -41,6 +44,7 @@ def open_tree(
         progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
         draws: how nodes' own continuations are drawn, for residual sampling; None: they are the best.
         reader: reads prompts in the model's place where it says so.
+        cache: what it has of the tokens is not read, and what the tree has read goes there in the end.
 
     Raises:
         InvalidRequest: no tokens, or one the model does not have.
@@ -50,7 +54,7 @@ def open_tree(
         raise InvalidRequest("the prompt has no tokens; expected at least one")
     if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
         raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the draft's vocabulary")
-    return _open(model, tree_form(model), params, progress, tokens, draws, reader)
+    return _open(model, tree_form(model), params, progress, tokens, draws, reader, cache)
 
 
 def tree_form(model: LoadedModel) -> Form:
@@ -75,6 +79,13 @@ def open_columns(model: LoadedModel, reader: PromptReader | None = None) -> Colu
     return _columns(model, tree_form(model), reader)
 
 
+def tree_cost(model: LoadedModel) -> KvCost:
+    """What a tree of this model takes in memory. Raises ModelError as `tree_form` does."""
+    columns = open_columns(model)
+    columns.prefill([0], None, 1)
+    return columns.save(1).cost
+
+
 def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
     reason = ""
     for form in forms:
@@ -97,9 +108,10 @@ def _open(
     tokens: Sequence[int],
     draws: Draws | None = None,
     reader: PromptReader | None = None,
+    cache: PromptCache | None = None,
 ) -> Tree:
     sampler = Sampler(params, model.vocab_size, normalised=False)
-    return Tree(_columns(model, form, reader), sampler, model.context_length, tokens, progress, draws)
+    return Tree(_columns(model, form, reader), sampler, model.context_length, tokens, progress, draws, cache)
 
 
 def _columns(model: LoadedModel, form: Form, reader: PromptReader | None) -> Columns:

@@ -13,6 +13,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from outrider.engine.columns import Bools, Columns, Ints, KeysValues
+from outrider.engine.prompt_cache import Saved, Start
 from outrider.protocol.errors import OutriderError
 
 log = logging.getLogger(__name__)
@@ -74,3 +75,13 @@ class ReadColumns:
 
     def keep(self, prefix: int, columns: Ints) -> None:
         self._columns.keep(prefix, columns)
+
+    @property
+    def whole(self) -> bool:
+        return self._columns.whole
+
+    def save(self, count: int) -> Saved:
+        return self._columns.save(count)
+
+    def restore(self, start: Start) -> None:
+        self._columns.restore(start)

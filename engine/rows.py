@@ -15,8 +15,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from outrider.engine.cache import is_attention, leaves_of, stand_in, window_of
-from outrider.engine.columns import Bools, ColumnCache, Frame, Ints, gather, prefill
+from outrider.engine.columns import Bools, ColumnCache, Frame, Ints, gather, prefill, restore, saved
 from outrider.engine.loading import LoadedModel
+from outrider.engine.prompt_cache import Saved, Start
 from outrider.protocol.errors import ModelError
 
 States = tuple[tuple[mx.array, ...], ...]
@@ -46,6 +47,7 @@ class Rows:
     """`Columns` of a model with recurrent layers."""
 
     lazy = True
+    whole = True
 
     def __init__(self, model: LoadedModel) -> None:
         """
@@ -98,8 +100,16 @@ class Rows:
 
     def keep(self, prefix: int, columns: Ints) -> None:
         gather(self._leaves, prefix, columns)
-        kept = enumerate(columns.tolist(), prefix)
+        kept = [(prefix - 1, prefix - 1), *enumerate(columns.tolist(), prefix)]
         self._after = {new: self._after[old] for new, old in kept if old in self._after}
+
+    def save(self, count: int) -> Saved:
+        after = self._after[count - 1]
+        return saved(self._leaves, count, tuple(tuple(a[after.row : after.row + 1] for a in s) for s in after.states))
+
+    def restore(self, start: Start) -> None:
+        restore(self._frame, self._leaves, start)
+        self._after = {start.length - 1: _After(start.saved.states, 0)}
 
     def _states(self) -> States:
         return tuple(tuple(cache.cache) for cache in self._recurrent)

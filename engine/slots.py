@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
+from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.residual import target_sampler
 from outrider.engine.texts import Feed, SeparateTexts, Texts
 from outrider.protocol.errors import InvalidRequest
@@ -60,6 +61,18 @@ class Slot:
             mx.clear_cache()
             if long and progress is not None:
                 progress(self.fed, len(self.tokens))
+
+    def begin(self, start: Start) -> None:
+        """Has what another text has left of its first tokens, instead of reading them."""
+        self.texts.adopt(self.text, start)
+
+    def lendable(self) -> list[int]:
+        """See `prompt_cache.Source`: none where the model's state can't be cut."""
+        return self.tokens[: self.fed] if self.text.exact else []
+
+    def save(self, length: int) -> Saved:
+        """See `prompt_cache.Source`; of fewer tokens where the model's state can't be cut. Raises RollbackError."""
+        return self.texts.save(self.text, length)
 
     def close(self) -> None:
         """Gives its place back."""

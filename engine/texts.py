@@ -17,12 +17,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from outrider.engine import flat, head
 from outrider.engine.cache import KVState, window_of
 from outrider.engine.flat import FlatCache, Frame, Piece
+from outrider.engine.prompt_cache import Saved, Start
 
 
 class Text(Protocol):
-    """One text's place. `length` tokens have been fed."""
+    """One text's place. `length` tokens have been fed. `exact`: it can be cut at every length, not only at marks."""
 
     length: int
+
+    @property
+    def exact(self) -> bool: ...
 
     @property
     def marks_freely(self) -> bool:
@@ -68,6 +72,18 @@ class Texts(Protocol):
 
     def close(self, text: Any) -> None:
         """Frees the place."""
+        ...
+
+    def save(self, text: Any, length: int) -> Saved:
+        """A copy of what is remembered of a text's first tokens: of `length`, or where that can't be cut of fewer.
+
+        Raises:
+            RollbackError: the model keeps state that can't be cut, and nothing that early was marked.
+        """
+        ...
+
+    def adopt(self, text: Any, start: Start) -> None:
+        """A text that is still empty begins with what another has left."""
         ...
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
@@ -125,6 +141,17 @@ class FlatTexts:
             for cache in self._caches:
                 cache.clear()
 
+    def save(self, text: FlatText, length: int) -> Saved:
+        saved = Saved(length, tuple(cache.saved(text.row, length) for cache in self._caches))
+        mx.eval(saved.layers)
+        return saved
+
+    def adopt(self, text: FlatText, start: Start) -> None:
+        for cache, (keys, values) in zip(self._caches, start.saved.columns(start.length), strict=True):
+            cache.adopt(text.row, keys, values)
+        text.length = start.length
+        mx.eval(self.state())
+
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].text.row))
         pieces = [Piece(feeds[i].text.row, feeds[i].text.length, feeds[i].count, feeds[i].prompt) for i in order]
@@ -173,6 +200,12 @@ class SeparateTexts:
 
     def close(self, text: KVState) -> None:
         self._texts.remove(text)
+
+    def save(self, text: KVState, length: int) -> Saved:
+        return text.save(length)
+
+    def adopt(self, text: KVState, start: Start) -> None:
+        text.adopt(start)
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         parts = []

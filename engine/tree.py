@@ -8,6 +8,7 @@ contract.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -17,9 +18,11 @@ from outrider.engine.candidate import Candidate
 from outrider.engine.columns import Columns
 from outrider.engine.draws import DrawnStep, Draws
 from outrider.engine.layout import Layout
+from outrider.engine.prompt_cache import PromptCache, Saved
 from outrider.engine.sampling import History, Sampler
 from outrider.engine.steps import Step, score
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.kv import KvCost
 from outrider.protocol.sparse import SparseQ
 
 _SLACK = 8  # dead columns that are not worth a gather
@@ -52,10 +55,11 @@ class Tree:
         tokens: Sequence[int],
         progress: Callable[[int, int], None] | None = None,
         draws: Draws | None = None,
+        cache: PromptCache | None = None,
     ) -> None:
         """Prefills `tokens`; the last becomes the root, node 0, whose continuation is still lazy.
 
-        With `draws` a node's own continuation is drawn, not its best.
+        With `draws` a node's own continuation is drawn, not its best. What `cache` has of the tokens is not read.
         """
         self._columns, self._sampler, self._context_length = columns, sampler, context_length
         self._draws = draws
@@ -65,7 +69,17 @@ class Tree:
         self._recent: list[int] = []  # committed columns that still stand in the window
         self._nodes: dict[int, _Node] = {}
         self._next, self._root = 0, 0
-        self._read(tokens, False, progress)
+        self._cache = cache if cache is not None else PromptCache(KvCost())
+        start = self._cache.find(tokens)
+        self.cached = start.length if start is not None else 0
+        if start is not None:
+            columns.restore(start)
+            self._committed, self._column_tokens = list(tokens[: start.length]), list(tokens[: start.length])
+        with ExitStack() as undo:  # a prompt that can't be read, or need not be read to its end
+            self._cache.enter(self, min(len(tokens) + sampler.params.max_tokens, context_length))
+            undo.callback(self._cache.leave, self)
+            self._read(tokens[self.cached :], False, progress)
+            undo.pop_all()
 
     @property
     def root(self) -> int:
@@ -123,8 +137,7 @@ class Tree:
         return self._node(node).step.row(self._nodes[node].row)
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
-        if self._layout.end > self._layout.prefix:
-            self._columns.keep(self._layout.prefix, self._layout.compact(self._recent, []))
+        self._compact()
         self._read(tokens, more)
 
     def commit(self, path: Sequence[int]) -> None:
@@ -135,12 +148,28 @@ class Tree:
         if path:
             self._prune()
 
-    def close(self) -> None:
+    def lendable(self) -> list[int]:
+        """See `prompt_cache.Source`: the committed tokens whose columns stand in the prefix."""
+        return [] if self._columns.whole else self._column_tokens[: self._layout.prefix]
+
+    def save(self, length: int) -> Saved:
+        """See `prompt_cache.Source`."""
+        return self._columns.save(length)
+
+    def close(self, spoilt: bool = False) -> None:
+        self._cache.leave(self)
+        if self._cache.is_on and not spoilt:
+            self._compact()
+            self._cache.keep(self._committed, self._columns.save(len(self._committed)))
         self._nodes.clear()
 
-    def _read(
-        self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None
-    ) -> None:
+    def _compact(self) -> None:
+        """Only the committed columns stay."""
+        if self._layout.end > self._layout.prefix:
+            self._columns.keep(self._layout.prefix, self._layout.compact(self._recent, []))
+        self._recent = []
+
+    def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
         """Feeds final tokens behind the columns, all of them committed; the last as the root, unless there are more."""
         start, plain = len(self._committed), list(tokens if more else tokens[:-1])
         self._committed += plain

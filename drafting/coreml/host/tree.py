@@ -125,7 +125,7 @@ class CoreMLTree:
         self._nodes = kept
         self.root = path[-1]
 
-    def close(self) -> None:
+    def close(self, spoilt: bool = False) -> None:
         for node in self._nodes.values():
             node.dropped = True
         self._nodes = {}

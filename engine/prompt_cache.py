@@ -1,0 +1,182 @@
+"""What was remembered of texts, found again by the tokens that a new text begins with.
+
+Texts that have ended stay as entries, the least recently used of which goes when the room gets short; of a running text
+the first columns may be copied while it runs. A prefix of an entry serves as well as all of it, except where the model
+keeps a state that can't be cut. Looking through all entries costs a microsecond or two for each, so there is no trie.
+Knows tokens and bytes; nothing of requests or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from outrider.protocol.kv import CacheUse, KvCost
+
+LEAST = 16  # a shorter common beginning is not worth a copy
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A copy of what a model remembers of a text's first `length` tokens.
+
+    `layers`: keys and values of each attention layer, [.., length, head_dim]. `states`: what else there is, each an
+    array or something that holds arrays; it belongs to exactly this length.
+    """
+
+    length: int
+    layers: tuple[tuple[Any, Any], ...]
+    states: tuple[Any, ...] = ()
+
+    @property
+    def cost(self) -> KvCost:
+        columns = sum(int(array.nbytes) for pair in self.layers for array in pair)
+        return KvCost(sum(_bytes(state) for state in self.states), columns // max(self.length, 1))
+
+    @property
+    def nbytes(self) -> int:
+        return self.cost.of(self.length)
+
+    def serves(self, length: int) -> int:
+        """How many of its tokens a text can have that shares the first `length`."""
+        if not self.states:
+            return min(length, self.length)
+        return self.length if length >= self.length else 0
+
+    def columns(self, length: int) -> Iterator[tuple[Any, Any]]:
+        """The first columns of each layer: keys and values [.., length, head_dim]."""
+        return ((keys[..., :length, :], values[..., :length, :]) for keys, values in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a text need not read: its first `length` tokens, as `saved` has them."""
+
+    saved: Saved
+    length: int
+
+
+class Source(Protocol):
+    """A running text."""
+
+    def lendable(self) -> Sequence[int]:
+        """Its first tokens, as far as what is remembered of them can be copied now."""
+        ...
+
+    def save(self, length: int) -> Saved:
+        """A copy of what is remembered of the first `length` of these."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    tokens: Ints
+    saved: Saved
+
+
+class PromptCache:
+    """Entries and running texts of one model, together in `limit` bytes as far as entries can see to that."""
+
+    def __init__(self, cost: KvCost, limit: int = 0) -> None:
+        """`cost`: what a text takes. With a limit of 0 nothing is kept or found, until `allow`."""
+        self.cost = cost
+        self._limit = limit
+        self._entries: list[_Entry] = []  # the least recently used first
+        self._held = 0
+        self._running: dict[Source, int] = {}
+        self._lookups = self._hits = self._tokens_saved = 0
+
+    @property
+    def use(self) -> CacheUse:
+        return CacheUse(len(self._entries), self._held, self._lookups, self._hits, self._tokens_saved)
+
+    @property
+    def is_on(self) -> bool:
+        return self._limit > 0
+
+    def allow(self, limit: int) -> None:
+        """So many bytes from now on."""
+        self._limit = limit
+        self._make_room()
+
+    def enter(self, source: Source, most: int) -> None:
+        """A text runs, which will grow to `most` tokens: entries make room for it."""
+        self._running[source] = self.cost.of(most)
+        self._make_room()
+
+    def leave(self, source: Source) -> None:
+        """It has ended; its bytes are free."""
+        self._running.pop(source, None)
+
+    def find(self, tokens: Sequence[int]) -> Start | None:
+        """The most that is remembered of the beginning of these tokens, the last of them left out: it is to be fed."""
+        if not self._limit:
+            return None
+        wanted = np.array(tokens[:-1], np.int32)
+        self._lookups += 1
+        entry = max(self._entries, key=lambda e: e.saved.serves(common(e.tokens, wanted)), default=None)
+        length = entry.saved.serves(common(entry.tokens, wanted)) if entry is not None else 0
+        lender, lent = self._lender(wanted)
+        if max(length, lent) < LEAST:
+            return None
+        self._hits += 1
+        self._tokens_saved += max(length, lent)
+        if lender is not None and lent > length:
+            return Start(lender.save(lent), lent)
+        if entry is None:
+            return None
+        self._entries.remove(entry)
+        self._entries.append(entry)
+        return Start(entry.saved, length)
+
+    def keep(self, tokens: Sequence[int], saved: Saved) -> None:
+        """Makes an entry of a text that begins with these tokens, unless another has it all already."""
+        known = np.array(tokens[: saved.length], np.int32)
+        if saved.length < LEAST or saved.nbytes > self._limit:
+            return
+        for entry in list(self._entries):
+            shared = common(entry.tokens, known)
+            if entry.saved.serves(shared) == saved.length:
+                self._entries.remove(entry)
+                self._entries.append(entry)
+                return
+            if shared == entry.saved.length and not saved.states:
+                self._drop(entry)
+        self._entries.append(_Entry(known, saved))
+        self._held += saved.nbytes
+        self._make_room()
+
+    def _lender(self, wanted: Ints) -> tuple[Source | None, int]:
+        lengths = {source: common(np.array(source.lendable(), np.int32), wanted) for source in self._running}
+        lender = max(lengths, key=lengths.__getitem__, default=None)
+        return lender, lengths[lender] if lender is not None else 0
+
+    def _make_room(self) -> None:
+        room = self._limit - sum(self._running.values())
+        while self._entries and self._held > room:
+            self._drop(self._entries[0])
+
+    def _drop(self, entry: _Entry) -> None:
+        self._entries.remove(entry)
+        self._held -= entry.saved.nbytes
+
+
+def common(left: Ints, right: Ints) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    count = min(len(left), len(right))
+    differ = left[:count] != right[:count]
+    first = int(differ.argmax()) if count else 0
+    return first if count and differ[first] else count
+
+
+def _bytes(state: Any) -> int:
+    if isinstance(state, dict):
+        return sum(_bytes(inner) for inner in state.values())
+    if isinstance(state, list | tuple):
+        return sum(_bytes(inner) for inner in state)
+    return int(getattr(state, "nbytes", 0))

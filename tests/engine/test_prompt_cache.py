@@ -1,0 +1,197 @@
+"""What is remembered of texts: the longest beginning is found, the room is kept, a copy is as good as reading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.engine.cache import first_columns
+from outrider.engine.columns import OneRow
+from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_model import NumpyRow
+from outrider.engine.open_texts import open_texts
+from outrider.engine.open_tree import Form, open_tree, tree_cost, tree_form
+from outrider.engine.prompt_cache import LEAST, PromptCache, Saved, Start
+from outrider.engine.rows import Rows
+from outrider.engine.sampling import Sampler
+from outrider.engine.slots import Slot
+from outrider.engine.texts import Feed
+from outrider.engine.tree import Tree
+from outrider.protocol.kv import KvCost
+from outrider.protocol.sampling import SamplingParams
+
+Loaded = Callable[..., LoadedModel]
+COST = KvCost(0, 8)
+FORMS: list[tuple[Form, str]] = [(NumpyRow, "llama"), (OneRow, "llama"), (OneRow, "gemma3_text"), (Rows, "qwen3_next")]
+
+
+def text(count: int, seed: int = 0) -> list[int]:
+    return [(31 * i + 7 * seed) % 250 + 2 for i in range(count)]
+
+
+def saved(tokens: Sequence[int], whole: bool = False) -> Saved:
+    """A byte a token for keys, and seven for values."""
+    layers = ((np.zeros((1, len(tokens), 1), np.int8), np.zeros((1, len(tokens), 7), np.int8)),)
+    return Saved(len(tokens), layers, (np.zeros(0, np.int8),) if whole else ())
+
+
+class Running:
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+
+    def lendable(self) -> Sequence[int]:
+        return self.tokens
+
+    def save(self, length: int) -> Saved:
+        return saved(self.tokens[:length])
+
+
+def found(cache: PromptCache, tokens: Sequence[int]) -> int:
+    start = cache.find(tokens)
+    return start.length if start is not None else 0
+
+
+def keep(cache: PromptCache, tokens: Sequence[int], whole: bool = False) -> None:
+    cache.keep(tokens, saved(tokens, whole))
+
+
+def test_the_longest_common_beginning_is_found_up_to_the_last_token() -> None:
+    cache = PromptCache(COST, 1 << 20)
+    keep(cache, [*text(40), 1, 1, 1])
+    keep(cache, [*text(60), 1, 1, 1])
+    assert found(cache, [*text(80)]) == 60
+    assert found(cache, [*text(50)]) == 49
+    assert found(cache, [*text(LEAST - 1), 0, 0]) == 0
+    assert found(cache, text(80, seed=1)) == 0
+    use = cache.use
+    assert (use.entries, use.lookups, use.hits, use.tokens_saved) == (2, 4, 2, 109)
+
+
+def test_a_state_that_cannot_be_cut_serves_only_what_begins_with_all_of_it() -> None:
+    cache = PromptCache(COST, 1 << 20)
+    keep(cache, text(40), whole=True)
+    keep(cache, text(60), whole=True)
+    assert [found(cache, [*text(n), 0]) for n in (39, 40, 59, 60, 90)] == [0, 40, 40, 60, 60]
+
+
+def test_a_text_that_goes_on_from_another_takes_its_place() -> None:
+    cache = PromptCache(COST, 1 << 20)
+    for tokens in (text(40), text(60), text(50)):
+        keep(cache, tokens)
+    assert (cache.use.entries, cache.use.bytes) == (1, 60 * 8)
+
+
+def test_the_least_recently_used_goes_when_the_room_is_short() -> None:
+    cache = PromptCache(COST, 3 * 100 * 8)
+    for seed in range(3):
+        keep(cache, text(100, seed))
+    assert found(cache, [*text(100, 0), 0]) == 100
+    keep(cache, text(100, 3))
+    assert [found(cache, [*text(100, seed), 0]) for seed in range(4)] == [100, 0, 100, 100]
+    runs = Running([])
+    cache.enter(runs, 150)
+    assert cache.use.entries == 1 and cache.use.bytes == 800
+    cache.leave(runs)
+    keep(cache, text(301, 5))
+    assert cache.use.entries == 1, "what never fits puts nobody out"
+    cache.allow(0)
+    assert cache.use.bytes == 0 and found(cache, [*text(100, 3), 0]) == 0
+
+
+def test_a_running_text_lends_what_it_has_read() -> None:
+    cache = PromptCache(COST, 1 << 20)
+    keep(cache, text(20))
+    cache.enter(runs := Running(text(50)), 100)
+    assert found(cache, [*text(60)]) == 50
+    cache.leave(runs)
+    assert found(cache, [*text(60)]) == 20
+
+
+def test_nothing_is_kept_without_room() -> None:
+    cache = PromptCache(COST)
+    keep(cache, text(40))
+    assert not cache.is_on and found(cache, text(60)) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "qwen3_next"])
+def test_a_text_that_begins_with_a_copy_goes_on_as_if_it_had_read(loaded: Loaded, family: str) -> None:
+    model, prompt = loaded(family, seed=2), text(90)
+    texts = open_texts(model)
+    others, source = texts.open(), texts.open()
+    texts.forward([Feed(others, text(30, 3), 1), Feed(source, prompt[:40], 0, True)])
+    texts.forward([Feed(source, prompt[40:70], 1)])
+    copy = texts.save(source, 70)
+    assert copy.nbytes == copy.cost.of(70) and bool(copy.states) == (not source.exact)
+    texts.forward([Feed(source, text(9, 5), 1)])
+    texts.close(source)
+    lengths = [70] if copy.states else [70, 44, 1]
+    for length in lengths:
+        begun = texts.open()
+        texts.adopt(begun, Start(copy, length))
+        logits = texts.forward([Feed(others, [7, 8], 2), Feed(begun, prompt[length:], 2)])
+        own = model.model(mx.array([prompt]))[0, -2:]
+        assert float(mx.abs(logits[2:] - own).max().item()) < 1e-3
+        texts.close(begun)
+
+
+def test_what_was_saved_does_not_hold_on_to_the_buffer() -> None:
+    buffer = mx.zeros((2, 1, 4096, 16)) + 1
+    mx.eval(buffer)
+    before = mx.get_active_memory()
+    copy = first_columns(buffer, 40, row=1)
+    mx.eval(copy)
+    held = buffer.nbytes
+    del buffer
+    assert mx.get_active_memory() <= before - held + 2 * copy.nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_slot_that_is_cut_short_saves_committed_tokens_only(loaded: Loaded, family: str) -> None:
+    """A chain that was never ruled on stands behind them."""
+    model, prompt = loaded(family, seed=2), text(50)
+    texts = open_texts(model)
+    slot = Slot(model, texts, prompt, SamplingParams())
+    slot.feed_all_but(1)
+    slot.text.mark()
+    slot.forward([prompt[-1], 9, 9, 9])
+    copy = slot.save(len(slot.tokens))
+    assert copy.length == (50 if slot.text.exact else 49)
+    begun = Slot(model, texts, [*prompt, 5, 6], SamplingParams())
+    begun.begin(Start(copy, copy.length))
+    own = model.model(mx.array([begun.tokens]))[0, -1]
+    assert float(mx.abs(begun.forward(begun.unfed)[-1] - own).max().item()) < 1e-3
+
+
+@pytest.mark.parametrize(("form", "family"), FORMS)
+def test_a_tree_with_a_warm_cache_is_that_of_a_cold_one(loaded: Loaded, form: Form, family: str) -> None:
+    model = loaded(family, seed=1)  # not that of the tests above, whose forwards have changed its output layer
+    sampler = Sampler(SamplingParams(max_tokens=8), model.vocab_size, normalised=False)
+    cache = PromptCache(KvCost(0, 1), 1 << 30)
+
+    def opened(tokens: Sequence[int], cache: PromptCache | None) -> Tree:
+        return Tree(form(model), sampler, model.context_length, tokens, cache=cache)
+
+    first, line = opened(text(40), cache), text(60)
+    nodes = first.feed([first.root, first.root, first.root], [line[40], 9, 11])
+    first.feed(nodes[:1], [line[41]])
+    first.commit(nodes[:1])
+    first.feed([first.root] * 3, [4, 5, 6])
+    first.close()
+    assert cache.use.entries == 1
+    warm, cold = opened(line, cache), opened(line, None)
+    assert warm.cached == 41 and warm.column_tokens() == line == cold.column_tokens()
+    distance = mx.abs(warm.scores(warm.root) - cold.scores(cold.root)).max()
+    assert float(distance.item()) < 1e-3
+    if form is not Rows:
+        beside = opened([*line[:50], 1, 1], cache)
+        assert beside.cached == 50, "lent by the tree that still grows"
+
+
+def test_a_tree_that_failed_is_not_kept(loaded: Loaded) -> None:
+    model = loaded("llama", seed=1)
+    cache = PromptCache(tree_cost(model), 1 << 30)
+    open_tree(model, text(40), SamplingParams(), cache=cache).close(spoilt=True)
+    assert cache.use.entries == 0 and tree_form(model) is NumpyRow
