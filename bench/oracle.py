@@ -15,7 +15,8 @@ from outrider.bench.helper import answer_all
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.mlx import MlxDrafter
-from outrider.drafting.work_ahead import WorkAhead
+from outrider.drafting.together import Together
+from outrider.drafting.work_ahead import Ready, WorkAhead
 from outrider.engine.loading import load
 from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.sampling import SamplingParams
@@ -28,6 +29,7 @@ class Oracle:
         self._drafter = drafter
         self._policy = POLICIES[policy]
         self._calibration = Calibration()
+        self._together = Together(drafter)
 
     def prepared(self, asked: dict[str, Any]) -> set[tuple[int, ...]]:
         """The outcomes it would prepare; then it learns which one it was."""
@@ -36,8 +38,8 @@ class Oracle:
         work.commit((), asked["chain"], 1, asked["branches"])
         found: set[tuple[int, ...]] = set()
         while work.busy:
-            ready = work.advance()
-            found |= {entry.committed for entry in ready.entries} if ready is not None else set()
+            (ready,) = self._together.advance([work])
+            found |= {entry.committed for entry in ready.entries} if isinstance(ready, Ready) else set()
         work.commit([*asked["chain"][: asked["accepted"]], asked["bonus"]], None, 0, 0)
         tree.close()
         return found

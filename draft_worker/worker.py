@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from outrider.drafting.begin import begin, check_known
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.drafter import Drafter
 from outrider.drafting.fan_out import FanOut
+from outrider.drafting.together import Together
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError
@@ -61,12 +63,14 @@ class Memory(Protocol):
 
 @dataclass(slots=True)
 class Drafting:
-    """A request on this drafter. `newest` is the commit its work belongs to; `owed`: that commit awaits DRAFTED."""
+    """A request on this drafter. `newest` is the commit its work belongs to, which came at `committed_ns`; `owed`: that
+    commit awaits DRAFTED."""
 
     work: WorkAhead
     epoch: int
     newest: Commit
     owed: bool = False
+    committed_ns: int = 0
 
 
 class DraftWorker:
@@ -79,6 +83,7 @@ class DraftWorker:
         self._fan_out = fan_out
         self._memory = memory
         self._calibration = Calibration()
+        self._together = Together(drafter, self._calibration)
         self._drafting: dict[str, Drafting] = {}
         self._kept: deque[Message] = deque()  # looked at while a prompt was read
         self._stale = 0
@@ -89,29 +94,25 @@ class DraftWorker:
             pass
 
     def turn(self) -> bool:
-        """Handles one message if there is one, else makes one forward for every request; False: shut down."""
+        """Handles one message if there is one, else makes one forward for all requests; False: shut down."""
         working = [drafting for drafting in self._drafting.values() if drafting.owed or drafting.work.busy]
         message = self._kept.popleft() if self._kept else self._link.receive(wait=not working)
         if isinstance(message, Shutdown):
             return False
-        if message is not None:
-            self._guard(message.request if isinstance(message, Open | Commit | Close) else None, message)
+        if message is None:
+            self._forward(working)
             return True
-        for drafting in working:
-            self._guard(drafting.newest.request, drafting)
-        return True
-
-    def _guard(self, request: str | None, task: Message | Drafting) -> None:
-        """Does one thing; a drafter that fails loses that request, never the worker."""
         try:
             with named_errors("the draft's forward"):
-                if isinstance(task, Drafting):
-                    self._advance(task)
-                else:
-                    self._handle(task)
+                self._handle(message)
         except OutriderError as error:
-            self._drop(request or "")
-            self._link.send(Fault(self._link.name, request, str(error)))
+            self._fault(message.request if isinstance(message, Open | Commit | Close) else None, error)
+        return True
+
+    def _fault(self, request: str | None, error: OutriderError) -> None:
+        """A drafter that fails loses that request, never the worker."""
+        self._drop(request or "", spoilt=True)
+        self._link.send(Fault(name=self._link.name, request=request, message=str(error)))
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -131,7 +132,7 @@ class DraftWorker:
             self._memory.restart()
 
         def progress(done: int, total: int) -> None:
-            self._link.send(Prefilled(message.request, message.epoch, done, total))
+            self._link.send(Prefilled(request=message.request, epoch=message.epoch, done=done, total=total))
             self._end_if_unwanted(message.request)
 
         try:
@@ -149,16 +150,16 @@ class DraftWorker:
             return
         work.commit((), message.verifying, message.depth, message.branches)
         newest = Commit(
-            message.request,
-            message.epoch,
-            message.round,
-            len(message.tokens),
-            (),
-            message.verifying,
-            message.depth,
-            message.branches,
+            request=message.request,
+            epoch=message.epoch,
+            round=message.round,
+            base_len=len(message.tokens),
+            tokens=(),
+            verifying=message.verifying,
+            depth=message.depth,
+            branches=message.branches,
         )
-        self._drafting[message.request] = Drafting(work, message.epoch, newest)
+        self._drafting[message.request] = Drafting(work, message.epoch, newest, committed_ns=clock.now())
 
     def _end_if_unwanted(self, request: str) -> None:
         """Looks through what arrived while a prompt was read, keeping it for later.
@@ -180,7 +181,7 @@ class DraftWorker:
     def _commit(self, message: Commit) -> None:
         drafting = self._drafting.get(message.request)
         if drafting is None or message.epoch > drafting.epoch:
-            self._link.send(Resync(message.request, message.epoch))
+            self._link.send(Resync(request=message.request, epoch=message.epoch))
             return
         expected = drafting.work.committed_len + len(message.tokens)
         if message.epoch < drafting.epoch or message.round < drafting.newest.round or message.base_len < expected:
@@ -189,54 +190,78 @@ class DraftWorker:
             return
         if message.base_len > expected:
             self._drop(message.request)
-            self._link.send(Resync(message.request, message.epoch))
+            self._link.send(Resync(request=message.request, epoch=message.epoch))
             return
         check_known(self._drafter, (*message.tokens, *(message.verifying or ())))
+        now_ns = clock.now()
+        if message.verifying is not None and drafting.newest.verifying and message.round == drafting.newest.round + 1:
+            self._together.capacity.round((now_ns - drafting.committed_ns) / clock.MILLISECOND_NS)
+        drafting.committed_ns = now_ns
         drafting.work.commit(message.tokens, message.verifying, message.depth, message.branches)
         drafting.newest = message
         drafting.owed = message.verifying is None and message.depth > 0
 
-    def _advance(self, drafting: Drafting) -> None:
-        started_ns, newest = clock.now(), drafting.newest
-        if drafting.owed and not drafting.work.far_behind:
-            drafting.owed = False
-            found = drafting.work.continuation(newest.depth)
-            work = clock.since(started_ns)
+    def _forward(self, working: Sequence[Drafting]) -> None:
+        """Drafts what is waited for, then grows all trees by one forward; of long texts one is read on by a piece."""
+        reading = [drafting for drafting in working if drafting.work.far_behind]
+        owed = [drafting for drafting in working if drafting.owed and not drafting.work.far_behind]
+        growing = [drafting for drafting in working if not drafting.owed and not drafting.work.far_behind]
+        if owed:
+            self._draft(owed)
+        if growing or reading:
+            self._grow([*growing, *reading[:1]])
+
+    def _draft(self, owed: Sequence[Drafting]) -> None:
+        started_ns = clock.now()
+        found = self._together.continuations([d.work for d in owed], [d.newest.depth for d in owed])
+        span = clock.since(started_ns)
+        for drafting, drafted in zip(owed, found, strict=True):
+            newest, drafting.owed = drafting.newest, False
+            if isinstance(drafted, OutriderError):
+                self._fault(newest.request, drafted)
+                continue
             self._link.send(
                 Drafted(
-                    newest.request,
-                    newest.epoch,
-                    newest.round,
-                    newest.base_len,
-                    found.chain,
-                    work,
-                    found.q,
-                    self._peak_bytes(),
+                    request=newest.request,
+                    epoch=newest.epoch,
+                    round=newest.round,
+                    base_len=newest.base_len,
+                    chain=drafted.chain,
+                    work=span,
+                    q=drafted.q,
+                    peak_bytes=self._peak_bytes(),
                 )
             )
-            return
-        ready = drafting.work.advance()
-        if ready is None:
-            return
-        self._link.send(
-            Branches(
-                newest.request,
-                newest.epoch,
-                newest.round,
-                newest.base_len,
-                ready.depth,
-                ready.entries,
-                clock.since(started_ns),
-                ready.final,
-                ready.q,
-                self._peak_bytes(),
-            )
-        )
+
+    def _grow(self, growing: Sequence[Drafting]) -> None:
+        started_ns = clock.now()
+        active = sum(drafting.newest.verifying is not None for drafting in self._drafting.values())
+        found = self._together.advance([drafting.work for drafting in growing], active)
+        span = clock.since(started_ns)
+        for drafting, ready in zip(growing, found, strict=True):
+            newest = drafting.newest
+            if isinstance(ready, OutriderError):
+                self._fault(newest.request, ready)
+            elif ready is not None:
+                self._link.send(
+                    Branches(
+                        request=newest.request,
+                        epoch=newest.epoch,
+                        round=newest.round,
+                        base_len=newest.base_len,
+                        depth=ready.depth,
+                        entries=ready.entries,
+                        work=span,
+                        final=ready.final,
+                        q=ready.q,
+                        peak_bytes=self._peak_bytes(),
+                    )
+                )
 
     def _peak_bytes(self) -> int:
         return self._memory.bytes() if self._memory is not None else 0
 
-    def _drop(self, request: str) -> None:
+    def _drop(self, request: str, spoilt: bool = False) -> None:
         drafting = self._drafting.pop(request, None)
         if drafting is not None:
-            drafting.work.tree.close()
+            drafting.work.tree.close(spoilt)

@@ -10,11 +10,21 @@ from typing import Protocol, runtime_checkable
 
 from outrider.engine.candidate import Candidate
 from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
 
-__all__ = ["Candidate", "Drafter", "DrafterFault", "DrawingDrafter", "DrawingTree", "TokenTree"]
+__all__ = [
+    "Candidate",
+    "Drafter",
+    "DrafterFault",
+    "DrawingDrafter",
+    "DrawingTree",
+    "JoiningDrafter",
+    "TokenTree",
+    "TreeFeed",
+]
 
 
 class TokenTree(Protocol):
@@ -164,6 +174,15 @@ class DrawingDrafter(Drafter, Protocol):
         progress: Callable[[int, int], None] | None = None,
     ) -> DrawingTree:
         """As `open`. `cached`: of how many continuations of a node Saguaro's factor lowers the weight."""
+        ...
+
+
+@runtime_checkable
+class JoiningDrafter(Drafter, Protocol):
+    """A drafter whose trees can grow in one forward. Those of another are fed one after the other."""
+
+    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        """As `TokenTree.feed` for each tree; a call that fails leaves every tree as it was."""
         ...
 
 

@@ -7,7 +7,9 @@ point, None where that is not known yet.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from outrider.drafting.calibration import Calibration, Point
 
@@ -44,7 +46,18 @@ def geometric(points: Sequence[Point | None], budget: int, calibration: Calibrat
 
 
 def best_first(points: Sequence[Point | None], budget: int, calibration: Calibration) -> list[int]:
-    """The likeliest (k, rank) pairs first, by live estimates of P(k) * P(rank | k) given how sure the drafter is."""
+    """The likeliest (k, rank) pairs first."""
+    counts = [0] * len(points)
+    for _, k in islice(ranked(points, calibration), budget):
+        counts[k] += 1
+    return counts
+
+
+def ranked(points: Sequence[Point | None], calibration: Calibration) -> Iterator[tuple[float, int]]:
+    """Every branch there may be, likeliest first: its probability, and after how many accepted tokens it begins.
+
+    By live estimates of P(k) * P(rank | k) given how sure the drafter is.
+    """
     reach = 1.0
     heap: list[tuple[float, int, int, float]] = []
     for k, point in enumerate(points):
@@ -54,15 +67,42 @@ def best_first(points: Sequence[Point | None], budget: int, calibration: Calibra
         if point is None or point.gaps:  # filters may leave nothing but the chain's own token
             heapq.heappush(heap, (-stops_here * calibration.bonus_share(full, 0, point), k, 0, stops_here))
         reach *= holds
-    counts = [0] * len(points)
-    while heap and sum(counts) < budget:
-        _, k, rank, stops_here = heapq.heappop(heap)
-        counts[k] += 1
+    while heap:
+        gain, k, rank, stops_here = heapq.heappop(heap)
+        yield -gain, k
         point, full = points[k], k == len(points) - 1
         if point is None or rank + 1 < len(point.gaps):
             share = calibration.bonus_share(full, rank + 1, point)
             heapq.heappush(heap, (-stops_here * share, k, rank + 1, stops_here))
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request's: `branches` outcomes to be prepared for, `depth` deep, at these fork points (None: not known yet)."""
+
+    points: Sequence[Point | None]
+    branches: int
+    depth: int
+
+
+def shares(wishes: Sequence[Wish], budget: int | None, calibration: Calibration) -> list[int]:
+    """How many branches each request gets, of `budget` in all: those most likely needed, whosever they are.
+
+    Nobody gets more than the wish, nobody that wishes for any gets none. A budget of None grants every wish.
+    """
+    if budget is None or sum(wish.branches for wish in wishes) <= budget:
+        return [wish.branches for wish in wishes]
+    counts = [min(wish.branches, 1) for wish in wishes]
+    others = (islice(_by(index, wish, calibration), 1, wish.branches) for index, wish in enumerate(wishes))
+    for _, index in islice(heapq.merge(*others), max(budget - sum(counts), 0)):
+        counts[index] += 1
     return counts
+
+
+def _by(index: int, wish: Wish, calibration: Calibration) -> Iterator[tuple[float, int]]:
+    """One request's branches as `heapq.merge` takes them: the least number first."""
+    for gain, _ in ranked(wish.points, calibration):
+        yield -gain, index
 
 
 POLICIES: dict[str, FanOut] = {"best-first": best_first, "geometric": geometric, "uniform": uniform}

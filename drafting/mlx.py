@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from outrider.drafting.coreml.host.prefill import PackageReader
-from outrider.drafting.drafter import DrawingTree, TokenTree
+from outrider.drafting.drafter import DrawingTree, TokenTree, TreeFeed
 from outrider.engine.draws import Draws
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.open_tree import open_tree, tree_cost, tree_form
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.reading import PromptReader
+from outrider.engine.tree import Tree, feed_together
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -47,6 +49,9 @@ class MlxDrafter:
         self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> TokenTree:
         return open_tree(self.model, tokens, sampling, progress, reader=self._reader, cache=self.prompt_cache)
+
+    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        return feed_together(cast(Sequence[Tree], trees), feeds)
 
     def open_drawing(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
-from outrider.drafting.drafter import Candidate, Drafter, TokenTree
+from outrider.drafting.drafter import Candidate, Drafter, JoiningDrafter, TokenTree, TreeFeed
 from outrider.engine.pace import Pace
 from outrider.protocol.sampling import SamplingParams
 
@@ -28,61 +29,72 @@ class PacedDrafter:
     ) -> TokenTree:
         return PacedTree(self._drafter.open(tokens, sampling, progress), self._pace, self._ready)
 
+    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        """One forward of the profile's machine, whatever makes it here."""
+        inner = [cast(PacedTree, tree).inner for tree in trees]
+        self._pace.begin(self._ready())
+        if isinstance(self._drafter, JoiningDrafter):
+            nodes = self._drafter.feed_together(inner, feeds)
+        else:
+            nodes = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(inner, feeds, strict=True)]
+        self._pace.end(sum(len(fed) for fed in nodes))
+        return nodes
+
 
 class PacedTree:
     """A `TokenTree` whose answers come when the profile's machine would give them."""
 
     def __init__(self, tree: TokenTree, pace: Pace, ready: Callable[[], float]) -> None:
-        self._tree = tree
+        self.inner = tree
         self._pace = pace
         self._ready = ready
 
     @property
     def root(self) -> int:
-        return self._tree.root
+        return self.inner.root
 
     @property
     def next_node(self) -> int:
-        return self._tree.next_node
+        return self.inner.next_node
 
     @property
     def committed_len(self) -> int:
-        return self._tree.committed_len
+        return self.inner.committed_len
 
     @property
     def room(self) -> int:
-        return self._tree.room
+        return self.inner.room
 
     def column_tokens(self) -> list[int]:
-        return self._tree.column_tokens()
+        return self.inner.column_tokens()
 
     def child(self, node: int, token: int) -> int | None:
-        return self._tree.child(node, token)
+        return self.inner.child(node, token)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
         self._pace.begin(self._ready())
-        nodes = self._tree.feed(parents, tokens)
+        nodes = self.inner.feed(parents, tokens)
         self._pace.end(len(nodes))
         return nodes
 
     def best(self, nodes: Sequence[int]) -> list[int]:
-        best = self._tree.best(nodes)
+        best = self.inner.best(nodes)
         self._pace.wait()
         return best
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
-        candidates = self._tree.candidates(nodes, count)
+        candidates = self.inner.candidates(nodes, count)
         self._pace.wait()
         return candidates
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
         self._pace.begin(self._ready())
-        self._tree.read(tokens, more)
+        self.inner.read(tokens, more)
         self._pace.end(len(tokens))
         self._pace.wait()
 
     def commit(self, path: Sequence[int]) -> None:
-        self._tree.commit(path)
+        self.inner.commit(path)
 
     def close(self, spoilt: bool = False) -> None:
-        self._tree.close(spoilt)
+        self.inner.close(spoilt)

@@ -1,19 +1,25 @@
 """The drafter's work ahead for one request: which tokens to feed next, and what is ready to be pushed.
 
-Works on a `TokenTree` and on commits; knows nothing of sockets. One `advance` is one forward of the drafter, so that
-its caller can look for news between two. Paper sections 3 and 4; the words are docs/architecture.md's.
+Works on a `TokenTree` and on commits; knows nothing of sockets. It yields what is to be fed, so that several requests
+can share a forward (`drafting.together`). One `advance` is one forward of the drafter, so that its caller can look for
+news between two. Paper sections 3 and 4; the words are docs/architecture.md's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from outrider.drafting.calibration import MAX_RANK, Calibration, Point
-from outrider.drafting.drafter import DrawingTree, TokenTree
-from outrider.drafting.fan_out import FanOut
+from outrider.drafting.drafter import DrawingTree, TokenTree, TreeFeed
+from outrider.drafting.fan_out import FanOut, Wish
 from outrider.protocol.messages import Branch
 from outrider.protocol.sparse import SparseQ
+
+Result = TypeVar("Result")
+Steps = Generator[TreeFeed, list[int], Result]
+"""Work that yields what its tree is to be fed, and is sent the new nodes."""
 
 _PIECE = 256  # committed tokens a forward, when there are too many to be fed beside the chain
 _BESIDE = 16
@@ -159,25 +165,38 @@ class WorkAhead:
         if not self._behind:
             self._make_plan()
 
-    def continuation(self, depth: int) -> Continuation:
+    def continuation(self, depth: int) -> Steps[Continuation]:
         """The `depth` tokens that follow the committed text, chained on the device and evaluated once (SD)."""
         while self._behind:
-            self._catch_up()
+            yield from self._catch_up()
         depth = min(depth, self.tree.room)
         if depth < 1:
             return Continuation()
         nodes = [self.tree.root]
         for _ in range(depth - 1):
-            nodes += self.tree.feed(nodes[-1:], [None])
+            nodes += yield TreeFeed(nodes[-1:], [None])
         return Continuation(tuple(self.tree.best(nodes)), self._drawn_from(nodes))
 
-    def advance(self) -> Ready | None:
+    def wish(self) -> Wish | None:
+        """How many branches the new plan wants, and where; None: it has its share, or wants none."""
+        plan = self._plan
+        if self._behind or plan is None or plan.counts or not plan.unforked:
+            return None
+        self._look(plan, [k for k in plan.unforked if k < len(plan.spine)])
+        return Wish([thought.point if thought else None for thought in plan.thoughts], plan.branches, plan.depth)
+
+    def grant(self, wish: Wish, branches: int) -> None:
+        """Shares `branches` out over the fork points of its wish."""
+        if self._plan is not None:
+            self._plan.counts = self._fan_out(wish.points, branches, self._calibration)
+
+    def advance(self) -> Steps[Ready | None]:
         """One forward: what the chain still lacks is fed, every branch grows one token, new forks begin.
 
-        None: committed tokens were fed, which brings nothing to push.
+        A wish is to be granted before. None: committed tokens were fed, which brings nothing to push.
         """
         if self._behind:
-            self._catch_up()
+            yield from self._catch_up()
             return None
         plan = self._plan
         if plan is None:
@@ -185,7 +204,7 @@ class WorkAhead:
         plan.begun = True
         self._fork(plan)
         grown = plan.growing
-        for growing, token in zip(grown, self._feed(plan), strict=True):
+        for growing, token in zip(grown, (yield from self._feed(plan)), strict=True):
             growing.chain.append(token)
         plan.growing = [growing for growing in grown if len(growing.chain) < plan.depth]
         moved, plan.found = plan.found + grown, []
@@ -193,14 +212,15 @@ class WorkAhead:
         q = self._drawn_from([node for g in moved for node in g.nodes[: plan.depth]])
         return Ready(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self) -> Steps[None]:
         """One forward over committed tokens; once there are no more, what is wanted can be planned."""
         if self.far_behind:
             piece, self._behind = self._behind[:_PIECE], self._behind[_PIECE:]
             self.tree.read(piece, more=self.far_behind)
         else:
             line = [*self._behind, *(self._wanted.verifying or ())]
-            self.tree.commit(self._feed_line(self.tree.root, line)[: len(self._behind)])
+            nodes = yield _line(self.tree, self.tree.root, line)
+            self.tree.commit(nodes[: len(self._behind)])
             self._behind = []
         if not self._behind:
             self._make_plan()
@@ -216,32 +236,26 @@ class WorkAhead:
             plan.unfed = chain[len(known) :]
             plan.unforked = list(range(len(chain) + 1))
 
-    def _feed(self, plan: Plan) -> list[int]:
+    def _feed(self, plan: Plan) -> Steps[list[int]]:
         """The forward of `advance`: the unfed chain, and every growing branch's next token. Returns the bests."""
-        first, line = self.tree.next_node, plan.unfed
-        parents = [plan.spine[-1], *range(first, first + len(line) - 1)] if line else []
-        parents += [plan.spine[g.accepted] if g.tip is None else g.tip for g in plan.growing]
-        tokens = [*line, *(g.bonus if g.tip is None else None for g in plan.growing)]
+        line = _line(self.tree, plan.spine[-1], plan.unfed)
+        parents = [*line.parents, *(plan.spine[g.accepted] if g.tip is None else g.tip for g in plan.growing)]
+        tokens = [*line.tokens, *(g.bonus if g.tip is None else None for g in plan.growing)]
         if not tokens:
             return []
-        nodes = self.tree.feed(parents, tokens)
+        nodes, fed = (yield TreeFeed(parents, tokens)), len(plan.unfed)
         plan.unfed = ()
-        plan.spine += nodes[: len(line)]
-        for growing, node in zip(plan.growing, nodes[len(line) :], strict=True):
+        plan.spine += nodes[:fed]
+        for growing, node in zip(plan.growing, nodes[fed:], strict=True):
             growing.tip = node
             growing.nodes.append(node)
-        return self.tree.best(nodes)[len(line) :]
+        return self.tree.best(nodes)[fed:]
 
     def _fork(self, plan: Plan) -> None:
-        """Starts branches wherever the chain has been fed; the budget is shared out when the first are started."""
+        """Starts branches wherever the chain has been fed."""
         ready = [k for k in plan.unforked if k < len(plan.spine)]
-        if not ready:
-            return
         plan.unforked = plan.unforked[len(ready) :]
-        self._look(plan, ready)
-        if not plan.counts:
-            points = [thought.point if thought else None for thought in plan.thoughts]
-            plan.counts = self._fan_out(points, plan.branches, self._calibration)
+        self._look(plan, [k for k in ready if plan.thoughts[k] is None])
         for k in ready:
             thought = plan.thoughts[k]
             for bonus in thought.bonuses[: plan.counts[k]] if thought else ():
@@ -249,6 +263,8 @@ class WorkAhead:
 
     def _look(self, plan: Plan, points: Sequence[int]) -> None:
         """What the drafter thinks at these fork points: never the chain's own token, never EOS."""
+        if not points:
+            return
         wide = max(plan.branches, MAX_RANK) + 1 + len(self._eos)
         found = self.tree.candidates([plan.spine[k] for k in points], wide)
         for k, candidates in zip(points, found, strict=True):
@@ -303,10 +319,6 @@ class WorkAhead:
             node = child
         return path
 
-    def _feed_line(self, node: int, tokens: Sequence[int]) -> list[int]:
-        first = self.tree.next_node
-        return self.tree.feed([node, *range(first, first + len(tokens) - 1)], list(tokens))
-
     def _learn(self, tokens: Sequence[int]) -> None:
         """Counts what the outcome (k, t) of the prepared chain was, before the tree forgets it."""
         plan, accepted = self._plan, len(tokens) - 1
@@ -319,3 +331,8 @@ class WorkAhead:
         bonuses = thoughts[accepted].bonuses
         rank = bonuses.index(tokens[-1]) if tokens[-1] in bonuses else None
         self._calibration.learn([thought.point for thought in thoughts], len(plan.chain), accepted, rank)
+
+
+def _line(tree: TokenTree, node: int, tokens: Sequence[int]) -> TreeFeed:
+    """`tokens` one behind the other, the first behind `node`."""
+    return TreeFeed([node, *range(tree.next_node, tree.next_node + len(tokens) - 1)][: len(tokens)], tokens)

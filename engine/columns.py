@@ -38,6 +38,30 @@ class KeysValues:
         return int(self.keys.shape[2])
 
 
+@dataclass(frozen=True, slots=True)
+class NewColumns:
+    """Tokens [R] to be fed to one text.
+
+    `start`: the first token's column; the others follow. `positions`: absolute position of each of all columns, [start
+    + R]. `seen`: which columns each token attends to, itself included, [R, start + R]. `parents`: the column of the
+    token before each token; `start` or more for one of these.
+    """
+
+    tokens: Sequence[int] | mx.array
+    start: int
+    positions: Ints
+    seen: Bools
+    parents: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        return len(self.positions)
+
+    def lazy_tokens(self) -> mx.array:
+        """The tokens as MLX has them, int32 [R]."""
+        return self.tokens if isinstance(self.tokens, mx.array) else mx.array(list(self.tokens), dtype=mx.int32)
+
+
 class Columns(Protocol):
     """A model and its columns. A forward writes the columns `start`.. and, when `lazy`, never waits."""
 
@@ -53,14 +77,14 @@ class Columns(Protocol):
         """
         ...
 
-    def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
-        """Feeds tokens [R] and returns their logits [R, V], lazily.
+    @staticmethod
+    def forward(texts: Sequence[Any], new: Sequence[NewColumns]) -> mx.array:
+        """Feeds each of `texts`, columns of this kind and one model, its tokens. Lazy.
 
-        Args:
-            start: the first token's column; the others follow.
-            positions: absolute position of each of all columns, [start + R].
-            seen: which columns each token attends to, itself included, [R, start + R].
-            parents: the column of the token before each token; `start` or more for one of this call.
+        In one forward where the kind can. One that fails may have written behind every text's columns, nowhere else.
+
+        Returns:
+            Logits [all R, V], text after text.
         """
         ...
 
@@ -193,9 +217,14 @@ class OneRow:
             cache.update_and_fetch(mx.array(keys[None], self._dtype), mx.array(values[None], self._dtype))
         mx.eval([cache.state for cache in self._caches])
 
-    def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
-        self._frame.tree(start, positions, seen)
-        logits: mx.array = self._model(tokens[None], cache=self._caches)
+    @staticmethod
+    def forward(texts: Sequence[OneRow], new: Sequence[NewColumns]) -> mx.array:
+        found = [text._alone(one) for text, one in zip(texts, new, strict=True)]
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def _alone(self, new: NewColumns) -> mx.array:
+        self._frame.tree(new.start, new.positions, new.seen)
+        logits: mx.array = self._model(new.lazy_tokens()[None], cache=self._caches)
         return logits[0]
 
     def keep(self, prefix: int, columns: Ints) -> None:

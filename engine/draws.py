@@ -23,8 +23,7 @@ import numpy as np
 
 from outrider.engine.filters import Floats
 from outrider.engine.noise import Purpose, gumbel_at, stream
-from outrider.engine.sampling import History, Sampler
-from outrider.engine.steps import Step, score
+from outrider.engine.steps import Asked, Step, score
 from outrider.protocol.sampling import SamplingParams
 
 _WIDE = 32  # a row's best tokens lie in the blocks of this many that have the best maxima
@@ -43,17 +42,10 @@ class Draws:
     def of(cls, params: SamplingParams, cached: int) -> Draws:
         return cls(params.seed or 0, params.q_width, params.saguaro, cached)
 
-    def score(
-        self,
-        sampler: Sampler,
-        logits: mx.array,
-        positions: Sequence[int],
-        histories: Sequence[History] | None,
-        forks: Sequence[int],
-    ) -> Step:
-        """As `engine.steps.score`; the step's best tokens are draws."""
+    def score(self, asked: Asked, logits: mx.array, forks: Sequence[int]) -> Step:
+        """As `engine.steps.score` for one text; the step's best tokens are draws."""
         seeds = [stream(self.seed, Purpose.DRAFT, fork) for fork in forks]
-        return score(sampler, logits, positions, histories, partial(DrawnStep, self, Keys(seeds, positions)))
+        return score([asked], logits, partial(DrawnStep, self, Keys(seeds, asked.positions)))
 
 
 @dataclass(frozen=True, slots=True)

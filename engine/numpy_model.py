@@ -7,15 +7,15 @@ Serves the Llama, Mistral, Qwen2 and Qwen3 families; whatever else a model is, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from outrider.engine.blocks import Dense, Floats, Norm, host
-from outrider.engine.columns import Bools, Ints, KeysValues
+from outrider.engine.columns import Ints, KeysValues, NewColumns
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import RopeTable
 from outrider.engine.prompt_cache import Saved, Start
@@ -40,18 +40,17 @@ class NumpyRow:
         Raises:
             ModelError: the model is not of these families, too large, or not in float32 on a CPU.
         """
-        self._net = _net_of(model)
-        self._keys = [np.zeros((layer.kv_heads, 0, layer.width), np.float32) for layer in self._net.layers]
-        self._values = [np.zeros((layer.kv_heads, 0, layer.width), np.float32) for layer in self._net.layers]
+        self.net = _net_of(model)
+        self._keys = [np.zeros((layer.kv_heads, 0, layer.width), np.float32) for layer in self.net.layers]
+        self._values = [np.zeros((layer.kv_heads, 0, layer.width), np.float32) for layer in self.net.layers]
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
         for first in range(start, len(tokens), _PREFILL):
-            chunk = np.array(tokens[first : first + _PREFILL])
-            positions = np.arange(first, first + len(chunk))
-            seen = np.arange(first + len(chunk)) <= positions[:, None]
-            self._forward(chunk, first, positions, seen)
+            chunk = tokens[first : first + _PREFILL]
+            positions = np.arange(first + len(chunk), dtype=np.int32)
+            _forward([self], [NewColumns(chunk, first, positions, positions <= positions[first:, None], ())])
             if progress is not None and len(tokens) > _PREFILL:
                 progress(min(first + _PREFILL, len(tokens)), total)
 
@@ -63,9 +62,10 @@ class NumpyRow:
             self._values[index] = _with_room(self._values[index], end)
             self._keys[index][:, start:end], self._values[index][:, start:end] = keys, values
 
-    def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
-        last = self._forward(np.array(tokens), start, positions[start:], seen)
-        return mx.array(self._net.head(self._net.norm(last)))
+    @staticmethod
+    def forward(texts: Sequence[NumpyRow], new: Sequence[NewColumns]) -> mx.array:
+        net = texts[0].net
+        return mx.array(net.head(net.norm(_forward(texts, new))))
 
     def keep(self, prefix: int, columns: Ints) -> None:
         end = prefix + len(columns)
@@ -82,18 +82,42 @@ class NumpyRow:
             self._values[index] = _with_room(self._values[index], start.length)
             self._keys[index][:, : start.length], self._values[index][:, : start.length] = keys, values
 
-    def _forward(self, tokens: Any, start: int, positions: Any, seen: Bools) -> Floats:
-        """The last layer's output, [R, H]."""
-        x: Floats = self._net.embedding[tokens]
-        angles = self._net.rope.on_host(positions)
-        hidden = None if seen.all() else np.where(seen, np.float32(0), _MASKED)
-        end = start + len(tokens)
-        with np.errstate(over="ignore"):  # exp(-gate) of a closed gate
-            for index, layer in enumerate(self._net.layers):
-                self._keys[index] = _with_room(self._keys[index], end)
-                self._values[index] = _with_room(self._values[index], end)
-                x = layer(x, angles, hidden, self._keys[index], self._values[index], start, end)
-        return x
+    def spans(self, new: NewColumns, begin: int) -> Iterator[Span]:
+        """Where each layer's attention finds this text, whose new tokens are the rows from `begin` on."""
+        hidden = None if new.seen.all() else np.where(new.seen, np.float32(0), _MASKED)
+        rows = slice(begin, begin + len(new.tokens))
+        for index in range(len(self.net.layers)):
+            self._keys[index] = _with_room(self._keys[index], new.end)
+            self._values[index] = _with_room(self._values[index], new.end)
+            yield Span(rows, self._keys[index], self._values[index], new.start, new.end, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One text in one layer: its `rows` of the forward become the columns start..end of `keys` and `values`.
+
+    `hidden`: what is added to the scores, [R, end]: 0 or very negative.
+    """
+
+    rows: slice
+    keys: Floats
+    values: Floats
+    start: int
+    end: int
+    hidden: Floats | None
+
+
+def _forward(texts: Sequence[NumpyRow], new: Sequence[NewColumns]) -> Floats:
+    """The last layer's output for all texts' tokens, [all R, H]."""
+    net = texts[0].net
+    x: Floats = net.embedding[np.concatenate([np.array(one.tokens) for one in new])]
+    angles = net.rope.on_host(np.concatenate([one.positions[one.start :] for one in new]))
+    begins = np.cumsum([0, *(len(one.tokens) for one in new)]).tolist()
+    spans = zip(*(text.spans(one, begin) for text, one, begin in zip(texts, new, begins, strict=False)), strict=True)
+    with np.errstate(over="ignore"):  # exp(-gate) of a closed gate
+        for layer, own in zip(net.layers, spans, strict=True):
+            x = layer(x, angles, own)
+    return x
 
 
 class Layer:
@@ -111,14 +135,11 @@ class Layer:
         self._q_norm = Norm(attention.q_norm) if "q_norm" in attention else None
         self._k_norm = Norm(attention.k_norm) if "k_norm" in attention else None
 
-    def __call__(
-        self, x: Floats, angles: Floats, hidden: Floats | None, keys: Floats, values: Floats, start: int, end: int
-    ) -> Floats:
-        """Feeds x [R, H] as the columns start..end of `keys` and `values`.
+    def __call__(self, x: Floats, angles: Floats, spans: Sequence[Span]) -> Floats:
+        """Feeds x [R, H], the tokens of one text after the other; each attends to its own text.
 
         Args:
             angles: cosines and signed sines, [2, R, D]; see RopeTable.
-            hidden: what is added to the scores, [R, end]: 0 or very negative.
         """
         rows, heads, kv_heads, width = len(x), self.heads, self.kv_heads, self.width
         read = self._in(self._before(x)).reshape(rows, heads + 2 * kv_heads, width)
@@ -126,22 +147,32 @@ class Layer:
         if self._q_norm is not None and self._k_norm is not None:
             queries, new = self._q_norm(queries), self._k_norm(new)
         turned = _turn(np.concatenate([queries, new], axis=1), angles)
-        keys[:, start:end] = turned[:, heads:].transpose(1, 0, 2)
-        values[:, start:end] = read[:, heads + kv_heads :].transpose(1, 0, 2)
-        # Heads that share keys become rows of one product: [kv heads, heads a kv head x R, D].
-        asked = turned[:, :heads].reshape(rows, kv_heads, -1, width).transpose(1, 2, 0, 3).reshape(kv_heads, -1, width)
-        scores: Floats = asked @ keys[:, :end].transpose(0, 2, 1)
-        scores *= self._scale
-        if hidden is not None:
-            scores = scores.reshape(kv_heads, -1, rows, end)
-            scores += hidden
-            scores = scores.reshape(kv_heads, -1, end)
-        found: Floats = _softmax(scores) @ values[:, :end]
-        found = found.reshape(kv_heads, -1, rows, width).transpose(2, 0, 1, 3).reshape(rows, -1)
-        x = x + self._out(found)
+        found = [self._attend(turned[span.rows], read[span.rows, heads + kv_heads :], span) for span in spans]
+        x = x + self._out(found[0] if len(found) == 1 else np.concatenate(found))
         gate, up = np.split(self._up(self._between(x)), 2, axis=1)
         out: Floats = x + self._down(gate / (1 + np.exp(-gate)) * up)
         return out
+
+    def _attend(self, turned: Floats, fresh: Floats, span: Span) -> Floats:
+        """What one text's queries find, [R, heads x D]; its keys and values are remembered first.
+
+        Args:
+            turned: queries, then keys, [R, heads + kv heads, D].
+            fresh: values, [R, kv heads, D].
+        """
+        rows, heads, kv_heads, width, end = len(turned), self.heads, self.kv_heads, self.width, span.end
+        span.keys[:, span.start : end] = turned[:, heads:].transpose(1, 0, 2)
+        span.values[:, span.start : end] = fresh.transpose(1, 0, 2)
+        # Heads that share keys become rows of one product: [kv heads, heads a kv head x R, D].
+        asked = turned[:, :heads].reshape(rows, kv_heads, -1, width).transpose(1, 2, 0, 3).reshape(kv_heads, -1, width)
+        scores: Floats = asked @ span.keys[:, :end].transpose(0, 2, 1)
+        scores *= self._scale
+        if span.hidden is not None:
+            scores = scores.reshape(kv_heads, -1, rows, end)
+            scores += span.hidden
+            scores = scores.reshape(kv_heads, -1, end)
+        found: Floats = _softmax(scores) @ span.values[:, :end]
+        return found.reshape(kv_heads, -1, rows, width).transpose(2, 0, 1, 3).reshape(rows, -1)
 
 
 class Net:

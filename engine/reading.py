@@ -12,7 +12,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from outrider.engine.columns import Bools, Columns, Ints, KeysValues
+from outrider.engine.columns import Columns, Ints, KeysValues, NewColumns
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.protocol.errors import OutriderError
 
@@ -70,8 +70,10 @@ class ReadColumns:
         self.read += done - start
         self._columns.prefill(tokens, progress, total, done)
 
-    def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
-        return self._columns.forward(tokens, start, positions, seen, parents)
+    @staticmethod
+    def forward(texts: Sequence[ReadColumns], new: Sequence[NewColumns]) -> mx.array:
+        inner = [text._columns for text in texts]
+        return type(inner[0]).forward(inner, new)
 
     def keep(self, prefix: int, columns: Ints) -> None:
         self._columns.keep(prefix, columns)

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from outrider.engine.cache import is_attention, leaves_of, stand_in, window_of
-from outrider.engine.columns import Bools, ColumnCache, Frame, Ints, gather, prefill, restore, saved
+from outrider.engine.columns import ColumnCache, Frame, Ints, NewColumns, gather, prefill, restore, saved
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.protocol.errors import ModelError
@@ -78,7 +78,14 @@ class Rows:
         prefill(self._model, self._frame, self._caches, tokens, progress, total, start)
         self._after = {len(tokens) - 1: _After(self._states(), 0)}
 
-    def forward(self, tokens: mx.array, start: int, positions: Ints, seen: Bools, parents: Sequence[int]) -> mx.array:
+    @staticmethod
+    def forward(texts: Sequence[Rows], new: Sequence[NewColumns]) -> mx.array:
+        """One text after the other: each has a state of its own in the caches."""
+        found = [text._alone(one) for text, one in zip(texts, new, strict=True)]
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def _alone(self, new: NewColumns) -> mx.array:
+        tokens, start, positions, seen, parents = new.lazy_tokens(), new.start, new.positions, new.seen, new.parents
         logits: list[mx.array] = []
         order: list[int] = []
         for level in _levels(start, parents):

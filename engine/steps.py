@@ -7,6 +7,7 @@ argpartition 500 us); on a GPU everything stays on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
@@ -114,19 +115,33 @@ class Step:
 Make = Callable[[mx.array, Callable[[Floats], Floats] | None], Step]
 
 
-def score(
-    sampler: Sampler,
-    logits: mx.array,
-    positions: Sequence[int],
-    histories: Sequence[History] | None,
-    make: Make = Step,
-) -> Step:
-    """The step of these logits [R, V], whose rows choose the tokens at `positions`, as `make` makes it. Lazy."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Whose tokens some rows of logits choose: those at `positions`, by this sampler, after `histories` if it looks."""
+
+    sampler: Sampler
+    positions: Sequence[int]
+    histories: Sequence[History] | None = None
+
+
+def score(asked: Sequence[Asked], logits: mx.array, make: Make = Step) -> Step:
+    """The step of these logits [R, V], as `make` makes it: the rows of one after the other. Lazy.
+
+    The samplers are of one kind (`Sampler.kind`).
+    """
+    sampler = asked[0].sampler
+    histories = [h for one in asked for h in one.histories or ()] if sampler.needs_history else None
+
+    def noise() -> mx.array:
+        each = [one.sampler.noise(one.positions) for one in asked]
+        return each[0] if len(each) == 1 else mx.concatenate(each)
+
     if not sampler.filters or mx.default_device().type != mx.cpu:
-        return make(sampler.scores(logits, positions, histories), None)
+        scores = sampler.warped(logits, histories)
+        return make(scores + noise() if sampler.noisy else scores, None)
 
     def finish(penalised: Floats) -> Floats:
         kept = filters.apply(penalised, sampler.params)
-        return kept + np.array(sampler.noise(positions), copy=False) if sampler.noisy else kept
+        return kept + np.array(noise(), copy=False) if sampler.noisy else kept
 
     return make(sampler.penalise(logits, histories), finish)

@@ -7,7 +7,7 @@ contract.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -15,16 +15,18 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.candidate import Candidate
-from outrider.engine.columns import Columns
+from outrider.engine.columns import Columns, NewColumns
 from outrider.engine.draws import DrawnStep, Draws
 from outrider.engine.layout import Layout
 from outrider.engine.prompt_cache import PromptCache, Saved
-from outrider.engine.sampling import History, Sampler
-from outrider.engine.steps import Step, score
+from outrider.engine.sampling import Sampler
+from outrider.engine.steps import Asked, Step, score
+from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.kv import KvCost
 from outrider.protocol.sparse import SparseQ
 
+_NOWHERE = -1  # the parent of a root that was just read
 _SLACK = 8  # dead columns that are not worth a gather
 
 
@@ -44,6 +46,17 @@ class _Node:
     children: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Tokens on their way into a tree: what the columns are fed, how they are scored, and where their chains fork."""
+
+    parents: Sequence[int]
+    ids: Sequence[int | None]
+    new: NewColumns
+    asked: Asked
+    forks: Sequence[int]
+
+
 class Tree:
     """One request's tree; see `TokenTree`."""
 
@@ -61,7 +74,7 @@ class Tree:
 
         With `draws` a node's own continuation is drawn, not its best. What `cache` has of the tokens is not read.
         """
-        self._columns, self._sampler, self._context_length = columns, sampler, context_length
+        self.columns, self._sampler, self._context_length = columns, sampler, context_length
         self._draws = draws
         self._committed: list[int] = []
         self._layout = Layout(0)
@@ -108,11 +121,8 @@ class Tree:
         return next((child for child, entry in children if self._token(entry) == token), None)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
-        first, start = self._next, self._layout.end
-        if any(token is None and parent >= first for parent, token in zip(parents, tokens, strict=True)):
-            raise InvalidRequest("a token of None needs a parent that was fed before; expected a token")
-        columns = [start + p - first if p >= first else self._node(p).column for p in parents]
-        return self._grow(parents, columns, tokens)
+        (nodes,) = feed_together([self], [TreeFeed(parents, tokens)])
+        return nodes
 
     def best(self, nodes: Sequence[int]) -> list[int]:
         unread = [step.pending for step in self._steps(nodes) if not step.is_read]
@@ -150,23 +160,23 @@ class Tree:
 
     def lendable(self) -> list[int]:
         """See `prompt_cache.Source`: the committed tokens whose columns stand in the prefix."""
-        return [] if self._columns.whole else self._column_tokens[: self._layout.prefix]
+        return [] if self.columns.whole else self._column_tokens[: self._layout.prefix]
 
     def save(self, length: int) -> Saved:
         """See `prompt_cache.Source`."""
-        return self._columns.save(length)
+        return self.columns.save(length)
 
     def close(self, spoilt: bool = False) -> None:
         self._cache.leave(self)
         if self._cache.is_on and not spoilt:
             self._compact()
-            self._cache.keep(self._committed, self._columns.save(len(self._committed)))
+            self._cache.keep(self._committed, self.columns.save(len(self._committed)))
         self._nodes.clear()
 
     def _compact(self) -> None:
         """Only the committed columns stay."""
         if self._layout.end > self._layout.prefix:
-            self._columns.keep(self._layout.prefix, self._layout.compact(self._recent, []))
+            self.columns.keep(self._layout.prefix, self._layout.compact(self._recent, []))
         self._recent = []
 
     def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
@@ -175,10 +185,10 @@ class Tree:
         self._committed += plain
         self._column_tokens += plain
         self._recent, self._nodes = [], {}
-        self._columns.prefill(self._committed, progress, start + len(tokens), start)
+        self.columns.prefill(self._committed, progress, start + len(tokens), start)
         self._layout = Layout(len(self._committed))
         if not more:
-            (root,) = self._grow([-1], [len(self._committed) - 1], tokens[-1:])
+            (root,) = feed_together([self], [TreeFeed([_NOWHERE], tokens[-1:])])[0]
             self._settle(root)
 
     def _node(self, node: int) -> _Node:
@@ -197,37 +207,62 @@ class Tree:
             node.token = self._best(self._nodes[node.parent])
         return node.token
 
-    def _grow(self, parents: Sequence[int], columns: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
-        """One forward over a token behind each parent, which stands in the column beside it."""
-        first, start = self._next, self._layout.add(columns)
-        ids = [self._readily(parent, token) for parent, token in zip(parents, tokens, strict=True)]
-        histories = self._histories(parents, ids) if self._sampler.needs_history else None
-        fed = mx.array(ids, dtype=mx.int32) if None not in ids else self._lazily(parents, ids)
+    def begin(self, feed: TreeFeed) -> Growth:
+        """Gives each token a column; what the forward and its scores need of this tree."""
+        first, start = self._next, self._layout.end
+        if any(token is None and parent >= first for parent, token in zip(feed.parents, feed.tokens, strict=True)):
+            raise InvalidRequest("a token of None needs a parent that was fed before; expected a token")
+        above = [self._column_of(parent) for parent in feed.parents]
+        ids = [self._readily(parent, token) for parent, token in zip(feed.parents, feed.tokens, strict=True)]
+        histories = self._histories(feed.parents, ids) if self._sampler.needs_history else None
+        fed = [token for token in ids if token is not None]
+        tokens = fed if len(fed) == len(ids) else self._lazily(feed.parents, ids)
+        self._layout.add(above)
         positions = self._layout.positions
-        logits = self._columns.forward(fed, start, positions, self._layout.seen(start), columns)
-        told = zip(parents, tokens, positions[start:].tolist(), strict=True)
-        forks = [self._nodes[parent].fork if token is None else position for parent, token, position in told]
-        step = self._step(logits, (positions[start:] + 1).tolist(), histories, forks)
-        for row, (parent, token) in enumerate(zip(parents, ids, strict=True)):
-            self._nodes[first + row] = _Node(parent, token, start + row, step, row, forks[row])
+        places = positions[start:].tolist()
+        told = zip(feed.parents, feed.tokens, places, strict=True)
+        forks = [self._nodes[parent].fork if token is None else place for parent, token, place in told]
+        new = NewColumns(tokens, start, positions, self._layout.seen(start), above)
+        return Growth(feed.parents, ids, new, Asked(self._sampler, [place + 1 for place in places], histories), forks)
+
+    def give_up(self, growth: Growth) -> None:
+        """Takes back the columns of a forward that failed."""
+        self._layout.end = growth.new.start
+
+    @property
+    def kind(self) -> Hashable:
+        """Trees of the same kind are scored together; one whose continuations are drawn is its own."""
+        return self._sampler.kind if self._draws is None else id(self)
+
+    def scored(self, begun: Sequence[Growth], logits: mx.array) -> Step:
+        """The step of these logits [R, V], those of trees of this kind."""
+        if self._draws is None:
+            return score([growth.asked for growth in begun], logits)
+        return self._draws.score(begun[0].asked, logits, begun[0].forks)
+
+    def end(self, growth: Growth, step: Step, first_row: int) -> list[int]:
+        """The new nodes, whose scores are the rows of `step` from `first_row` on."""
+        first = self._next
+        for index, (parent, token) in enumerate(zip(growth.parents, growth.ids, strict=True)):
+            column = growth.new.start + index
+            self._nodes[first + index] = _Node(parent, token, column, step, first_row + index, growth.forks[index])
             if parent >= 0:
-                self._nodes[parent].children.append(first + row)
-        self._next += len(ids)
+                self._nodes[parent].children.append(first + index)
+        self._next += len(growth.ids)
         return list(range(first, self._next))
 
-    def _step(
-        self, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None, forks: Sequence[int]
-    ) -> Step:
-        if self._draws is None:
-            return score(self._sampler, logits, positions, histories)
-        return self._draws.score(self._sampler, logits, positions, histories, forks)
+    def _column_of(self, parent: int) -> int:
+        """The column of a node, also of one that is about to be fed; the last committed one's for a root to be."""
+        if parent >= self._next:
+            return self._layout.end + parent - self._next
+        return len(self._committed) - 1 if parent == _NOWHERE else self._node(parent).column
 
     def _readily(self, parent: int, token: int | None) -> int | None:
         """The token to feed, if it can be told without waiting."""
         if token is not None:
             return token
         node = self._node(parent)
-        return self._best(node) if node.step.is_read or not self._columns.lazy else None
+        return self._best(node) if node.step.is_read or not self.columns.lazy else None
 
     def _lazily(self, parents: Sequence[int], ids: Sequence[int | None]) -> mx.array:
         """The tokens to feed, [R]: those not yet read stay on the device."""
@@ -290,8 +325,46 @@ class Tree:
         if dead <= _SLACK:
             return
         prefix = self._layout.prefix
-        self._columns.keep(prefix, self._layout.compact(self._recent, [node.column for node in pending]))
+        self.columns.keep(prefix, self._layout.compact(self._recent, [node.column for node in pending]))
         self._nodes[self._root].column = prefix + len(self._recent) - 1
         for column, survivor in enumerate(pending, prefix + len(self._recent)):
             survivor.column = column
         self._recent = []
+
+
+def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+    """Feeds trees of one model, each its tokens, in one forward where their columns can; returns each one's nodes.
+
+    A call that fails leaves every tree as it was.
+    """
+    begun: list[Growth] = []
+    try:
+        for tree, feed in zip(trees, feeds, strict=True):
+            begun.append(tree.begin(feed))
+        columns = [tree.columns for tree in trees]
+        logits = type(columns[0]).forward(columns, [growth.new for growth in begun])
+        steps = _scored(trees, begun, logits)
+    except Exception:
+        for tree, growth in zip(trees, begun, strict=False):
+            tree.give_up(growth)
+        raise
+    return [tree.end(growth, *own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
+
+
+def _scored(trees: Sequence[Tree], begun: Sequence[Growth], logits: mx.array) -> list[tuple[Step, int]]:
+    """Each tree's step, and the first of its rows there. Trees that differ in nothing but their noise share one."""
+    ends = np.cumsum([len(growth.ids) for growth in begun]).tolist()
+    begins = [0, *ends[:-1]]
+    groups: dict[Hashable, list[int]] = {}
+    for index, tree in enumerate(trees):
+        groups.setdefault(tree.kind if len(trees) > 1 else None, []).append(index)
+    found: dict[int, tuple[Step, int]] = {}
+    for members in groups.values():
+        rows = [logits[begins[i] : ends[i]] for i in members] if len(groups) > 1 else [logits]
+        step = trees[members[0]].scored(
+            [begun[i] for i in members], rows[0] if len(rows) == 1 else mx.concatenate(rows)
+        )
+        first = 0
+        for i in members:
+            found[i], first = (step, first), first + len(begun[i].ids)
+    return [found[index] for index in range(len(trees))]

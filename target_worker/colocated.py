@@ -13,7 +13,9 @@ from outrider.drafting.begin import begin, check_known
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.drafter import Drafter, DrafterFault
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.together import Together
 from outrider.drafting.work_ahead import Continuation, WorkAhead
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class OwnDraft:
     def __init__(
         self, drafter: Drafter, tokens: Sequence[int], sampling: SamplingParams, progress: Progress | None
     ) -> None:
-        self._drafter = drafter
+        self._drafter, self._together = drafter, Together(drafter)
         self._work: WorkAhead | None = None
         # Nothing is prepared for ahead of its time, so there are no tokens whose weight Saguaro's factor would lower.
         even = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
@@ -66,7 +68,10 @@ class OwnDraft:
             self._work = None
             return Continuation()
         work.commit(new, None, depth, 0)
-        return work.continuation(depth)
+        (found,) = self._together.continuations([work], [depth])
+        if isinstance(found, OutriderError):
+            raise found
+        return found
 
     def column_tokens(self) -> list[int]:
         """The token of every committed KV column, in order; must equal the committed tokens."""

@@ -23,6 +23,7 @@ from outrider.drafting.work_ahead import WorkAhead
 from outrider.engine.sampling import Sampler
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+from tests.alone import advanced
 from tests.coreml.conftest import CONTEXT, VOCAB, Bench
 
 Figure = Callable[[str, float], None]
@@ -253,7 +254,7 @@ def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int])
         for _ in range(3):
             chains: dict[tuple[int, ...], tuple[int, ...]] = {}
             while work.busy:
-                ready = work.advance()
+                ready = advanced(work)
                 chains.update({e.committed: e.chain for e in (ready.entries if ready is not None else ())})
             assert len(chains) == 6
             for outcome, chain in chains.items():

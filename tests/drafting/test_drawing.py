@@ -20,6 +20,7 @@ from outrider.drafting.work_ahead import Continuation, WorkAhead
 from outrider.protocol.messages import Branches, Commit, Drafted, Message, Open
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
+from tests.alone import advanced, continued
 from tests.system.markov import markov
 
 V = 12
@@ -62,7 +63,7 @@ def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
         for _ in range(forwards):
             if not work.busy:
                 continue
-            ready = work.advance()
+            ready = advanced(work)
             if ready is None or not ready.entries:
                 continue
             assert ready.q is not None and ready.q.fits([token for e in ready.entries for token in e.chain])
@@ -70,7 +71,7 @@ def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
             for entry in ready.entries:
                 start, end = end, end + len(entry.chain)
                 place = (*committed, *entry.committed)
-                fresh = begin(place).continuation(len(entry.chain))
+                fresh = continued(begin(place), len(entry.chain))
                 assert fresh.chain == entry.chain and same(fresh.q, ready.q.part(start, end))
                 entries[entry.committed] = entry.chain
                 checked += 1
@@ -80,8 +81,8 @@ def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
         own, way = entries.get(new, ()), rng.random()
         if way < 0.2:
             work.commit(new, None, 3, 0)
-            new, own = (), work.continuation(3).chain
-            assert own == begin(tuple(committed)).continuation(3).chain
+            new, own = (), continued(work, 3).chain
+            assert own == continued(begin(tuple(committed)), 3).chain
         chain = [*own[: rng.randint(0, 3)], *(rng.randrange(V) for _ in range(rng.randint(0, 2)))] if way < 0.6 else own
         work.commit(new, chain, 3, 8)
     assert checked > 20
@@ -98,11 +99,11 @@ def test_what_a_drafter_prepares_does_not_follow_the_noise_of_anothers_chain() -
     alike = expected = variance = 0.0
     for seed in range(200):
         sampling = replace(SAMPLING, seed=seed, saguaro=1.0)
-        chain = opened(first, sampling).continuation(2).chain
+        chain = continued(opened(first, sampling), 2).chain
         work = opened(second, sampling)
-        own = work.continuation(2).chain[0]
+        own = continued(work, 2).chain[0]
         work.commit((), chain, 1, 3 * V)
-        ready = work.advance()
+        ready = advanced(work)
         assert ready is not None and ready.q is not None
         for row, entry in enumerate(ready.entries):
             if entry.committed == (own,):
@@ -114,7 +115,7 @@ def test_what_a_drafter_prepares_does_not_follow_the_noise_of_anothers_chain() -
 
 
 def test_there_is_no_chain_without_room(begin: Callable[[tuple[int, ...]], WorkAhead]) -> None:
-    assert begin(PROMPT).continuation(0) == Continuation()
+    assert continued(begin(PROMPT), 0) == Continuation()
 
 
 # --- the worker -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.drafting.work_ahead import Ready, WorkAhead
 from outrider.protocol.sampling import SamplingParams
+from tests.alone import advanced, continued
 
 PROMPT = tuple(range(10, 20))
 TEXT = PROMPT + tuple(random.Random(0).randrange(1, 200) for _ in range(300))
@@ -27,7 +28,7 @@ def work_ahead(tokens: tuple[int, ...] = PROMPT, eos: tuple[int, ...] = (), cont
 def finish(work: WorkAhead) -> list[Ready]:
     ready = []
     while work.busy:
-        told = work.advance()
+        told = advanced(work)
         ready += [told] if told is not None else []
     return ready
 
@@ -35,7 +36,7 @@ def finish(work: WorkAhead) -> list[Ready]:
 @pytest.mark.parametrize("chain_length", [0, 1, 4])
 def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) -> None:
     work = work_ahead()
-    chain = work.continuation(chain_length).chain
+    chain = continued(work, chain_length).chain
     work.commit((), chain, 3, 10)
     last = {(len(e.committed) - 1, e.committed[-1]): e.chain for ready in finish(work) for e in ready.entries}
     assert len(last) == 10
@@ -47,7 +48,7 @@ def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) ->
 
 def test_only_the_last_push_is_final() -> None:
     work = work_ahead()
-    work.commit((), work.continuation(3).chain, 3, 8)
+    work.commit((), continued(work, 3).chain, 3, 8)
     assert [ready.final for ready in finish(work)][-1:] == [True]
     work.commit(TEXT[10:11], (), 3, 8)
     assert not any(ready.final for ready in finish(work)[:-1])
@@ -78,11 +79,11 @@ def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -
     for _ in range(30):
         entries = {}
         for _ in range(forwards):
-            if work.busy and (ready := work.advance()) is not None:
+            if work.busy and (ready := advanced(work)) is not None:
                 entries |= {e.committed: e.chain for e in ready.entries}
         for outcome, branch in entries.items():
             place = (*committed, *outcome)
-            assert branch == work_ahead(place).continuation(len(branch)).chain
+            assert branch == continued(work_ahead(place), len(branch)).chain
         accepted = rng.randrange(len(chain) + 1)
         bonus = TEXT[len(committed) + accepted] if rng.random() < 0.7 else rng.randrange(1, 200)
         new = [*chain[:accepted], bonus]
@@ -100,4 +101,4 @@ def test_near_the_end_of_the_context_branches_get_shorter_then_none() -> None:
     assert {len(e.chain) for e in finish(work)[-1].entries} == {3}
     work.commit(TEXT[10:14], (), 6, 4)
     assert finish(work) == [Ready((), 0, True)]
-    assert work.continuation(5).chain == ()
+    assert continued(work, 5).chain == ()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.draws import Draws
 from outrider.engine.sampling import Sampler
-from outrider.engine.steps import Step, score
+from outrider.engine.steps import Asked, Step, score
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -39,10 +39,7 @@ class Scorer:
     ) -> Step:
         """The step for the tokens at `positions`, one row of `logits` [R, V] each; `forks` as in engine.draws."""
         with mx.stream(mx.cpu):
-            rows = mx.array(logits)
-            if self._draws is None:
-                step = score(self._sampler, rows, positions, histories)
-            else:
-                step = self._draws.score(self._sampler, rows, positions, histories, forks)
+            rows, asked = mx.array(logits), Asked(self._sampler, positions, histories)
+            step = score([asked], rows) if self._draws is None else self._draws.score(asked, rows, forks)
             step.best()
         return step

@@ -1,0 +1,105 @@
+"""A tree grown in company is the very tree grown alone, in every form; a forward that fails leaves all as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.engine.columns import OneRow
+from outrider.engine.draws import Draws
+from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_model import NumpyRow
+from outrider.engine.rows import Rows
+from outrider.engine.sampling import Sampler
+from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree_feed import TreeFeed
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+
+Loaded = Callable[..., LoadedModel]
+KINDS = (
+    SamplingParams(temp=0.8, seed=3),
+    SamplingParams(temp=0.8, seed=4),
+    SamplingParams(),
+    SamplingParams(temp=0.7, seed=5, top_p=0.9, repetition_penalty=1.3),
+    SamplingParams(temp=0.9, seed=6, rule="residual"),
+    SamplingParams(temp=0.7, seed=8, top_p=0.9, repetition_penalty=1.3),
+)
+FORMS = [("llama", NumpyRow), ("qwen3", OneRow), ("gemma3_text", OneRow), ("gemma2", OneRow), ("qwen3_5", Rows)]
+
+
+def planted(model: LoadedModel, form: Callable[..., Any]) -> list[Tree]:
+    """A tree for each kind of sampling, each with a prompt of its own length."""
+    trees = []
+    for number, params in enumerate(KINDS):
+        sampler = Sampler(params, model.vocab_size, normalised=False)
+        draws = Draws.of(params, 2) if params.is_residual else None
+        prompt = [2 + (7 + number) * i % 250 for i in range(5 + 13 * number)]
+        trees.append(Tree(form(model), sampler, model.context_length, prompt, draws=draws))
+    return trees
+
+
+def some_feed(tree: Tree, draws: random.Random) -> TreeFeed:
+    """A few tokens behind what there is, told, chosen or one behind the other."""
+    first, live = tree.next_node, list(tree._nodes)
+    parents: list[int] = []
+    tokens: list[int | None] = []
+    for i in range(draws.randrange(1, 5)):
+        inner = i > 0 and draws.random() < 0.3
+        parents.append(first + i - 1 if inner else draws.choice(live))
+        tokens.append(draws.randrange(2, 250) if inner or draws.random() < 0.5 else None)
+    return TreeFeed(parents, tokens)
+
+
+def same(ours: Tree, theirs: Tree, nodes: Sequence[int]) -> None:
+    assert ours.best(nodes) == theirs.best(nodes)
+    assert [[c.token for c in found] for found in ours.candidates(nodes, 3)] == [
+        [c.token for c in found] for found in theirs.candidates(nodes, 3)
+    ]
+    assert ours.column_tokens() == theirs.column_tokens()
+    for node in nodes:
+        want, got = np.array(theirs.scores(node)), np.array(ours.scores(node))
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS)
+def test_a_tree_in_company_is_the_tree_alone(loaded: Loaded, family: str, form: Callable[..., Any]) -> None:
+    """Some join, some are away; in between each commits at its own times."""
+    model, draws = loaded(family), random.Random(family)
+    company, alone = planted(model, form), planted(model, form)
+    for turn in range(6):
+        present = [i for i in range(len(KINDS)) if draws.random() < 0.8] or [0]
+        feeds = [some_feed(company[i], draws) for i in present]
+        grown = feed_together([company[i] for i in present], feeds)
+        for i, feed, nodes in zip(present, feeds, grown, strict=True):
+            assert alone[i].feed(feed.parents, feed.tokens) == nodes
+            same(company[i], alone[i], nodes)
+            if turn % 2 == i % 2:
+                below = [node for node, parent in zip(nodes, feed.parents, strict=True) if parent == company[i].root]
+                company[i].commit(below[:1])
+                alone[i].commit(below[:1])
+    for ours, theirs in zip(company, alone, strict=True):
+        same(ours, theirs, [ours.root])
+
+
+@pytest.mark.parametrize(("family", "form"), [("llama", NumpyRow), ("qwen3", OneRow), ("qwen3_5", Rows)])
+def test_a_forward_that_fails_leaves_every_tree_as_it_was(
+    loaded: Loaded, family: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(family)
+    company, alone = planted(model, form), planted(model, form)
+    feeds = [TreeFeed([tree.root, tree.root, tree.next_node], [5, None, 6]) for tree in company]
+    with pytest.raises(InvalidRequest, match="not in the tree"):
+        feed_together(company, [*feeds[:-1], TreeFeed([-7], [1])])
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("outrider.engine.tree.score", lambda *_: 1 // 0)
+        feed_together(company, feeds)
+    for ours, theirs, feed, nodes in zip(company, alone, feeds, feed_together(company, feeds), strict=True):
+        assert theirs.feed(feed.parents, feed.tokens) == nodes
+        same(ours, theirs, nodes)
+        after = TreeFeed([nodes[0]], [9])
+        assert ours.begin(after).new.start == theirs.begin(after).new.start, "a column is lost"
