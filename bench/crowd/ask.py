@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,25 +14,36 @@ from outrider.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What one client asks for, `after` so many seconds; it leaves once it has `until` tokens, None: at the end."""
+    """What one client asks for, `after` so many seconds; it leaves once it has `until` tokens, None: at the end. K and
+    B None: the server's own."""
 
     tokens: tuple[int, ...]
     sampling: SamplingParams
     mode: str
     after: float = 0.0
     until: int | None = None
+    num_draft_tokens: int | None = None
+    branches: int | None = None
 
 
-def ask(client: Client, question: Question) -> Reply:
-    """One request, begun now."""
+def ask(client: Client, question: Question, heard: Callable[[Arrival], None] = lambda _: None) -> Reply:
+    """One request; `heard` is told of each chunk as it comes."""
     time.sleep(question.after)
-    sent, stream = time.perf_counter(), client.stream(question.tokens, question.sampling, mode=question.mode)
+    sent = time.perf_counter()
+    stream = client.stream(
+        question.tokens,
+        question.sampling,
+        mode=question.mode,
+        num_draft_tokens=question.num_draft_tokens,
+        branches=question.branches,
+    )
     arrivals: list[Arrival] = []
     token_ids: list[int] = []
     texts: list[str] = []
     for chunk in stream:
         if chunk.token_ids:
             arrivals.append(Arrival(time.perf_counter(), len(chunk.token_ids)))
+            heard(arrivals[-1])
         token_ids += chunk.token_ids
         texts.append(chunk.text)
         if question.until is not None and len(token_ids) >= question.until:

@@ -67,7 +67,7 @@ def test_without_peer_and_auto_nothing_is_held_against_them(tmp_path: Path) -> N
 class OneByOne:
     """A client whose stream has a token a chunk, the last one without."""
 
-    def stream(self, tokens: tuple[int, ...], sampling: SamplingParams, mode: str) -> Any:
+    def stream(self, tokens: tuple[int, ...], sampling: SamplingParams, **_: Any) -> Any:
         class Result:
             token_ids, text, finish_reason = (7,) * sampling.max_tokens, "x" * sampling.max_tokens, "length"
 

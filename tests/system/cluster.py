@@ -200,6 +200,23 @@ class Cluster:
             self._turn()
         raise TimeoutError(f"the request hangs: {self._told[-3:]}")
 
+    def run_together(self, prompt: Sequence[int], samplings: Sequence[SamplingParams], mode: str) -> list[list[int]]:
+        """The texts of several requests at once, which come one after the other, a turn apart."""
+        self._told, self._recorder.sources, names = [], {}, []
+        for sampling in samplings:
+            self._serial += 1
+            names.append(f"r{self._serial}")
+            self.rounds.begin(Admit(names[-1], tuple(prompt), sampling, mode, frozenset()), self._clock())
+            self._turn()
+        for _ in range(100 * sum(sampling.max_tokens for sampling in samplings)):
+            if not self.rounds.active:
+                break
+            self._turn()
+        if sum(isinstance(event, Ended) for event in self._told) < len(names):
+            raise TimeoutError(f"a request hangs or broke: {self._told[-3:]}")
+        said = [event for event in self._told if isinstance(event, Committed)]
+        return [[token for event in said if event.request == name for token in event.tokens] for name in names]
+
     def lose_drafter(self) -> None:
         self._draft_worker = None
         self.rounds.lost_drafter("draft-0", self._clock())

@@ -5,6 +5,7 @@ The toy target of tests/system/markov.py, so that the law of the text is known.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ import pytest
 from outrider.drafting.drafter import TokenTree
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
+from outrider.engine.verify import Ask, Forward, begin
 from outrider.protocol.messages import Branches, Drafted, Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ, one_hot
+from outrider.target_worker import batch
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.markov import markov, p_values
 
@@ -100,6 +103,32 @@ def test_texts_have_the_targets_distribution(make: Callable[[Path], Cluster], na
     assert min(law(found)) > ALPHA
     ways = Counter((round_.source, round_.kind) for run in found for round_ in run.rounds)
     assert ways[path.source, path.kind] > path.share * ways.total(), ways
+
+
+TOGETHER, SEEDS = 5, int(os.environ.get("OUTRIDER_SEEDS", str(REQUESTS)))
+
+
+@pytest.mark.parametrize("name", ["hit", "sd", "n-gram", "any"])
+def test_texts_that_share_their_forwards_have_the_targets_distribution(
+    make: Callable[[Path], Cluster], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With OUTRIDER_SEEDS=200 and more the long form."""
+    shared: Counter[int] = Counter()
+
+    def counting(asks: Sequence[Ask], *others: Any) -> Forward:
+        shared[len(asks)] += 1
+        return begin(asks, *others)
+
+    monkeypatch.setattr(batch, "begin", counting)
+    path = PATHS[name]
+    cluster, texts = make(path), []
+    for first in range(0, SEEDS, TOGETHER):
+        seeds = range(first, min(first + TOGETHER, SEEDS))
+        samplings = [replace(path.sampling, seed=104729 * seed + 7) for seed in seeds]
+        texts += cluster.run_together(PROMPT, samplings, path.mode)
+    assert min(p_values([[PROMPT[-1], *text] for text in texts], TABLE)) > ALPHA
+    assert all(len(text) == LENGTH for text in texts)
+    assert sum(count for asks, count in shared.items() if asks > 1) > 0.5 * shared.total(), shared
 
 
 # --- what would break it is seen ------------------------------------------------------------------------------------

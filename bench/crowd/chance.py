@@ -1,0 +1,78 @@
+"""Requests by chance: prompts, ways of sampling, endings, modes and pauses, all drawn from one seed and a number.
+
+Request n is the same whatever else is drawn, so any stretch of them can be made by itself. Knows tokens and settings.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.bench.crowd.ask import Question
+from outrider.protocol.sampling import MAX_SEED, SamplingParams
+
+MODES = ("ar", "sd", "ssd", "auto")
+# What code and prose often say.
+STOPS = ("\n\n", "return", " the", "):", '",', "self", "e", "\n    ")
+LONGEST_PROMPT, LONGEST_TEXT = 900, 80
+CANCELLED = 0.12
+PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The most tokens of a prompt, and of what is made."""
+
+    prompt: int = LONGEST_PROMPT
+    text: int = LONGEST_TEXT
+
+
+def subject(number: int, seed: int, source: Sequence[int], sizes: Sizes) -> tuple[tuple[int, ...], SamplingParams]:
+    """A prompt from the tokens of `source`, many short and some long, and how it goes on."""
+    rng = random.Random(f"subject {seed} {number}")
+    length = round(math.exp(rng.uniform(0, math.log(sizes.prompt))))
+    start = rng.choice((0, rng.randrange(len(source) - length), rng.randrange(len(source) - length)))
+    return tuple(source[start : start + length]), _sampling(rng, sizes.text, source)
+
+
+def question(number: int, seed: int, about: tuple[tuple[int, ...], SamplingParams]) -> Question:
+    """Request `number` asks this subject in one of the modes, after a pause; some leave before the end."""
+    rng = random.Random(f"question {seed} {number}")
+    tokens, sampling = about
+    own = rng.random() < 0.5
+    return Question(
+        tokens,
+        sampling,
+        MODES[number % len(MODES)],
+        after=rng.expovariate(1 / PAUSE_S),
+        until=rng.randint(1, sampling.max_tokens) if rng.random() < CANCELLED else None,
+        num_draft_tokens=rng.randint(1, 8) if own else None,
+        branches=rng.randint(1, 24) if own else None,
+    )
+
+
+def _sampling(rng: random.Random, longest: int, source: Sequence[int]) -> SamplingParams:
+    def sometimes(share: float, *values: float) -> float | None:
+        return rng.choice(values) if rng.random() < share else None
+
+    temp = rng.choice((0.0, 0.8))
+    drawn = {
+        "top_p": sometimes(0.3, 0.8, 0.95),
+        "min_p": sometimes(0.2, 0.05),
+        "top_k": sometimes(0.2, 5, 40),
+        "repetition_penalty": sometimes(0.25, 1.1, 1.3),
+        "presence_penalty": sometimes(0.2, 0.5, -0.3),
+        "frequency_penalty": sometimes(0.2, 0.3),
+    }
+    bias = {token: rng.choice((-100.0, -2.0, 1.5)) for token in rng.sample(source, 3)} if rng.random() < 0.2 else {}
+    return SamplingParams(
+        max_tokens=rng.randint(1, longest),
+        temp=temp,
+        logit_bias=tuple(bias.items()),
+        stop=tuple(rng.sample(STOPS, rng.randint(1, 2))) if rng.random() < 0.25 else (),
+        ignore_eos=rng.random() < 0.5,
+        seed=rng.randint(0, MAX_SEED),
+        **{name: value for name, value in drawn.items() if value is not None},  # type: ignore[arg-type]
+    )

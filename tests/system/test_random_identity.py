@@ -1,0 +1,75 @@
+"""Requests that come and go at random say what they say alone: the short form of `outrider.bench.random_identity`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.bench import random_identity
+from outrider.bench.crowd.ask import Question
+from outrider.bench.crowd.chance import MODES, Sizes, question, subject
+from outrider.bench.crowd.reply import Arrival, Reply
+from outrider.bench.random_identity import Course, compared, judged
+from outrider.orchestrator import LocalCluster
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.protocol.certificate import Difference, Report
+from outrider.protocol.sampling import SamplingParams
+
+SOURCE = range(2, 2000)
+ASKED = Question((1, 2), SamplingParams(max_tokens=3), "ssd")
+ALONE = Reply(0.0, (Arrival(1.0, 3),), (4, 5, 6), "abc", "length")
+
+
+def test_sixty_requests_come_and_go_and_say_what_they_say_alone() -> None:
+    with LocalCluster(max_active=16) as cluster:
+        codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+        course = Course(cluster.client(), codec, 1, Sizes(prompt=300, text=16), lambda _: None)
+        found = course.block(0, 60, (1, 4, 16))
+    assert len(found) == 60 and not [str(one) for one in found if one.verdict == random_identity.DIFFERENT]
+    asked = [one.question for one in found]
+    assert {one.mode for one in asked} == set(MODES)
+    assert any(one.until for one in asked) and any(one.sampling.stop for one in asked)
+    assert {one.sampling.temp for one in asked} == {0.0, 0.8}
+
+
+def test_a_request_is_the_same_whatever_else_is_drawn() -> None:
+    drawn = [subject(number, 3, SOURCE, Sizes()) for number in range(200)]
+    assert drawn[7] == subject(7, 3, SOURCE, Sizes()) != subject(7, 4, SOURCE, Sizes())
+    assert question(29, 3, drawn[7]) == question(29, 3, subject(7, 3, SOURCE, Sizes()))
+    lengths = [len(tokens) for tokens, _ in drawn]
+    assert min(lengths) < 3 and 700 < max(lengths) <= 900
+    assert max(sampling.max_tokens for _, sampling in drawn) <= 80
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (ALONE, ""),
+        (replace(ALONE, token_ids=(4, 7, 6)), "another token at 1 of 3"),
+        (replace(ALONE, token_ids=(4, 5)), "another token at 2 of 3"),
+        (replace(ALONE, text="abd"), "the text 'abd', not 'abc'"),
+        (replace(ALONE, reason="eos"), "ended by eos, not length"),
+        (replace(ALONE, token_ids=(4, 5), text="ab", reason="cancelled", cancelled=True), ""),
+        (replace(ALONE, token_ids=(5,), text="b", reason="cancelled", cancelled=True), "another token at 0 of 3"),
+        (replace(ALONE, token_ids=(4, 5, 6, 7), text="abc", cancelled=True), "another token at 3 of 3"),
+    ],
+)
+def test_a_reply_is_held_to_tokens_text_and_reason(reply: Reply, why: str) -> None:
+    assert compared(ASKED, reply, ALONE) == why
+
+
+@pytest.mark.parametrize(
+    ("ties", "mismatches", "verdict"), [(1, 0, random_identity.TIE), (0, 0, "DIFFERENT"), (1, 1, "DIFFERENT")]
+)
+def test_what_differs_is_a_tie_only_with_a_certificate(
+    monkeypatch: pytest.MonkeyPatch, ties: int, mismatches: int, verdict: str
+) -> None:
+    difference = Difference(3, 7, 5, 1e-5, 1e-4)
+    report = Report(3, 2, (difference,) * ties, (difference,) * mismatches, 1024)
+    monkeypatch.setattr(random_identity, "certify", lambda *_: report)
+    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    other = (40, 70, 60)
+    reply = replace(ALONE, token_ids=other, text=codec.decode(other))
+    assert judged(9, 4, ASKED, reply, ALONE, codec).verdict == verdict

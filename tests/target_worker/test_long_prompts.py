@@ -1,0 +1,109 @@
+"""A long prompt beside those who decode is read in pieces that about double their forwards, counted in tokens.
+
+The clock is a machine's whose forwards take BASE_MS and EACH_MS a token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.engine.slots import PREFILL
+from outrider.engine.verify import Ask, Forward, Reading, Verdict, begin
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import Close, Message, Open, Outcome, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker import batch
+from outrider.target_worker.batch import SMALLEST_PIECE
+from outrider.target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, answered
+from tests.system.markov import markov
+
+TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
+DECODING, LONG = 8, 900
+BASE_MS, SAMPLING = 8.0, SamplingParams(temp=1.0, seed=4)
+
+Fed = list[tuple[int, int]]
+"""Of each forward: how many requests decode in it, and how many tokens of prompts it reads."""
+
+
+class Machine:
+    """A target with 8 requests that decode, on a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, each_ms: float) -> None:
+        self.fed: Fed = []
+        self._now_ns = 0
+
+        def counted(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward | None = None) -> Forward:
+            read = sum(reading.count for reading in readings)
+            self.fed.append((len(asks), read))
+            forward = begin(asks, readings, after)
+            settle = forward.verdicts
+
+            def verdicts() -> list[Verdict | OutriderError]:
+                self._pass(BASE_MS + each_ms * (len(asks) + read))
+                return settle()
+
+            monkeypatch.setattr(forward, "verdicts", verdicts)
+            return forward
+
+        monkeypatch.setattr(batch, "begin", counted)
+        monkeypatch.setattr("outrider.protocol.clock.now", lambda: self._now_ns)
+        self.link = FakeLink("target-0", deque())
+        monkeypatch.setattr(self.link, "poll", self._pass)
+        self.worker = TargetWorker(self.link, markov(TABLE))  # type: ignore[arg-type]
+        for name in map(str, range(DECODING)):
+            self.say(opened(name, 3), turns=5)
+            self.say(Verify(name, 0, 1, 4, (), going_on=True, room=10_000), turns=5)
+        self.say(turns=20)
+
+    def _pass(self, milliseconds: float) -> None:
+        self._now_ns += int(1e6 * milliseconds)
+
+    def say(self, *messages: Message, turns: int) -> list[Any]:
+        return answered(self.worker, self.link, messages, turns)
+
+    def read(self, *names: str) -> Fed:
+        """The forwards from these prompts' arrival to their first tokens."""
+        before = len(self.fed)
+        self.say(*(opened(name, LONG) for name in names), turns=0)
+        first: set[str] = set()
+        while first != set(names):
+            found = self.say(turns=1)
+            first |= {one.request for one in found if isinstance(one, Outcome)} & set(names)
+        return self.fed[before:]
+
+
+def opened(name: str, length: int) -> Open:
+    return Open(name, 0, 0, np.ones(length, np.int32), SAMPLING)
+
+
+Start = Callable[[float], Machine]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    return lambda each_ms: Machine(monkeypatch, each_ms)
+
+
+@pytest.mark.parametrize(("each_ms", "most"), [(0.5, 24), (0.1, 88), (4.0, SMALLEST_PIECE)])
+@pytest.mark.parametrize("newcomers", [1, 2])
+def test_a_piece_takes_about_as_long_as_a_step_whoever_reads(
+    start: Start, each_ms: float, most: int, newcomers: int
+) -> None:
+    found = start(each_ms).read(*"abc"[:newcomers])
+    beside = [(asks, read) for asks, read in found if read]
+    assert sum(read for _, read in beside) == newcomers * (LONG - 1)
+    assert all(asks >= DECODING for asks, _ in beside)  # nobody is left out of a forward for it
+    assert max(read for _, read in beside) <= 1.1 * most
+    assert max(read for _, read in beside) >= 0.9 * most  # nor is the newcomer kept waiting for nothing
+
+
+def test_with_nobody_else_a_prompt_is_read_as_fast_as_it_can_be(start: Start) -> None:
+    machine = start(0.5)
+    machine.say(*(Close(str(name)) for name in range(DECODING)), turns=5)
+    assert max(read for _, read in machine.read("a")) == PREFILL
