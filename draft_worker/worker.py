@@ -37,6 +37,8 @@ from outrider.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
+_FORWARDS_BETWEEN = 8  # for others, at most, between two pieces of a prompt
+
 
 class Link(Protocol):
     """The wire as the worker sees it: `protocol.worker_link.WorkerLink`, or something that stands for it."""
@@ -95,19 +97,25 @@ class DraftWorker:
 
     def turn(self) -> bool:
         """Handles one message if there is one, else makes one forward for all requests; False: shut down."""
-        working = [drafting for drafting in self._drafting.values() if drafting.owed or drafting.work.busy]
+        working = self._working()
         message = self._kept.popleft() if self._kept else self._link.receive(wait=not working)
         if isinstance(message, Shutdown):
             return False
         if message is None:
             self._forward(working)
-            return True
+        else:
+            self._take(message)
+        return True
+
+    def _working(self) -> list[Drafting]:
+        return [drafting for drafting in self._drafting.values() if drafting.owed or drafting.work.busy]
+
+    def _take(self, message: Message) -> None:
         try:
             with named_errors("the draft's forward"):
                 self._handle(message)
         except OutriderError as error:
             self._fault(message.request if isinstance(message, Open | Commit | Close) else None, error)
-        return True
 
     def _fault(self, request: str | None, error: OutriderError) -> None:
         """A drafter that fails loses that request, never the worker."""
@@ -133,7 +141,7 @@ class DraftWorker:
 
         def progress(done: int, total: int) -> None:
             self._link.send(Prefilled(request=message.request, epoch=message.epoch, done=done, total=total))
-            self._end_if_unwanted(message.request)
+            self._let_others_work(message.request)
 
         try:
             work = begin(
@@ -160,6 +168,32 @@ class DraftWorker:
             branches=message.branches,
         )
         self._drafting[message.request] = Drafting(work, message.epoch, newest, committed_ns=clock.now())
+
+    def _let_others_work(self, request: str) -> None:
+        """Between two pieces of this request's prompt: the trees of others grow until they are done.
+
+        Raises:
+            _Unwanted: see `_end_if_unwanted`.
+        """
+        for _ in range(_FORWARDS_BETWEEN):
+            self._end_if_unwanted(request)
+            self._take_what_others_say(request)
+            working = self._working()
+            if not working:
+                return
+            self._forward(working)
+
+    def _take_what_others_say(self, request: str) -> None:
+        """Handles what was said of other requests that are open; what waits for an OPEN waits on."""
+        waiting, news = {request}, list(self._kept)
+        self._kept.clear()
+        for message in news:
+            if isinstance(message, Commit | Close) and message.request not in waiting:
+                self._take(message)
+                continue
+            self._kept.append(message)
+            if isinstance(message, Open):
+                waiting.add(message.request)
 
     def _end_if_unwanted(self, request: str) -> None:
         """Looks through what arrived while a prompt was read, keeping it for later.

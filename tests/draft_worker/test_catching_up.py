@@ -21,7 +21,7 @@ from outrider.protocol.messages import Branches, Close, Commit, Drafted, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.system.links import FakeLink, Idle
 
-PIECE, CHUNK = 256, 512  # tokens a forward: of a text that was left behind, of a prompt
+PIECE, CHUNK = 256, 128  # tokens a forward: of a text that was left behind, of a prompt
 WIDE = {"vocab_size": 152_000, "max_position_embeddings": 8192, "hidden_size": 32, "num_hidden_layers": 1}
 BOUND = 100 * 2**20
 TEXT = [2 + 7 * i % 250 for i in range(6000)]
@@ -251,3 +251,23 @@ def test_commits_during_a_prompt_are_one_piece_of_work(stand: Stand, between: li
     assert stand.columns(0) == TEXT[:1008]
     assert {m.round for m in stand.sent(Branches) if m.request == "r"} == {8}
     assert any(m.request == "s" for m in stand.sent(Branches))
+
+
+def test_others_trees_grow_while_a_prompt_is_read(stand: Stand, between: list[Message]) -> None:
+    """What is said of them is heard between two pieces; what is said behind an OPEN waits for that."""
+    stand.finish(begin(60, "s"))
+    between += [
+        Commit("s", 0, 1, 61, (TEXT[60],), (), 2, 4),
+        begin(20, "t"),
+        Commit("t", 0, 1, 21, (TEXT[20],), (), 2, 4),
+        commit(4000, 4001),
+    ]
+    stand.turn(begin(4000))
+    told = list(stand.link.sent)
+    done = [(m.round, m.final) for m in stand.sent(Branches) if m.request == "s"]
+    assert done[-1] == (1, True) and {m.request for m in stand.sent(Branches)} == {"s"}
+    last = max(i for i, m in enumerate(told) if isinstance(m, Branches))
+    assert sum(isinstance(m, Prefilled) for m in told[last:]) > 4000 // CHUNK - 3, "they waited for the prompt"
+    stand.finish()
+    assert not stand.sent(Resync)
+    assert stand.columns() == TEXT[:21] and stand.columns(1) == TEXT[:4001]
