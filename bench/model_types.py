@@ -44,7 +44,7 @@ from outrider.protocol.sampling import SamplingParams
 
 SPECULATES, COPIES, DECODES, REFUSED = "speculates", "speculates, by copies", "decodes only", "refused"
 NOT_BUILT, WRONG = "not tried", "WRONG TEXT"
-FORMS = {"NumpyRow": "tree", "OneRow": "tree", "Rows": "rows"}
+FORMS = {"NumpyRow": "tree", "JointRow": "tree", "OneRow": "tree", "Rows": "rows"}
 _PROMPT, _LENGTH, _CHAIN = 2 * WINDOW, 3 * WINDOW, 5
 _BEGIN = "<!-- python -m outrider.bench.model_types --write docs/models.md -->"
 

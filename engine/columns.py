@@ -146,19 +146,19 @@ class ColumnCache:
     """
 
     def __init__(self, frame: Frame, window: int | None = None) -> None:
-        self._frame, self._window = frame, window
+        self.frame, self.window = frame, window
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
     @property
     def offset(self) -> int | mx.array:
-        return self._frame.offset
+        return self.frame.offset
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        return self._frame.mask(n, return_array, window_size or self._window)
+        return self.frame.mask(n, return_array, window_size or self.window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        start, end = self._frame.start, self._frame.end
+        start, end = self.frame.start, self.frame.end
         self.keys, self.values = _with_room(self.keys, keys, end), _with_room(self.values, values, end)
         self.keys[..., start:end, :] = keys
         self.values[..., start:end, :] = values
@@ -168,7 +168,7 @@ class ColumnCache:
         """For layers that read another layer's."""
         if self.keys is None or self.values is None:
             raise AttributeError("nothing has been fed yet")
-        end = self._frame.end
+        end = self.frame.end
         return self.keys[..., :end, :], self.values[..., :end, :]
 
     def saved(self, count: int) -> tuple[mx.array, mx.array]:
@@ -196,26 +196,26 @@ class OneRow:
     whole = False
 
     def __init__(self, model: LoadedModel) -> None:
-        self._model = model.model
-        self._frame = Frame()
+        self.model = model.model
+        self.frame = Frame()
         made = make_prompt_cache(model.model)
-        self._caches = [stand_in(cache, lambda leaf: ColumnCache(self._frame, window_of(leaf))) for cache in made]
-        self._leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
+        self.caches = [stand_in(cache, lambda leaf: ColumnCache(self.frame, window_of(leaf))) for cache in made]
+        self.leaves = [leaf for cache in self.caches for leaf in leaves_of(cache)]
         self._dtype: mx.Dtype | None = None  # of the model's own keys
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
-        prefill(self._model, self._frame, self._caches, tokens, progress, total, start)
+        prefill(self.model, self.frame, self.caches, tokens, progress, total, start)
 
     def adopt(self, start: int, read: KeysValues) -> None:
         """See `engine.reading.OpenColumns`."""
         if self._dtype is None:
-            self._dtype = _dtype_of_keys(self._model)
-        self._frame.plain(start, read.count)
-        for cache, keys, values in zip(self._leaves, read.keys, read.values, strict=True):
+            self._dtype = _dtype_of_keys(self.model)
+        self.frame.plain(start, read.count)
+        for cache, keys, values in zip(self.leaves, read.keys, read.values, strict=True):
             cache.update_and_fetch(mx.array(keys[None], self._dtype), mx.array(values[None], self._dtype))
-        mx.eval([cache.state for cache in self._caches])
+        mx.eval([cache.state for cache in self.caches])
 
     @staticmethod
     def forward(texts: Sequence[OneRow], new: Sequence[NewColumns]) -> mx.array:
@@ -223,18 +223,18 @@ class OneRow:
         return found[0] if len(found) == 1 else mx.concatenate(found)
 
     def _alone(self, new: NewColumns) -> mx.array:
-        self._frame.tree(new.start, new.positions, new.seen)
-        logits: mx.array = self._model(new.lazy_tokens()[None], cache=self._caches)
+        self.frame.tree(new.start, new.positions, new.seen)
+        logits: mx.array = self.model(new.lazy_tokens()[None], cache=self.caches)
         return logits[0]
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        gather(self._leaves, prefix, columns)
+        gather(self.leaves, prefix, columns)
 
     def save(self, count: int) -> Saved:
-        return saved(self._leaves, count)
+        return saved(self.leaves, count)
 
     def restore(self, start: Start) -> None:
-        restore(self._frame, self._leaves, start)
+        restore(self.frame, self.leaves, start)
 
 
 def prefill(

@@ -220,7 +220,7 @@ def with_room(buffer: mx.array | None, rows: int, columns: int, like: mx.array) 
 
 
 def install(model: nn.Module) -> None:
-    """Lets the attention of `model` ask a `FlatCache`; with any other cache it is mlx-lm's own."""
+    """Lets the attention of `model` ask a cache that gave a `Mask`; with any other it is mlx-lm's own."""
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = sys.modules.get(name)
         if getattr(namespace, _PATCHED, None) is scaled_dot_product_attention:
@@ -230,8 +230,10 @@ def install(model: nn.Module) -> None:
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> mx.array:
-    """mlx-lm's function of this name, which a `FlatCache` answers itself."""
-    if isinstance(cache, FlatCache) and isinstance(mask, Mask):
-        return cache.attend(queries, scale, mask.window, sinks)
-    found: mx.array = scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+    """mlx-lm's function of this name; a cache that gave a `Mask` of ours answers itself."""
+    found: mx.array
+    if isinstance(mask, Mask):
+        found = cache.attend(queries, scale, mask.window, sinks)
+        return found
+    found = scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     return found

@@ -9,13 +9,14 @@ from weakref import WeakKeyDictionary
 
 from outrider.engine.columns import Columns, OneRow
 from outrider.engine.draws import Draws
+from outrider.engine.joint_row import JointRow
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_model import NumpyRow
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.reading import PromptReader, ReadColumns
 from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
-from outrider.engine.selfcheck import agrees
+from outrider.engine.selfcheck import agrees, agrees_in_company
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import CannotDraft, InvalidRequest, ModelError
 from outrider.protocol.guard import first_line, named_errors
@@ -24,7 +25,7 @@ from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
-Form = type[NumpyRow] | type[OneRow] | type[Rows]
+Form = type[NumpyRow] | type[JointRow] | type[OneRow] | type[Rows]
 
 _columns_of: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
 
@@ -64,7 +65,7 @@ def tree_form(model: LoadedModel) -> Form:
         CannotDraft: no form reproduces this model's logits.
     """
     if model not in _columns_of:
-        forms: list[Form] = [NumpyRow, OneRow, Rows] if model.attention_only else [Rows]
+        forms: list[Form] = [NumpyRow, JointRow, OneRow, Rows] if model.attention_only else [Rows]
         _columns_of[model] = _first_that_agrees(model, forms)
     return _columns_of[model]
 
@@ -91,7 +92,8 @@ def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
     for form in forms:
         try:
             with named_errors("a tree of it", logging.INFO):
-                if agrees(model, partial(open_form, model, form)):
+                opened = partial(open_form, model, form)
+                if agrees(model, opened) and agrees_in_company(model, opened):
                     return form
             reason = "its logits differ"
         except ModelError as error:

@@ -12,7 +12,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine.loading import LoadedModel
-from outrider.engine.tree import Tree
+from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree_feed import TreeFeed
 
 _PROMPT, _BRANCHES, _DEPTH = 9, 3, 2
 _EXACT, _HALF = 1e-4, 0.1  # of the logits' standard deviation, or of 1 if that is more
@@ -54,3 +55,16 @@ def distance(model: LoadedModel, text: list[int], found: mx.array) -> float:
     own = own.astype(mx.float32)
     difference = mx.abs(found.astype(mx.float32) - own).max() / mx.maximum(mx.std(own), 1.0)
     return float(difference.item()) / allowed  # type: ignore[arg-type]
+
+
+def agrees_in_company(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:
+    """True if trees of unlike lengths that share a forward have the model's own logits, up to rounding."""
+    texts = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_PROMPT + 5 * n)] for n in range(2)]
+    trees = [open_tree(text) for text in texts]
+    fed = [[5 % model.vocab_size, 7 % model.vocab_size][: n + 1] for n in range(2)]
+    nodes = feed_together(trees, [TreeFeed([tree.root] * len(new), new) for tree, new in zip(trees, fed, strict=True)])
+    worst = 0.0
+    for tree, text, new, own in zip(trees, texts, fed, nodes, strict=True):
+        worst = max(worst, _check(model, tree, {node: [*text, t] for node, t in zip(own, new, strict=True)}))
+        tree.close()
+    return worst <= 1.0

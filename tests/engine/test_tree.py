@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 from outrider.engine.columns import OneRow
+from outrider.engine.joint_row import JointRow
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_model import NumpyRow
 from outrider.engine.open_tree import open_tree, tree_form
@@ -26,6 +27,7 @@ from outrider.protocol.sampling import SamplingParams
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
+OWN_ATTENTION = ("gemma2", "gemma4_text")  # not mlx-lm's common one
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temp=0.8, seed=2**33 + 1)
 FILTERED = SamplingParams(temp=1.0, seed=9, top_p=0.9, min_p=0.01, top_k=40)
@@ -200,7 +202,8 @@ def test_pure_attention_works_as_rows_too(loaded: Loaded) -> None:
 def test_forms(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.engine.numpy_model.FAMILIES", ())
     for family in FAMILIES:
-        assert tree_form(loaded(family, seed=6)) is (Rows if family in HYBRIDS else OneRow)
+        joins = JointRow if family not in OWN_ATTENTION else OneRow
+        assert tree_form(loaded(family, seed=6)) is (Rows if family in HYBRIDS else joins)
 
 
 def test_chains_are_lazy_and_equal_step_by_step(loaded: Loaded) -> None:
