@@ -52,6 +52,7 @@ def main() -> int:
             drafter.parameters,
             drafter.weight_bytes,
             drafter.note,
+            kv=drafter.prompt_cache.cost,
         )
         try:
             link.enter(hello)

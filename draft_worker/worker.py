@@ -22,12 +22,15 @@ from outrider.drafting.work_ahead import WorkAhead
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.guard import named_errors
+from outrider.protocol.kv import CacheUse
 from outrider.protocol.messages import (
     Branches,
+    CacheReport,
     Close,
     Commit,
     Drafted,
     Fault,
+    KvMemory,
     Message,
     Open,
     Prefilled,
@@ -89,6 +92,7 @@ class DraftWorker:
         self._drafting: dict[str, Drafting] = {}
         self._kept: deque[Message] = deque()  # looked at while a prompt was read
         self._stale = 0
+        self._told_use = CacheUse()
 
     def run(self) -> None:
         gc.freeze()  # a full collection over the imported libraries takes longer than a forward
@@ -130,6 +134,9 @@ class DraftWorker:
                 self._commit(message)
             case Close():
                 self._drop(message.request)
+            case KvMemory():
+                self._drafter.prompt_cache.allow(message.limit if message.prompt_cache else 0)
+                self._report()
             case _:
                 log.warning("a drafter has no use for %s", type(message).__name__)
 
@@ -156,6 +163,18 @@ class DraftWorker:
             )
         except _Unwanted:
             return
+        if work.tree.cached:
+            total = len(message.tokens)
+            self._link.send(
+                Prefilled(
+                    request=message.request,
+                    epoch=message.epoch,
+                    done=work.tree.cached,
+                    total=total,
+                    cached=work.tree.cached,
+                )
+            )
+        self._report()
         work.commit((), message.verifying, message.depth, message.branches)
         newest = Commit(
             request=message.request,
@@ -299,3 +318,11 @@ class DraftWorker:
         drafting = self._drafting.pop(request, None)
         if drafting is not None:
             drafting.work.tree.close(spoilt)
+            self._report()
+
+    def _report(self) -> None:
+        """Says how the prompt cache is used, if that has changed."""
+        use = self._drafter.prompt_cache.use
+        if use != self._told_use:
+            self._told_use = use
+            self._link.send(CacheReport(use))

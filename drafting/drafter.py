@@ -43,6 +43,11 @@ class TokenTree(Protocol):
     def next_node(self) -> int: ...
 
     @property
+    def cached(self) -> int:
+        """How many of the tokens it was opened with were not read, for they were remembered."""
+        ...
+
+    @property
     def committed_len(self) -> int:
         """Number of committed tokens, the root's included."""
         ...
@@ -115,6 +120,11 @@ class Drafter(Protocol):
     def weight_bytes(self) -> int: ...
 
     @property
+    def prompt_cache(self) -> PromptCache:
+        """What it remembers of texts that have ended: nothing where it reads every text in full."""
+        ...
+
+    @property
     def note(self) -> str:
         """What a person should know about how it runs; mostly nothing."""
         ...
@@ -124,27 +134,6 @@ class Drafter(Protocol):
     ) -> TokenTree:
         """Prefills `tokens` (at least one) and returns the tree whose root is the last of them."""
         ...
-
-
-class CachingTree(TokenTree, Protocol):
-    """A tree of a `CachingDrafter`."""
-
-    @property
-    def cached(self) -> int:
-        """How many of the tokens it was opened with were not read, for they were remembered."""
-        ...
-
-
-@runtime_checkable
-class CachingDrafter(Drafter, Protocol):
-    """A drafter that remembers what it has read; its trees are `CachingTree`s. Others read every text in full."""
-
-    @property
-    def prompt_cache(self) -> PromptCache: ...
-
-    def open(
-        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
-    ) -> CachingTree: ...
 
 
 class DrawingTree(TokenTree, Protocol):

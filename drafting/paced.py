@@ -22,6 +22,7 @@ class PacedDrafter:
         self.context_length = drafter.context_length
         self.parameters = drafter.parameters
         self.weight_bytes = drafter.weight_bytes
+        self.prompt_cache = drafter.prompt_cache
         self.note = drafter.note
 
     def open(
@@ -56,6 +57,10 @@ class PacedTree:
     @property
     def next_node(self) -> int:
         return self.inner.next_node
+
+    @property
+    def cached(self) -> int:
+        return self.inner.cached
 
     @property
     def committed_len(self) -> int:

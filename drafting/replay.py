@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.drafting.drafter import Candidate, TokenTree
+from outrider.engine.prompt_cache import PromptCache
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.kv import KvCost
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 
@@ -81,6 +83,7 @@ class ReplayDrafter:
     backend = "replay"
     parameters = 0
     weight_bytes = 0
+    prompt_cache = PromptCache(KvCost())
     note = ""
 
     def __init__(self, script: Script) -> None:
@@ -112,6 +115,8 @@ class ReplayTree:
         self._children: dict[tuple[int, int], int] = {}
         self.root = 0
         self.next_node = 1
+
+    cached = 0
 
     @property
     def committed_len(self) -> int:

@@ -36,16 +36,16 @@ class Limits:
     cache: int
 
 
-def plan_limits(weight_bytes: int, recommended: int) -> Limits:
+def plan_limits(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET) -> Limits:
     """Weights, room for KV caches and a margin, never past what the device recommends for all processes together."""
-    return Limits(min(weight_bytes + _KV_BUDGET + _MARGIN, recommended), _CACHE)
+    return Limits(min(weight_bytes + kv_bytes + _MARGIN, recommended), _CACHE)
 
 
-def set_limits(weight_bytes: int) -> Limits | None:
+def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET) -> Limits | None:
     """Sets this process's limits; None where there is no Metal."""
     if not mx.metal.is_available():
         return None
-    limits = plan_limits(weight_bytes, int(mx.device_info()["max_recommended_working_set_size"]))
+    limits = plan_limits(weight_bytes, int(mx.device_info()["max_recommended_working_set_size"]), kv_bytes)
     mx.set_wired_limit(limits.wired)
     mx.set_cache_limit(limits.cache)
     log.info("wired limit %d MiB, cache limit %d MiB", limits.wired >> 20, limits.cache >> 20)

@@ -9,11 +9,14 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from outrider.engine.abilities import abilities
 from outrider.engine.batchcheck import agrees
 from outrider.engine.loading import LoadedModel
-from outrider.engine.texts import FlatTexts, SeparateTexts, Texts
+from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
 from outrider.protocol.errors import ModelError
 from outrider.protocol.guard import first_line, named_errors
+from outrider.protocol.kv import KvCost
 
 log = logging.getLogger(__name__)
+
+_LONGER = 256
 
 
 def open_texts(model: LoadedModel) -> Texts:
@@ -23,6 +26,20 @@ def open_texts(model: LoadedModel) -> Texts:
     if plain and all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)):
         return FlatTexts(model.model) if _share_a_forward(model) else SeparateTexts(model.model)
     return SeparateTexts(model.model, able.own_caches)
+
+
+def text_cost(texts: Texts) -> KvCost:
+    """What a text takes in memory. State that can't be cut may grow with the text, too: that is tried."""
+    text = texts.open()
+    texts.forward([Feed(text, [0], 0, True)])
+    short = texts.save(text, 1)
+    cost = short.cost
+    if short.states:
+        texts.forward([Feed(text, [0] * _LONGER, 0, True)])
+        grown = texts.save(text, 1 + _LONGER).nbytes - short.nbytes
+        cost = KvCost(max(short.nbytes - grown // _LONGER, 0), grown // _LONGER)
+    texts.close(text)
+    return cost
 
 
 def _share_a_forward(model: LoadedModel) -> bool:

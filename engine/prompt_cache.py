@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -88,7 +89,7 @@ class PromptCache:
         self._limit = limit
         self._entries: list[_Entry] = []  # the least recently used first
         self._held = 0
-        self._running: dict[Source, int] = {}
+        self._running: WeakKeyDictionary[Source, int] = WeakKeyDictionary()
         self._lookups = self._hits = self._tokens_saved = 0
 
     @property
@@ -134,19 +135,21 @@ class PromptCache:
         self._entries.append(entry)
         return Start(entry.saved, length)
 
+    def wants(self, tokens: Sequence[int]) -> bool:
+        """Whether an entry of a text with these tokens would be kept, so that it is worth a copy."""
+        if not len(tokens) >= LEAST or not 0 < self.cost.of(len(tokens)) <= self._limit:
+            return False
+        known = np.array(tokens, np.int32)
+        return all(entry.saved.serves(common(entry.tokens, known)) < len(known) for entry in self._entries)
+
     def keep(self, tokens: Sequence[int], saved: Saved) -> None:
         """Makes an entry of a text that begins with these tokens, unless another has it all already."""
         known = np.array(tokens[: saved.length], np.int32)
-        if saved.length < LEAST or saved.nbytes > self._limit:
+        if not self.wants(tokens[: saved.length]) or saved.nbytes > self._limit:
             return
         for entry in list(self._entries):
-            shared = common(entry.tokens, known)
-            if entry.saved.serves(shared) == saved.length:
-                self._entries.remove(entry)
-                self._entries.append(entry)
-                return
-            if shared == entry.saved.length and not saved.states:
-                self._drop(entry)
+            if not saved.states and common(entry.tokens, known) == entry.saved.length:
+                self._drop(entry)  # the new one has it all
         self._entries.append(_Entry(known, saved))
         self._held += saved.nbytes
         self._make_room()

@@ -168,7 +168,7 @@ class Tree:
 
     def close(self, spoilt: bool = False) -> None:
         self._cache.leave(self)
-        if self._cache.is_on and not spoilt:
+        if not spoilt and self._cache.wants(self._committed):
             self._compact()
             self._cache.keep(self._committed, self.columns.save(len(self._committed)))
         self._nodes.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.orchestrator.kv_room import KvRoom
 from outrider.protocol.messages import Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
@@ -50,13 +51,14 @@ class Quit:
 
 @dataclass(frozen=True, slots=True)
 class WorkersChanged:
-    """A worker became ready, was lost, or reported a stage of its start."""
+    """A worker became ready, was lost, or reported a stage of its start. `kv_room`: what texts may take in them all."""
 
     workers: tuple[WorkerStats, ...]
     ready: bool
     stage: str = ""
     fatal: str = ""
     notes: tuple[str, ...] = ()
+    kv_room: KvRoom | None = None
 
 
 @dataclass(frozen=True, slots=True)

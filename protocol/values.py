@@ -6,6 +6,7 @@ Each function returns the plain value or raises InvalidRequest with the name, th
 from __future__ import annotations
 
 import os
+import re
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,25 @@ import numpy as np
 
 from outrider.protocol.errors import InvalidRequest
 
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(rf"(\d{{1,18}}(?:\.\d{{1,9}})?) ?({'|'.join(sorted(_UNITS, key=len, reverse=True))})", re.IGNORECASE)
+
 
 def whole(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise InvalidRequest(f"{name} is {_shown(value)}; expected a whole number from {low} to {high}")
     return int(value)
+
+
+def size(name: str, value: object) -> int:
+    """Bytes: a number, or text like 2GB, 512MB or 1.5GiB."""
+    if isinstance(value, str):
+        written = _SIZE.fullmatch(value)
+        if written is None:
+            raise InvalidRequest(f"{name} is {value!r}; expected bytes as a number, or like 2GB or 512MiB")
+        value = int(float(written[1]) * _UNITS[written[2].upper()])
+    return whole(name, value, 1, 2**62)
 
 
 def number(name: str, value: object, low: float, high: float) -> float:

@@ -43,6 +43,8 @@ def main() -> int:
                     able = Abilities(chains=False, why=str(error))
             if colocated is not None:  # each load has set the limits for its own weights alone
                 memory.set_limits(model.weight_bytes + colocated.drafter.weight_bytes)
+            pace = Pace(profile.target, complain=lambda why: link.send(Remark(link.name, why))) if profile else None
+            worker = TargetWorker(link, model, pace, colocated)
         except OutriderError as error:
             return link.failed(error)
         drafts = f"drafting in this process with {options.draft_model}" if colocated else ""
@@ -60,13 +62,13 @@ def main() -> int:
             model.weight_bytes,
             note,
             able,
+            worker.kv,
         )
         try:
             link.enter(hello)
         except OutriderError as error:
             return link.failed(error)
-        pace = Pace(profile.target, complain=lambda why: link.send(Remark(link.name, why))) if profile else None
-        TargetWorker(link, model, pace, colocated).run()
+        worker.run()
     return 0
 
 

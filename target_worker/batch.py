@@ -94,7 +94,7 @@ class Batch:
         # One may have been closed while another's own drafter read its text.
         members = [request for request, _ in pairs if not request.over]
         asks = [ask for request, ask in pairs if not request.over]
-        readings = self._readings([request for request in running if request.unread and not request.over], bool(asks))
+        readings = self._readings([request for request in running if request.reads and not request.over], bool(asks))
         if not asks and not readings:
             return None
         flight = _flight(members, asks, readings, clock.now())
@@ -128,7 +128,7 @@ class Batch:
     def _followers(self, flight: Flight, running: Collection[Running]) -> list[Running]:
         """Who of a plain forward's members goes on plainly, if nobody else has anything to feed."""
         members = {id(member) for member in flight.members}
-        others = any((r.has_next or r.unread) and id(r) not in members and not r.over for r in running)
+        others = any((r.has_next or r.reads) and id(r) not in members and not r.over for r in running)
         if others or not all(member.slot.text.marks_freely for member in flight.members):
             return []
         return [member for member in flight.members if member.decodes_plainly]

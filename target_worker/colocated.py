@@ -62,16 +62,22 @@ class OwnDraft:
             check_known(self._drafter, new)
         except DrafterFault as error:
             log.warning("%s", error)
-            self._work = None
+            self.close(spoilt=False)
             return Continuation()
         if len(tokens) >= self._drafter.context_length:
-            self._work = None
+            self.close(spoilt=False)
             return Continuation()
         work.commit(new, None, depth, 0)
         (found,) = self._together.continuations([work], [depth])
         if isinstance(found, OutriderError):
             raise found
         return found
+
+    def close(self, spoilt: bool) -> None:
+        """It drafts no more; what it has read may serve later texts, unless it is spoilt."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.tree.close(spoilt)
 
     def column_tokens(self) -> list[int]:
         """The token of every committed KV column, in order; must equal the committed tokens."""

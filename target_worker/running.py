@@ -22,6 +22,19 @@ from outrider.target_worker.colocated import OwnDraft
 ANSWERS_KEPT = 2  # the orchestrator may be one behind, when the target went on by itself
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Another request that reads the first `tokens` of this one's prompt."""
+
+    reader: Running
+    tokens: int
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has read so far, or won't any more."""
+        return self.reader.over or not self.reader.unread or self.reader.slot.fed >= self.tokens
+
+
 @dataclass(slots=True)
 class Running:
     """A request on this target.
@@ -29,7 +42,8 @@ class Running:
     `asked` is what a VERIFY wants of it; `onward` the prepared chain that it goes on with. `going_on`: it decodes by
     itself until told otherwise, `draft` tokens of an own drafter a round, for `room` tokens more. `drafter` opens that
     drafter's part, which reads the text when it is first wanted. `ready`: when its next round could begin, seconds.
-    `ended`: it came to an end token or its room while going on; `over`: it was closed.
+    `ended`: it came to an end token or its room while going on; `over`: it was closed. `awaits`: who reads what its
+    prompt begins with; `cached` tokens of that it did not read.
     """
 
     slot: Slot
@@ -47,6 +61,8 @@ class Running:
     halting: bool = False
     ended: bool = False
     over: bool = False
+    awaits: Awaited | None = None
+    cached: int = 0
     _drafting: OwnDraft | None = None
     _proposed: tuple[Continuation, Span] | None = None
 
@@ -67,6 +83,11 @@ class Running:
     def unread(self) -> int:
         """How many tokens of its text are to be read before anything can be verified."""
         return 0 if self.answers else len(self.slot.unfed) - 1
+
+    @property
+    def reads(self) -> bool:
+        """Whether a piece of its prompt can be read now."""
+        return self.unread > 0 and self.awaits is None
 
     @property
     def decodes_plainly(self) -> bool:
@@ -127,6 +148,12 @@ class Running:
         self.answers.append(outcome)
         self.ready = 0.0
         return outcome
+
+    def close(self, spoilt: bool) -> None:
+        """Nothing more is wanted of it; its own drafter may keep what it has read."""
+        self.over = True
+        if self._drafting is not None:
+            self._drafting.close(spoilt)
 
     def _prepared_for(self, number: int, committed: tuple[int, ...]) -> tuple[int, ...] | None:
         prepared = self.prepared

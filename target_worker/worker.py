@@ -12,16 +12,21 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from outrider.engine import memory
 from outrider.engine.loading import LoadedModel
-from outrider.engine.open_texts import open_texts
+from outrider.engine.open_texts import open_texts, text_cost
 from outrider.engine.pace import Pace
+from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.slots import PREFILL, Slot
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError
+from outrider.protocol.kv import CacheUse, KvCost
 from outrider.protocol.messages import (
+    CacheReport,
     Close,
     Fault,
     Halt,
+    KvMemory,
     Message,
     Open,
     Prefilled,
@@ -33,6 +38,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.worker_link import WorkerLink
 from outrider.target_worker.batch import Batch, Settled, now
 from outrider.target_worker.colocated import Colocated, OwnDraft
+from outrider.target_worker.prompts import Prompts
 from outrider.target_worker.running import Running, opening
 
 log = logging.getLogger(__name__)
@@ -56,10 +62,18 @@ class TargetWorker:
         self._texts = open_texts(model)
         self._batch = Batch(pace)
         self._colocated = colocated
+        self._prompts = Prompts(PromptCache(text_cost(self._texts)), model.context_length)
+        self._told_use = CacheUse()
         self._running: dict[str, Running] = {}
         self._stale = 0
         self._forwards = 0
         self._ending = False
+
+    @property
+    def kv(self) -> KvCost:
+        """What a request's text takes, its own drafter's part included."""
+        own = self._colocated.drafter.prompt_cache.cost if self._colocated is not None else KvCost()
+        return self._prompts.cache.cost + own
 
     def run(self) -> None:
         gc.freeze()  # a full collection over the imported libraries takes longer than a forward
@@ -72,11 +86,13 @@ class TargetWorker:
         self._wait_for_others()
         if self._ending:
             return False
+        self._wake()
         settled, readers = self._batch.advance(tuple(self._running.values()))
         self._listen(wait=False)  # what was prepared meanwhile decides how the requests go on
         for one in settled:
             self._answer(one)
         for reader in readers:
+            self._prompts.read(reader)
             self._say_read(reader)
         self._forwards += 1
         if self._forwards % CLEAR_EVERY == 0:
@@ -116,6 +132,8 @@ class TargetWorker:
                     self._halt(message)
                 case Close():
                     self._close(message.request)
+                case KvMemory():
+                    self._allow(message)
                 case Shutdown():
                     self._ending = True
                 case _:
@@ -125,7 +143,7 @@ class TargetWorker:
 
     def _fail(self, request: str | None, error: OutriderError) -> None:
         """That request is lost, never the worker."""
-        self._close(request or "")
+        self._close(request or "", spoilt=True)
         self._link.send(Fault(self._link.name, request, str(error)))
 
     def _open(self, message: Open) -> None:
@@ -135,7 +153,11 @@ class TargetWorker:
         slot = Slot(self._model, self._texts, message.tokens.tolist(), message.sampling)
         running = Running(slot, message, self._drafter_of(message, slot), opened_ns=clock.now())
         running.told(opening(message))
+        others = tuple(self._running.values())
         self._running[message.request] = running
+        self._prompts.open(running, others)
+        self._say_cached(running)
+        self._report()
 
     def _drafter_of(self, message: Open, slot: Slot) -> Callable[[], OwnDraft] | None:
         """What opens the own drafter's part of a request; while it reads a long text news are heard."""
@@ -154,11 +176,47 @@ class TargetWorker:
         if running is not None and running.epoch == message.epoch:
             running.halt()
 
-    def _close(self, request: str) -> None:
+    def _close(self, request: str, spoilt: bool = False) -> None:
         running = self._running.pop(request, None)
         if running is not None:
-            running.over = True
-            running.slot.close()
+            running.close(spoilt)
+            self._prompts.close(running, spoilt)
+            self._report()
+
+    def _allow(self, message: KvMemory) -> None:
+        """So much memory for all texts, from now on; an own drafter has its share, by what a text takes there."""
+        memory.set_limits(self._model.weight_bytes, message.limit)
+        limit = message.limit if message.prompt_cache else 0
+        if self._colocated is not None:
+            drafter = self._colocated.drafter
+            memory.set_limits(self._model.weight_bytes + drafter.weight_bytes, message.limit)
+            context = self._model.context_length
+            share = limit * drafter.prompt_cache.cost.of(context) // max(self.kv.of(context), 1)
+            drafter.prompt_cache.allow(share)
+            limit -= share
+        self._prompts.cache.allow(limit)
+        self._report()
+
+    def _wake(self) -> None:
+        """Who waited for another to read what both begin with goes on from there."""
+        for running in [r for r in self._running.values() if r.awaits is not None and r.awaits.is_there]:
+            try:
+                self._prompts.begin(running)
+                self._say_cached(running)
+                self._report()
+            except OutriderError as error:
+                self._fail(running.request, error)
+
+    def _report(self) -> None:
+        use = self._prompts.cache.use
+        if use != self._told_use:
+            self._told_use = use
+            self._link.send(CacheReport(use))
+
+    def _say_cached(self, running: Running) -> None:
+        if running.cached:
+            total = len(running.slot.tokens)
+            self._link.send(Prefilled(running.request, running.epoch, running.cached, total, running.cached))
 
     def _verify(self, message: Verify) -> None:
         running = self._running.get(message.request)

@@ -52,6 +52,10 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-active", type=int, metavar="N", help="requests in flight at once, default 4")
     waiting = f"requests that may wait, default {_DEFAULTS.max_waiting}; more are refused"
     group.add_argument("--max-waiting", type=int, metavar="N", help=waiting)
+    memory = "for keys and values in all workers, like 2GB; default: half of what the weights leave"
+    group.add_argument("--kv-memory", metavar="SIZE", help=memory)
+    forget = "read every prompt in full"
+    group.add_argument("--no-prompt-cache", dest="prompt_cache", action="store_false", default=None, help=forget)
     timeout = f"how long a worker may be silent until it is given up, default {_DEFAULTS.worker_timeout}"
     group.add_argument("--worker-timeout", type=int, metavar="SECONDS", help=timeout)
     group.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing or Perfetto")

@@ -21,8 +21,8 @@ from outrider.protocol.messages import Timings
 
 REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level")
 TIMINGS = (
-    "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second", "draft_n", "draft_n_accepted",
-    "draft_rounds", "cache_hits", "cache_misses",
+    "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
+    "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",
 )  # fmt: skip
 
 

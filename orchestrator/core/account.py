@@ -90,6 +90,8 @@ class Account:
 
     admitted_ns: int = 0
     first_ns: int = 0
+    _cached: int = 0
+    _draft_cached: int = 0
     _peaks: dict[str, int] = field(default_factory=dict)
     _sums: Sums = field(default_factory=Sums)
     _recent: dict[int, Entry] = field(default_factory=dict)
@@ -124,13 +126,20 @@ class Account:
         entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
         entry.turnaround = proposal.lookup is Lookup.HIT
 
+    def found(self, tokens: int, drafter: bool) -> None:
+        """So many of the first tokens were remembered by the target, or by a drafter. Only the first word counts."""
+        if drafter:
+            self._draft_cached = self._draft_cached or tokens
+        else:
+            self._cached = self._cached or tokens
+
     def held(self, worker: str, peak_bytes: int) -> None:
         """The most memory that this worker has held."""
         self._peaks[worker] = max(self._peaks.get(worker, 0), peak_bytes)
 
     def timings(self, prompt_n: int, predicted_n: int) -> Timings:
         """Of the rounds that brought the first `predicted_n` tokens."""
-        sums = deepcopy(self._sums)
+        sums, cached = deepcopy(self._sums), min(self._cached, prompt_n)
         for _, entry in sorted(self._recent.items(), key=lambda item: item[0]):
             if entry.ended_ns and sums.tokens < predicted_n:
                 sums.add(entry, predicted_n - sums.tokens)
@@ -140,7 +149,9 @@ class Account:
         # The first token belongs to the prompt's time, so the rate is that of the tokens after it (as mlx-lm counts).
         rate = (predicted_n - 1) / predicted_ms * 1000 if predicted_ms > 0 and predicted_n else 0.0
         return Timings(
-            prompt_n=prompt_n,
+            prompt_n=prompt_n - cached,
+            cache_n=cached,
+            draft_cache_n=min(self._draft_cached, prompt_n),
             prompt_ms=max(self.first_ns - self.admitted_ns, 0) / MILLISECOND_NS,
             predicted_n=predicted_n,
             predicted_ms=predicted_ms,

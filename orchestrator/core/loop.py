@@ -146,4 +146,5 @@ class Core:
     def _tell_workers(self, fatal: str = "") -> None:
         self._pool.news = False
         notes = tuple(self._pool.notes())
-        self._outbox.put(WorkersChanged(self._pool.stats(), self._pool.ready, self._pool.stage, fatal, notes))
+        pool = self._pool
+        self._outbox.put(WorkersChanged(pool.stats(), pool.ready, pool.stage, fatal, notes, pool.kv_room))

@@ -124,6 +124,8 @@ class Rounds:
             case Drafted():
                 self._on_drafted(request, sender, message, now_ns)
             case Prefilled():
+                if message.cached and not request.epoch:
+                    request.account.found(message.cached, drafter=sender in request.drafters)
                 if sender not in request.drafters:
                     self._tell(PrefillAt(request.id, message.done, message.total))
             case Resync():

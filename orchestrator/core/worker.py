@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.pulse import Pulse
 from outrider.orchestrator.machine.spawn import SpawnedWorker
+from outrider.protocol.kv import CacheUse
 from outrider.protocol.messages import Hello, WorkerStats
 
 
@@ -13,7 +14,7 @@ from outrider.protocol.messages import Hello, WorkerStats
 class Worker:
     """`state` is starting, ready, refused (of no use here), frozen (silent, and may come back) or lost.
 
-    `spawned` None: it joined by itself.
+    `spawned` None: it joined by itself. `kv_limit`: the bytes for texts that it was told.
     """
 
     name: str
@@ -24,6 +25,8 @@ class Worker:
     hello: Hello | None = None
     fault: str = ""
     pulse: Pulse = field(default_factory=Pulse)
+    kv_limit: int = 0
+    cache: CacheUse = field(default_factory=CacheUse)
 
     @property
     def entered(self) -> bool:
@@ -56,6 +59,8 @@ class Worker:
             hello.parameters,
             hello.weight_bytes,
             hello.note,
+            hello.kv,
+            self.cache,
         )
 
     def __str__(self) -> str:

@@ -18,12 +18,26 @@ from outrider.orchestrator.core.places import Places
 from outrider.orchestrator.core.pulse import SILENT, Pulse
 from outrider.orchestrator.core.worker import Loss, Worker
 from outrider.orchestrator.doorkeeper import Doorkeeper
+from outrider.orchestrator.kv_room import KvRoom, kv_room
+from outrider.orchestrator.machine.memory import physical
 from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.errors import ProtocolError
-from outrider.protocol.messages import Fault, Hello, Loading, Message, Ping, Pong, Shutdown, Welcome, WorkerStats
+from outrider.protocol.messages import (
+    CacheReport,
+    Fault,
+    Hello,
+    KvMemory,
+    Loading,
+    Message,
+    Ping,
+    Pong,
+    Shutdown,
+    Welcome,
+    WorkerStats,
+)
 from outrider.protocol.worker_link import INCARNATION_BITS, heartbeat_of, routing_id
 
 log = logging.getLogger(__name__)
@@ -51,6 +65,7 @@ class WorkerPool:
         self._places = Places(drafters_may_join=not settings.colocate)
         self._ping_serial = 0
         self._next_ping_ns = 0
+        self._memory = physical()
 
     def start(self) -> None:
         """Starts the worker processes; they report as they load."""
@@ -75,6 +90,11 @@ class WorkerPool:
     def target_abilities(self) -> Abilities:
         target = self._places.named(TARGET)
         return target.hello.abilities if target and target.hello else Abilities()
+
+    @property
+    def kv_room(self) -> KvRoom:
+        """What texts may take in all workers that are there."""
+        return kv_room(self._settings.kv_memory, self.stats(), self._memory)
 
     def notes(self) -> list[str]:
         """Why requests get less speculation than was asked for, a sentence each."""
@@ -128,6 +148,8 @@ class WorkerPool:
                 case _ if worker is None:
                     self.rejected += 1
                     log.info("dropped a stranger's %s", type(message).__name__)
+                case CacheReport(use=use):
+                    worker.cache, self.news = use, True
                 case Pong(serial=serial, progress=progress):
                     worker.pulse.answered(progress, serial == self._ping_serial)
                 case Loading(role=role, stage=stage):
@@ -189,7 +211,17 @@ class WorkerPool:
         worker = worker or self._places.join(hello)
         worker.hello, worker.state, worker.pulse = hello, "ready", Pulse()
         self._send(identity, Welcome(worker.name))
+        self._share_memory()
         self.news = True
+
+    def _share_memory(self) -> None:
+        """Tells all workers what their texts may take, by who is there."""
+        room = self.kv_room
+        for worker in self._places.all():
+            share = room.share(worker.hello.kv, self.target_context) if worker.hello is not None else 0
+            if worker.entered and share != worker.kv_limit:
+                worker.kv_limit = share
+                self._send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
 
     def _give_up(self, worker: Worker, why: str) -> None:
         worker.state, worker.fault, self.news = "lost", why, True
@@ -197,6 +229,7 @@ class WorkerPool:
         self._places.take_away(worker)
         if worker.spawned:
             worker.spawned.kill()
+        self._share_memory()
 
     def _freeze_or_thaw(self, worker: Worker) -> None:
         worker.state = "frozen" if worker.pulse.faint else "ready"

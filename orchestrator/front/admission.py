@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.text import TextStream
+from outrider.orchestrator.kv_room import KvRoom, in_mb
 from outrider.orchestrator.pair.chat import as_chat
 from outrider.orchestrator.pair.pairing import PairText
 from outrider.orchestrator.pair.tokenizer import TextCodec
@@ -47,6 +48,7 @@ class Admission:
         self.vocab_size = text.pair.target.vocab_size
         draft = text.pair.draft
         self.draft_context = draft.context_length if draft is not None else None
+        self.kv_room: KvRoom | None = None
 
     def accept(self, asked: Generate, key: str) -> Accepted:
         """Raises InvalidRequest for what can't run, ModelError when the model's chat template refuses the prompt."""
@@ -68,6 +70,10 @@ class Admission:
             branches=asked.branches or self._settings.branches,
         )
         return Accepted(admit, TextStream(self._text.codec, tokens, sampling.stop, eos), notes)
+
+    def need(self, admit: Admit) -> int:
+        """Bytes that a request takes in all workers when its text is as long as it may get."""
+        return self.kv_room.cost.of(len(admit.tokens) + admit.sampling.max_tokens) if self.kv_room is not None else 0
 
     def _mode(self, asked: str) -> str:
         mode = self._settings.mode if asked == "auto" else asked
@@ -96,6 +102,13 @@ class Admission:
                 f"the prompt has {len(tokens)} tokens; expected at most {self.context_length - 1}, one less than the"
                 f" context of {self._text.pair.target.name}"
             )
+        room = self.kv_room
+        if room is not None and len(tokens) >= room.tokens:
+            raise InvalidRequest(
+                f"the prompt has {len(tokens)} tokens and takes {in_mb(room.cost.of(len(tokens) + 1))} with one more;"
+                f" expected at most {max(room.tokens - 1, 0)} tokens, what fits into the {in_mb(room.limit)} of"
+                " kv_memory"
+            )
         if self.vocab_size is None:
             return
         for what, ids in (("the prompt", tokens), ("logit_bias", (token for token, _ in sampling.logit_bias))):
@@ -111,6 +124,11 @@ class Admission:
         if self.context_length is not None and prompt_tokens + sampling.max_tokens > self.context_length:
             room = self.context_length - prompt_tokens
             notes += (f"max tokens is {room} instead of {sampling.max_tokens}: the context ends there",)
+            sampling = replace(sampling, max_tokens=room)
+        if self.kv_room is not None and prompt_tokens + sampling.max_tokens > self.kv_room.tokens:
+            room = self.kv_room.tokens - prompt_tokens
+            limit = in_mb(self.kv_room.limit)
+            notes += (f"max tokens is {room} instead of {sampling.max_tokens}: the {limit} of kv_memory end there",)
             sampling = replace(sampling, max_tokens=room)
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
             notes += (f"the draft model's context ends at {self.draft_context} tokens: no model drafts after that",)

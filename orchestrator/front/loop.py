@@ -23,6 +23,7 @@ from outrider.orchestrator.front.client_socket import ClientSocket, Letter
 from outrider.orchestrator.front.text import Piece
 from outrider.orchestrator.front.waiting import FairQueue
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage
+from outrider.orchestrator.kv_room import check_holds
 from outrider.orchestrator.lines import CoreFacts, Lines
 from outrider.orchestrator.pair.pairing import ChosenPair
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy
@@ -207,16 +208,33 @@ class Front:
                 self._admission.context_length, self._admission.vocab_size = worker.context_length, worker.vocab_size
             elif worker.state == "ready":
                 self._admission.draft_context = worker.context_length
+        self._admission.kv_room = event.kv_room
         if event.stage:
             self._announce(Stage(event.stage))
         if event.fatal:
-            self._fatal = event.fatal
-            self._fail_all("WorkerError", event.fatal)
-            self._announce(Failure("WorkerError", event.fatal))
+            self._give_up("WorkerError", event.fatal)
+        elif event.ready and not self._ready and (error := self._too_little_memory()):
+            self._give_up(kind_of(error), str(error))
         elif event.ready and not self._ready:
             notes = (*self._pair.notes, *event.notes)
             self._announce(Ready(self._clients.endpoint, self._facts.workers_endpoint, notes))
         self._ready = self._ready or event.ready  # a drafter lost later leaves a target that goes on alone
+
+    def _give_up(self, kind: str, why: str) -> None:
+        self._fatal = why
+        self._fail_all(kind, why)
+        self._announce(Failure(kind, why))
+
+    def _too_little_memory(self) -> InvalidRequest | None:
+        """Why the cluster can't begin with the memory that it was given."""
+        room, context = self._admission.kv_room, self._admission.context_length
+        if room is None or context is None or self._pair.settings.kv_memory is None:
+            return None
+        try:
+            check_holds(room, context, self._pair.target.name)
+        except InvalidRequest as error:
+            return error
+        return None
 
     def _started(self, ticket: Ticket, event: Began) -> None:
         admit = ticket.accepted.admit
@@ -282,10 +300,19 @@ class Front:
             self._close(ticket, Failed(ticket.name, kind, message))
 
     def _admit(self) -> None:
-        """Gives the core what it has room for, each client in its turn."""
+        """Gives the core what it has room for, each client in its turn; whose turn it is waits for memory."""
         while self._ready and len(self._active) < self._pair.settings.max_active:
-            ticket = self._waiting.take()
-            if ticket is None:
+            first = self._waiting.first()
+            if first is None or not self._fits(first):
                 return
-            self._active[ticket.key] = ticket
-            self._core.put(ticket.accepted.admit)
+            self._waiting.take()
+            self._active[first.key] = first
+            self._core.put(first.accepted.admit)
+
+    def _fits(self, ticket: Ticket) -> bool:
+        """Whether its text has room beside those that run. One alone always has."""
+        room = self._admission.kv_room
+        if room is None or not self._active:
+            return True
+        taken = sum(self._admission.need(other.accepted.admit) for other in self._active.values())
+        return taken + self._admission.need(ticket.accepted.admit) <= room.limit

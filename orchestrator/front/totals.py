@@ -13,6 +13,8 @@ def add(total: Timings, one: Timings) -> Timings:
     made = total.predicted_per_second * total.predicted_ms + one.predicted_per_second * one.predicted_ms
     return Timings(
         prompt_n=total.prompt_n + one.prompt_n,
+        cache_n=total.cache_n + one.cache_n,
+        draft_cache_n=total.draft_cache_n + one.draft_cache_n,
         prompt_ms=total.prompt_ms + one.prompt_ms,
         predicted_n=total.predicted_n + one.predicted_n,
         predicted_ms=predicted_ms,

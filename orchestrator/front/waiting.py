@@ -24,6 +24,10 @@ class FairQueue(Generic[T]):
         """At the end of the client's own line."""
         self._lines.setdefault(client, deque()).append(item)
 
+    def first(self) -> T | None:
+        """Whose turn it is, left in the line; None when nobody waits."""
+        return next((line[0] for line in self._lines.values()), None)
+
     def take(self) -> T | None:
         """The first of the client whose turn it is, which then goes to the back; None when nobody waits."""
         if not self._lines:

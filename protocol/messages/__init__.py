@@ -31,8 +31,10 @@ from outrider.protocol.messages.rounds import (
     Verify,
 )
 from outrider.protocol.messages.workers import (
+    CacheReport,
     Fault,
     Hello,
+    KvMemory,
     Loading,
     Ping,
     Pong,
@@ -42,14 +44,42 @@ from outrider.protocol.messages.workers import (
 )
 
 Message = (
-    Hello | Welcome | Loading | Ping | Pong | Fault | Remark | Shutdown
-    | Open | Verify | Halt | Prepare | Outcome | Commit | Branches | Drafted | Prefilled | Close | Resync
-    | Generate | Started | Progress | Chunk | Done | Failed | Cancel | StatsQuery | Stats
+    Hello
+    | Welcome
+    | KvMemory
+    | CacheReport
+    | Loading
+    | Ping
+    | Pong
+    | Fault
+    | Remark
+    | Shutdown
+    | Open
+    | Verify
+    | Halt
+    | Prepare
+    | Outcome
+    | Commit
+    | Branches
+    | Drafted
+    | Prefilled
+    | Close
+    | Resync
+    | Generate
+    | Started
+    | Progress
+    | Chunk
+    | Done
+    | Failed
+    | Cancel
+    | StatsQuery
+    | Stats
 )
 
 __all__ = [
     "Branch",
     "Branches",
+    "CacheReport",
     "Cancel",
     "Chunk",
     "Close",
@@ -61,6 +91,7 @@ __all__ = [
     "Generate",
     "Halt",
     "Hello",
+    "KvMemory",
     "Loading",
     "Message",
     "Open",

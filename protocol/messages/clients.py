@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from outrider.protocol.fields import (
@@ -16,6 +16,7 @@ from outrider.protocol.fields import (
     Text,
     Tokens,
 )
+from outrider.protocol.kv import CacheUse, KvCost
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -68,6 +69,8 @@ class Chunk:
 class Timings:
     """A request in numbers, named as llama.cpp names them; milliseconds. Tokens past the end do not count.
 
+    The prompt's tokens are the `cache_n` that the target remembered and the `prompt_n` that it read; a drafter
+    remembered `draft_cache_n` of them.
     `draft_n` chain tokens were verified in `draft_rounds` rounds that carried a chain, `draft_n_accepted` held.
     Hits and misses count outcomes that were looked up in the speculation cache: a hit had its branch there by then. For
     `cache_late` of the misses the branch came while it was waited for. `looked_up_by_accepted[k]` and
@@ -77,6 +80,8 @@ class Timings:
     """
 
     prompt_n: Count = 0
+    cache_n: Count = 0
+    draft_cache_n: Count = 0
     prompt_ms: float = 0.0
     predicted_n: Count = 0
     predicted_ms: float = 0.0
@@ -135,7 +140,10 @@ class StatsQuery:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One worker as the orchestrator sees it. `state` is starting, ready, refused, lost or frozen."""
+    """One worker as the orchestrator sees it. `state` is starting, ready, refused, lost or frozen.
+
+    `kv`: what a text takes there; `cache`: how its prompt cache is used.
+    """
 
     role: Role
     name: Name
@@ -148,6 +156,8 @@ class WorkerStats:
     parameters: Serial
     weight_bytes: Serial
     note: Name
+    kv: KvCost = field(default_factory=KvCost)
+    cache: CacheUse = field(default_factory=CacheUse)
 
 
 @dataclass(frozen=True, slots=True)

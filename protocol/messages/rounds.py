@@ -207,12 +207,16 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Worker -> orchestrator: how much of a long prompt has been read."""
+    """Worker -> orchestrator: how much of a long prompt has been read.
+
+    `cached`: so many of its first tokens are not read, for they were remembered; said of short ones, too.
+    """
 
     request: RequestId
     epoch: Serial
     done: Count
     total: Count
+    cached: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from outrider.protocol.fields import (
     Serial,
     Text,
 )
+from outrider.protocol.kv import CacheUse, KvCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Hello:
 
     `incarnation` tells this process from every other, its successors included; in hexadecimal it is the routing id of
     its hot socket, and followed by `/heartbeat` that of its heartbeat's. `name` is the one wished for, or empty.
-    `abilities`: what a target was found able to do; a drafter leaves it as it is.
+    `abilities`: what a target was found able to do; a drafter leaves it as it is. `kv`: what its texts take.
     """
 
     role: Role
@@ -36,6 +37,7 @@ class Hello:
     weight_bytes: Serial
     note: Name = ""
     abilities: Abilities = field(default_factory=Abilities)
+    kv: KvCost = field(default_factory=KvCost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,24 @@ class Welcome:
     """Orchestrator -> a worker that said Hello: it is one of the cluster now, by this name."""
 
     name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """Orchestrator -> worker, once all are there and whenever it changes: `limit` bytes for all its texts together.
+
+    `prompt_cache`: what ended texts leave behind may stay in what running ones don't need.
+    """
+
+    limit: Serial
+    prompt_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Worker -> orchestrator: how its prompt cache is used, when that has changed."""
+
+    use: CacheUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,8 @@ def test_json_is_one_object_with_the_promised_names(run, stand, codec):
         "chat_template", "sampling", "timings",
     }  # fmt: skip
     assert found["timings"].keys() == {
-        "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second", "draft_n", "draft_n_accepted",
+        "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
+        "draft_n", "draft_n_accepted",
         "draft_rounds", "cache_hits", "cache_misses",
     }  # fmt: skip
     assert (found["text"], found["finish_reason"], found["seed"]) == ("x = 'é'", "length", 5)

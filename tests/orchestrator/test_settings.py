@@ -37,6 +37,11 @@ from outrider.protocol.errors import InvalidRequest
         ({"trace": 7}, "trace is 7; expected a path"),
         ({"mode": ["ar"]}, "mode is"),
         ({"max_active": True}, "max_active is True"),
+        ({"max_active": 0}, "max_active is 0; expected a whole number from 1 to 1024"),
+        ({"kv_memory": 0}, "kv_memory is 0; expected"),
+        ({"kv_memory": "-1GB"}, "kv_memory is '-1GB'; expected bytes as a number, or like 2GB or 512MiB"),
+        ({"kv_memory": "much"}, "expected bytes"),
+        ({"prompt_cache": 1}, "prompt_cache is 1; expected True or False"),
         ({"draft_model": "d"}, "no model beside it"),
         ({"model": "m", "draft_model": "d", "draft_backend": "ngram"}, "runs no draft model"),
         ({"draft_backend": "none", "mode": "ssd"}, "mode ssd needs a drafter"),
@@ -72,12 +77,20 @@ def test_a_clusters_keywords_are_the_settings_typed_and_told():
     assert not [field.name for field in fields(ServeSettings) if f"`{field.name}`" not in told]
 
 
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [("2GB", 2 * 10**9), ("512mb", 512 * 10**6), ("1.5 GiB", 3 * 2**29), ("7", 7), (np.int64(9), 9), ("3B", 3)],
+)
+def test_sizes_are_bytes(said, count):
+    assert settings_from({"kv_memory": said}).kv_memory == count
+
+
 def test_every_setting_is_a_flag_that_says_the_same():
     said = ServeSettings(
         model="m", draft_model="d", draft_backend="replay", num_draft_tokens=7, branches=3, fan_out="uniform",
         branch_depth="full", ngrams=False, mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
         trace=Path("t.json"), log_level="debug", replay=Path("r.json"),
-        simulate=Path("-m.json"), worker_timeout=5, max_waiting=6,
+        simulate=Path("-m.json"), worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")

@@ -23,7 +23,7 @@ from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import ORCHESTRATOR, Trace
 from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
 from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import Message, Outcome, Span, Timings, Verify
+from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.colocated import Colocated
 from outrider.target_worker.worker import TargetWorker
@@ -132,8 +132,9 @@ class Cluster:
         seed: int = 0,
         after_draft: Callable[[TokenTree, Sequence[int]], None] | None = None,
         colocated: LoadedModel | None = None,
+        kv_memory: int = 0,
     ) -> None:
-        """`colocated`: what the target drafts with by itself."""
+        """`colocated`: what the target drafts with by itself. `kv_memory`: bytes that each worker may keep texts in."""
         self._model, self._clock, self._schedule = target, clock, schedule
         self._rng = random.Random(seed)
         self._target_link, self._draft_link = FakeLink("target-0"), FakeLink("draft-0")
@@ -154,6 +155,8 @@ class Cluster:
         self.rounds = Rounds(self, settings, self._tell, self._recorder)
         self._serial = 0
         self._going_on = False
+        for link in (self._target_link, self._draft_link) if kv_memory else ():
+            link.inbox.append(through_the_codec(KvMemory(kv_memory)))
 
     # --- what the rounds see --------------------------------------------------------------------------------------
 
@@ -193,6 +196,8 @@ class Cluster:
     ) -> Run:
         self._told, self._verifies, self._tokens, self._recorder.sources = [], [], list(prompt), {}
         self._serial += 1
+        if self._watched is not None:
+            self._watched.trees.clear()
         self.rounds.begin(Admit(f"r{self._serial}", tuple(prompt), sampling, mode, eos), self._clock())
         for _ in range(100 * sampling.max_tokens + 1000):
             if not self.rounds.active:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from outrider.drafting.coreml.host.host import Host
+from outrider.drafting.coreml.host.host import Host, cache_bytes
 from outrider.drafting.coreml.host.tree import CoreMLTree
 from outrider.drafting.coreml.package.package import Package
 from outrider.drafting.coreml.runtime.runtime import Runtime
 from outrider.engine.draws import Draws
+from outrider.engine.prompt_cache import PromptCache
+from outrider.protocol.kv import KvCost
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -24,6 +26,7 @@ class CoreMLDrafter:
         self.context_length = package.layout.context
         self.parameters = package.manifest.parameters
         self.weight_bytes = package.weight_bytes
+        self.prompt_cache = PromptCache(KvCost(per_text=cache_bytes(package.layout)))
         self._runtime = runtime
         self._host = Host(package, runtime)
         self._predict = ThreadPoolExecutor(max_workers=1, thread_name_prefix="predict")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafting.coreml.package.layout import Function, Mode
+from outrider.drafting.coreml.package.layout import Function, Layout, Mode
 from outrider.drafting.coreml.package.package import Package
 from outrider.drafting.coreml.runtime.runtime import Outputs, Runtime, State
 from outrider.drafting.drafter import DrafterFault
@@ -52,6 +52,12 @@ class Fresh:
     logits: NDArray[np.float32] | None
     keys: NDArray[np.float32] | None
     values: NDArray[np.float32] | None
+
+
+def cache_bytes(layout: Layout) -> int:
+    """What a request's keys and values take: as much for a short text as for a long one, float32."""
+    sizes = layout.architecture
+    return 2 * 4 * sizes.layers * sizes.kv_heads * layout.slots * sizes.head_dim
 
 
 class Host:

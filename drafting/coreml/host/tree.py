@@ -53,6 +53,8 @@ class CoreMLTree:
             self._read(tokens, False, progress)
             undo.pop_all()
 
+    cached = 0
+
     @property
     def committed_len(self) -> int:
         return len(self._committed)

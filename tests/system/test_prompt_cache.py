@@ -1,0 +1,80 @@
+"""What was read before changes no text: with a warm prompt cache each is what it is with a cold one, on every path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from outrider.drafting.drafter import TokenTree
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.sampling import SamplingParams
+from tests.system.cluster import MIXED, Cluster
+from tests.system.same import check_same
+
+SYSTEM = [(7 * i) % 37 + 2 for i in range(40)]
+QUESTIONS = ([3, 14, 15, 9], [3, 14, 15, 9], [26, 5, 35, 8, 9])
+WAYS = [("llama", "ar"), ("llama", "sd"), ("llama", "ssd"), ("llama", "auto"), ("qwen3_next", "ssd")]
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=14),
+    "sampled": SamplingParams(max_tokens=14, temp=0.8, repetition_penalty=1.2, seed=5),
+}
+ROOM = 1 << 26
+
+Make = Callable[..., Cluster]
+Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
+
+
+def true_columns(tree: TokenTree, tokens: Sequence[int]) -> None:
+    held = tree.column_tokens()
+    assert held == list(tokens[: len(held)]) and len(held) == tree.committed_len
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("family", "mode"), WAYS)
+def test_every_turn_says_what_it_says_alone(
+    make_cluster: Make, tiny_pair: Any, loaded: Any, plain: Plain, family: str, mode: str, sampling: str
+) -> None:
+    """Conversations that begin alike, each of two turns; the drafter's columns are the committed tokens throughout."""
+    pair, params = tiny_pair(family), SAMPLINGS[sampling]
+    target, drafter = loaded(pair.target), MlxDrafter(loaded(pair.draft))
+    cluster = make_cluster(drafter, target=target, schedule=MIXED, after_draft=true_columns, kv_memory=ROOM)
+    for number, question in enumerate(QUESTIONS if target.attention_only else QUESTIONS[:1]):
+        prompt = SYSTEM + question
+        first = cluster.run(prompt, params, mode)
+        check_same(target, prompt, params, first.tokens, plain(target, prompt, params))
+        again = [*prompt, *first.tokens, 4, 7, number + 2]
+        second = cluster.run(again, params, mode)
+        check_same(target, again, params, second.tokens, plain(target, again, params))
+        times = second.timings
+        assert times.cache_n + times.prompt_n == len(again)
+        assert times.cache_n >= len(prompt) + (12 if target.attention_only else 0), "the first turn is not read again"
+        if target.attention_only:
+            assert first.timings.cache_n >= (len(SYSTEM) if number else 0), "nor what all begin with"
+    use = drafter.prompt_cache.use
+    assert mode == "ar" or (use.hits == use.lookups - 1 and use.tokens_saved > len(SYSTEM) * use.hits)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_drafter_in_the_targets_process_remembers_too(
+    make_cluster: Make, small_pair: Any, plain: Plain, sampling: str
+) -> None:
+    target, params, prompt = small_pair("self")[0], SAMPLINGS[sampling], [*SYSTEM, 3, 14]
+    cluster = make_cluster(None, colocated="model", kv_memory=ROOM)
+    for tokens in (prompt, prompt, [*prompt, *plain(target, prompt, params), 7]):
+        run = cluster.run(tokens, params, "sd")
+        check_same(target, tokens, params, run.tokens, plain(target, tokens, params))
+    assert run.timings.cache_n > len(prompt)
+
+
+def test_residual_sampling_draws_the_same_from_a_warm_cache(make_cluster: Make) -> None:
+    """With full branches a residual text is reproducible, so the cache may not change it either."""
+    params = SamplingParams(max_tokens=14, temp=0.9, seed=3, rule="residual")
+    prompt = [*SYSTEM, 3, 14]
+    cold = make_cluster("model", full_depth=True, ngrams=False).run(prompt, params, "ssd")
+    warm = make_cluster("model", full_depth=True, ngrams=False, kv_memory=ROOM)
+    assert warm.run(prompt, params, "ssd").tokens == cold.tokens
+    again = warm.run(prompt, params, "ssd")
+    assert again.timings.cache_n == len(prompt) - 1 and again.tokens == cold.tokens
