@@ -18,7 +18,7 @@ from typing import Any
 
 from outrider.bench.contest.contest import Ours, compete
 from outrider.bench.contest.statistics import ratio
-from outrider.bench.prompts import mixed
+from outrider.bench.embedded import mixed_tokens
 from outrider.bench.timing.probe import WORTH_IT
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
@@ -26,9 +26,8 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core import tuning
 from outrider.orchestrator.core.tuning import Choice
 from outrider.orchestrator.machine.spawn import python
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.orchestrator.pair.pairing import choose_pair
-from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -62,8 +61,7 @@ def recommended(pair: dict[str, str], temp: float) -> Choice:
 def compare(pair: dict[str, Any], prompts: int, tokens: int, temp: float, screen: Screen) -> float:
     """Prints auto over the recommended way, which it returns, and over plain decoding."""
     best = recommended(pair, temp)
-    codec = load_codec(find_model(pair["model"]))
-    texts = [codec.encode(prompt.text) for prompt in mixed(prompts)]
+    texts = mixed_tokens(prompts)
     sampling = SamplingParams(max_tokens=tokens, temp=temp, ignore_eos=True)
     with LocalCluster(progress=screen.show, **pair) as cluster:
         client = cluster.client()

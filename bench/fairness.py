@@ -21,13 +21,12 @@ from itertools import chain
 
 from outrider.bench.crowd.ask import Question, ask, ask_all
 from outrider.bench.crowd.reply import Reply
+from outrider.bench.embedded import embedded_codec
 from outrider.bench.prompts import load
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import MODES
 from outrider.protocol import values
 from outrider.protocol.sampling import SamplingParams
@@ -92,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     modes = [values.word("modes", mode, MODES) for mode in options.modes.split(",")]
     rounds = values.whole("rounds", options.rounds, 1, 1000)
     sampling = SamplingParams(temp=options.temp, ignore_eos=True, seed=0)
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    codec = embedded_codec()
     text = codec.encode("\n".join(prompt.text for prompt in load("code")))
     trials: dict[str, tuple[Callable[[Client, str, Text, SamplingParams], float], float]] = {
         f"equal requests, {EQUAL}: slowest over median": (slowest, MOST_SLOWER),

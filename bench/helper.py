@@ -19,15 +19,18 @@ GRACE_S = 5
 
 
 class Helper:
-    """Runs `python -m *command` with the workers' BLAS; a context manager. The program ends when its stdin does."""
+    """Runs `python -m *command`, or a file, with the workers' BLAS or an `environment` of its own; a context manager.
 
-    def __init__(self, *command: str, threads: int = 1) -> None:
+    The program ends when its stdin does.
+    """
+
+    def __init__(self, *command: str, threads: int = 1, environment: Mapping[str, str] | None = None) -> None:
         self._name = command[0]
         self._process = subprocess.Popen(
-            python("-m", *command),
+            python(*command) if command[0].endswith(".py") else python("-m", *command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=blas.environment(child_environment(), threads),
+            env=environment or blas.environment(child_environment(), threads),
             text=True,
         )
 

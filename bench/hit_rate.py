@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench.contest.statistics import bootstrap
+from outrider.bench.embedded import embedded_codec
 from outrider.bench.helper import Helper
 from outrider.bench.prompts import mixed
 from outrider.bench.trace.rounds import TracedRound, read_rounds
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import FAN_OUTS
 from outrider.protocol.sampling import SamplingParams
 
@@ -60,7 +60,7 @@ class Generated:
 
 
 def generate(setup: Setup, temp: float, trace: Path, tell: Tell) -> list[Generated]:
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    codec = embedded_codec()
     made = []
     with LocalCluster(
         progress=tell,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.contest.contest import PeerProcess
+from outrider.bench.embedded import embedded_codec
 from outrider.bench.prompts import Prompt, mixed
 from outrider.bench.scrambled import scrambled
 from outrider.orchestrator.certify import certify
@@ -30,9 +31,8 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.orchestrator.pair.pairing import choose_pair
-from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -130,7 +130,7 @@ class Case:
 
 
 def cases(prompts: Sequence[Prompt], sampling: str, length: int) -> list[Case]:
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    codec = embedded_codec()
     params = replace(SAMPLINGS[sampling], max_tokens=length, ignore_eos=True)
     return [Case(p, codec.encode(p.text), replace(params, seed=1000 + n)) for n, p in enumerate(prompts)]
 

@@ -20,14 +20,13 @@ from typing import Any
 
 from outrider.bench.contest.contest import Ours, compete
 from outrider.bench.contest.statistics import Interval, ratio
-from outrider.bench.prompts import mixed
+from outrider.bench.embedded import mixed_tokens
 from outrider.bench.scrambled import scrambled
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.blas import CHOICE
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
@@ -60,8 +59,7 @@ CASES = {"random draft": random_draft, "reference BLAS": reference_blas}
 
 def measure(settings: dict[str, Any], count: int, temp: float, tell: Tell) -> tuple[Interval, str]:
     """auto / ar after a warm-up, and why auto does what it does."""
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
-    prompts = [codec.encode(prompt.text) for prompt in mixed(WARM_UP + count)]
+    prompts = mixed_tokens(WARM_UP + count)
     sampling = SamplingParams(max_tokens=128, temp=temp, ignore_eos=True)
     with LocalCluster(progress=tell, ngrams=False, **settings) as cluster:
         client = cluster.client()

@@ -22,6 +22,7 @@ from outrider.bench.commands.numbers import numbers
 from outrider.bench.crowd.ask import Question, ask
 from outrider.bench.crowd.chance import MODES, Sizes, question, subject
 from outrider.bench.crowd.reply import Reply
+from outrider.bench.embedded import embedded_codec
 from outrider.bench.prompts import mixed
 from outrider.orchestrator.certify import certify
 from outrider.orchestrator.claim import Output, faults
@@ -29,8 +30,8 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol import values
 
 # So many requests, then it is said that they held.
@@ -130,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
     end = values.whole("requests", options.requests, 1, 1_000_000)
     first = values.whole("first", options.first, 0, end - 1)
     widths = [values.whole("at-once", width, 1, 256) for width in numbers("at-once", options.at_once, int)]
-    codec, screen = load_codec(find_model(str(EMBEDDED_TARGET))), Screen()
+    codec, screen = embedded_codec(), Screen()
     found: list[Judged] = []
     with LocalCluster(progress=screen.show, max_active=max(widths)) as cluster:
         course = Course(cluster.client(), codec, options.seed, Sizes(), screen.show)

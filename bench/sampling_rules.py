@@ -18,14 +18,13 @@ from typing import Any
 
 from outrider.bench.contest.contest import Contestant, Ours, Peer, PeerProcess, compete
 from outrider.bench.contest.statistics import total_rate
+from outrider.bench.embedded import mixed_tokens
 from outrider.bench.helper import Helper
-from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.orchestrator.pair.pairing import choose_pair
-from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.sampling import SamplingParams
 
@@ -68,8 +67,7 @@ class Row:
 
 
 def offline(setup: Setup, temps: Sequence[float], tell: Tell) -> dict[float, dict[str, Row]]:
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
-    prompts = [codec.encode(prompt.text) for prompt in mixed(setup.prompts)]
+    prompts = mixed_tokens(setup.prompts)
     models = ("--model", str(EMBEDDED_TARGET), "--draft-model", str(EMBEDDED_DRAFT))
     found = {}
     with Helper("outrider.bench.rules", *models) as rules:
@@ -119,8 +117,7 @@ class Ruled:
 def speeds(setup: Setup, temps: Sequence[float], tell: Tell) -> dict[float, dict[str, float]]:
     """Tokens per second by rule, all rules in turns on every prompt."""
     settings = ServeSettings()
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
-    prompts = [codec.encode(prompt.text) for prompt in mixed(setup.speed_prompts)]
+    prompts = mixed_tokens(setup.speed_prompts)
     found = {}
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(progress=tell, ngrams=False))
