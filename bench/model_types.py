@@ -163,7 +163,7 @@ def serve(name: str) -> str:
         path = write_model(Path(folder), config_of(name))
         write_tokenizer(path)
         try:
-            with LocalCluster(model=str(path), draft_model=str(path)) as cluster:
+            with LocalCluster(model=str(path), draft_model=str(path), memory=False) as cluster:
                 client, texts = cluster.client(), {}
                 for mode in ("ar", "sd", "ssd", "auto"):
                     sampling = SamplingParams(max_tokens=_LENGTH, ignore_eos=True)

@@ -61,7 +61,7 @@ def measure(settings: dict[str, Any], count: int, temp: float, tell: Tell) -> tu
     """auto / ar after a warm-up, and why auto does what it does."""
     prompts = mixed_tokens(WARM_UP + count)
     sampling = SamplingParams(max_tokens=128, temp=temp, ignore_eos=True)
-    with LocalCluster(progress=tell, ngrams=False, **settings) as cluster:
+    with LocalCluster(progress=tell, ngrams=False, memory=False, **settings) as cluster:
         client = cluster.client()
         ways = [Ours("ar", client, "ar"), Ours("auto", client, "auto")]
         compete(ways, prompts[:WARM_UP], sampling, tell)

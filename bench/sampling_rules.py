@@ -120,7 +120,7 @@ def speeds(setup: Setup, temps: Sequence[float], tell: Tell) -> dict[float, dict
     prompts = mixed_tokens(setup.speed_prompts)
     found = {}
     with ExitStack() as stack:
-        cluster = stack.enter_context(LocalCluster(progress=tell, ngrams=False))
+        cluster = stack.enter_context(LocalCluster(progress=tell, ngrams=False, memory=False))
         peers = stack.enter_context(PeerProcess(choose_pair(settings).settings))
         for temp in temps:
             field = _field(setup, temp, cluster, peers)

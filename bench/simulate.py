@@ -155,7 +155,7 @@ def _starts(count: int) -> list[tuple[int, ...]]:
 def _write_script(path: Path, model: str, starts: Iterable[Sequence[int]], length: int) -> None:
     """The target's own texts, at the speed the target has here."""
     sampling = SamplingParams(max_tokens=length, ignore_eos=True)
-    with LocalCluster(model=model, draft_backend="none", mode="ar") as cluster:
+    with LocalCluster(model=model, draft_backend="none", mode="ar", memory=False) as cluster:
         client = cluster.client()
         texts = [[*start, *client.generate(start, sampling, mode="ar").token_ids] for start in starts]
     # acceptance and ranks are the profile's
@@ -167,6 +167,7 @@ def _write_script(path: Path, model: str, starts: Iterable[Sequence[int]], lengt
 @contextmanager
 def _cluster(profile: Path, model: str, script: Path, fan_out: str, anytime: bool) -> Iterator[Client]:
     with LocalCluster(
+        memory=False,
         model=model,
         draft_backend="replay",
         replay=script,

@@ -52,7 +52,8 @@ class ServeSettings:
     latency profile that both workers keep to (docs/simulation.md). `draft_prefill`: who reads prompts for a drafter on
     MLX (docs/coreml.md). `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft
     worker that works ahead. `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
-    is done without after a quarter of that.
+    is done without after a quarter of that. `memory`: carry over from run to run what `auto` learned of this pair on
+    this machine.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -80,6 +81,7 @@ class ServeSettings:
     simulate: Path | None = None
     colocate: bool = False
     worker_timeout: int = 30
+    memory: bool = True
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
@@ -90,7 +92,7 @@ class ServeSettings:
         self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         if self.kv_memory is not None:
             self._keep("kv_memory", values.size("kv_memory", self.kv_memory))
-        for name in ("ngrams", "colocate", "prompt_cache"):
+        for name in ("ngrams", "colocate", "prompt_cache", "memory"):
             self._keep(name, values.flag(name, getattr(self, name)))
         for name in ("model", "draft_model", "endpoint"):
             if getattr(self, name) is not None:
@@ -194,6 +196,7 @@ class Settings(TypedDict, total=False):
     simulate: str | os.PathLike[str] | None
     colocate: bool
     worker_timeout: int
+    memory: bool
 
 
 def settings_from(given: Settings) -> ServeSettings:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tiny import Pair, write_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What servers of tests learn is nobody's, and what others' learned is not theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,8 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     sections: list[Width] = []
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
-        cluster = stack.enter_context(LocalCluster(progress=screen.show, **{"max_active": max(plan.widths), **given}))
+        settings = {"memory": False, "max_active": max(plan.widths), **given}
+        cluster = stack.enter_context(LocalCluster(progress=screen.show, **settings))
         process = stack.enter_context(PeerProcess(pair.settings)) if plan.peers else None
         for sampling, width, found in _runs(plan, cluster.client(), process, screen):
             sections.append(report.section(width, sampling.temp, found))

@@ -131,7 +131,7 @@ class _Starter:
         return found
 
     def _cluster(self, given: dict[str, Any]) -> LocalCluster:
-        return self.stack.enter_context(LocalCluster(progress=self.tell, **given))
+        return self.stack.enter_context(LocalCluster(progress=self.tell, **{"memory": False, **given}))
 
 
 def _target(client: Client) -> WorkerStats:

@@ -27,12 +27,14 @@ from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
 from outrider.protocol import clock
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from outrider.protocol.messages import Halt, Message, Open, Outcome, Prepare, Span, Timings, Verify
+from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Span, Timings, Verify
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 
 VOCAB = 4096
 PROMPT_TOKENS = 8
+# How long the target waits for a word about those who can't go on by themselves, seconds.
+GRACE = 0.001
 
 
 def random_texts(count: int, length: int, seed: int = 0) -> tuple[tuple[int, ...], ...]:
@@ -102,71 +104,99 @@ class VirtualLink:
         return self.inbox.popleft() if self.inbox else None
 
 
+@dataclass
+class Playing:
+    """A request on the target: `next` is what it verifies next, None while it waits for word."""
+
+    text: tuple[int, ...]
+    next: Verify | None = None
+    prepared: Prepare | None = None
+    going_on: bool = False
+    over: bool = False
+    answered_ns: int = 0
+    idle_ns: int = 0
+
+
 class PacedTarget:
-    """Verifies against known texts, as long as the profile says; messages arrive by `hear`, answers go to `answer`."""
+    """Verifies against known texts, all that can go on in one forward, which takes as long as the profile says for all
+    its rows; messages arrive by `hear`, answers go to `answer`."""
 
     def __init__(self, world: World, profile: Profile, hop: float, answer: Callable[[Outcome], None]) -> None:
         self._world, self._profile, self._hop, self._answer = world, profile, hop, answer
-        self._texts: dict[str, tuple[int, ...]] = {}
-        self._prepared: Prepare | None = None
-        self._going_on = False
-        self._order = 0
-        self._sent_ns = 0
+        self._playing: dict[str, Playing] = {}
+        self._flying = False
 
     def hear(self, text: tuple[int, ...], message: Message) -> None:
+        playing = self._playing.get(getattr(message, "request", ""))
         match message:
-            case Prepare():
-                self._prepared = message
-            case Halt():
-                self._going_on = False
             case Open():
-                self._order += 1
-                self._texts[message.request] = text
+                self._playing[message.request] = opened = Playing(text)
                 at = len(message.tokens)
-                self._say(Outcome(message.request, message.epoch, message.round, at, 0, text[at], Span(0, 1)))
-            case Verify():
-                self._order, self._going_on = self._order + 1, message.going_on
-                self._forward(message, self._order, self._world.now_ns() - self._sent_ns)
-            case _:
-                self._order += 1
+                self._say(opened, Outcome(message.request, message.epoch, message.round, at, 0, text[at], Span(0, 1)))
+            case Close() if playing:
+                playing.over = True
+                del self._playing[message.request]
+            case Prepare() if playing:
+                playing.prepared = message
+            case Halt() if playing:
+                playing.going_on = False
+            case Verify() if playing:
+                playing.next, playing.going_on = message, message.going_on
+                playing.idle_ns = self._world.now_ns() - playing.answered_ns
+                self._begin()
 
-    def _forward(self, message: Verify, order: int, idle_ns: int) -> None:
-        """One forward, and after it the next one, plain or of a prepared branch, that it may go on with."""
-        started_ns = self._world.now_ns()
+    def _begin(self) -> None:
+        """A forward over all that can go on, once nobody's word is awaited any more."""
+        members = [playing for playing in self._playing.values() if playing.next]
+        if self._flying or not members:
+            return
+        now_ns = self._world.now_ns()
+        missing = [playing.answered_ns for playing in self._playing.values() if not playing.next]
+        late_ns = max(missing, default=0) + int(GRACE * 1e9) - now_ns
+        if missing and late_ns > 0:
+            self._world.after(late_ns / 1e9, self._begin, last=True)
+            return
+        asked = [(playing, playing.next) for playing in members if playing.next]
+        rows = sum(1 + len(verify.chain) for _, verify in asked)
+        self._flying = True
+        self._world.after(self._profile.target.milliseconds(rows) / 1000, lambda: self._end(asked, rows, now_ns))
 
-        def end() -> None:
-            if order != self._order:  # another message came meanwhile
-                return
-            outcome = self._outcome(message, Span(started_ns, self._world.now_ns()), idle_ns)
-            self._say(outcome)
+    def _end(self, asked: Sequence[tuple[Playing, Verify]], rows: int, started_ns: int) -> None:
+        """The outcomes, and what goes on by itself, plainly or by a prepared branch."""
+        self._flying = False
+        for playing, verify in asked:
+            if playing.over:
+                continue
+            outcome = self._outcome(playing, verify, rows, Span(started_ns, self._world.now_ns()))
+            playing.next, playing.idle_ns = None, 0
+            self._say(playing, outcome)
             if outcome.onward is not None:
                 at = outcome.base_len + outcome.accepted + 1
-                following = Verify(message.request, message.epoch, message.round + 1, at, outcome.onward)
-                self._forward(following, order, 0)
+                playing.next = Verify(verify.request, verify.epoch, verify.round + 1, at, outcome.onward)
+        self._begin()
 
-        self._world.after(self._profile.target.milliseconds(1 + len(message.chain)) / 1000, end)
-
-    def _outcome(self, message: Verify, work: Span, idle_ns: int) -> Outcome:
-        text, at = self._texts[message.request], message.base_len
-        pairs = zip(message.chain, text[at:], strict=False)
-        accepted = next((i for i, (own, true) in enumerate(pairs) if own != true), len(message.chain))
+    def _outcome(self, playing: Playing, verify: Verify, rows: int, work: Span) -> Outcome:
+        text, at = playing.text, verify.base_len
+        pairs = zip(verify.chain, text[at:], strict=False)
+        accepted = next((i for i, (own, true) in enumerate(pairs) if own != true), len(verify.chain))
         bonus = text[at + accepted] if at + accepted < len(text) else 0
-        onward = () if self._going_on else self._onward(message, (*message.chain[:accepted], bonus))
-        return Outcome(message.request, message.epoch, message.round, at, accepted, bonus, work, idle_ns, onward)
+        committed = (*verify.chain[:accepted], bonus)
+        onward = () if playing.going_on else self._onward(playing, verify, committed)
+        return Outcome(
+            verify.request, verify.epoch, verify.round, at, accepted, bonus, work, playing.idle_ns, onward, rows
+        )
 
-    def _onward(self, message: Verify, committed: tuple[int, ...]) -> tuple[int, ...] | None:
-        prepared = self._prepared
-        if prepared is None or (prepared.request, prepared.round) != (message.request, message.round):
-            return None
-        return prepared.chain(committed)
+    def _onward(self, playing: Playing, verify: Verify, committed: tuple[int, ...]) -> tuple[int, ...] | None:
+        prepared = playing.prepared
+        return prepared.chain(committed) if prepared is not None and prepared.round == verify.round else None
 
-    def _say(self, outcome: Outcome) -> None:
-        self._sent_ns = self._world.now_ns()
+    def _say(self, playing: Playing, outcome: Outcome) -> None:
+        playing.answered_ns = self._world.now_ns()
         self._world.after(self._hop, lambda: self._answer(outcome), last=True)
 
 
 class VirtualCluster:
-    """Runs one request after another; what one taught serves the next."""
+    """Runs requests, one after the other or together; what one taught serves the next."""
 
     target_context = 1 << 20
     target_abilities = Abilities()
@@ -183,10 +213,11 @@ class VirtualCluster:
         ngrams: bool = False,
         hop_ms: float = 0.0,
         tunings: Sequence[Tuning] = (),
+        memory: Sequence[Tuning] = (),
     ) -> None:
         self.world = World()
         self._profile, self._hop = profile, hop_ms / 1000
-        self._text: tuple[int, ...] = ()
+        self._texts: dict[str, tuple[int, ...]] = {}
         self._told: list[ToFront] = []
         self._target = PacedTarget(self.world, profile, self._hop, lambda outcome: self._handle("target-0", outcome))
         way = profile.link_ms / 1000 + self._hop
@@ -196,7 +227,7 @@ class VirtualCluster:
         drafter = PacedDrafter(ReplayDrafter(script), profile.name, pace, self.world.clock)
         self._drafter = DraftWorker(self._link, drafter, POLICIES[fan_out])
         settings = RoundSettings(depth, branches, full_depth, ngrams, simulated=True)
-        self.rounds = Rounds(self, settings, self._told.append, Trace(None), tunings)
+        self.rounds = Rounds(self, settings, self._told.append, Trace(None), tunings, memory)
 
     # --- what the rounds see --------------------------------------------------------------------------------------
 
@@ -210,7 +241,7 @@ class VirtualCluster:
         return {"draft-0"}
 
     def send_target(self, message: Message) -> None:
-        text = self._text
+        text = self._texts.get(getattr(message, "request", ""), ())
         self.world.after(self._hop, lambda: self._target.hear(text, message))
 
     def let_go(self) -> None:
@@ -222,31 +253,40 @@ class VirtualCluster:
     # --- what a caller sees ---------------------------------------------------------------------------------------
 
     def run(self, text: tuple[int, ...], max_tokens: int, mode: str) -> Timings:
-        """Generates `max_tokens` of `text` after its first `PROMPT_TOKENS`.
+        """Generates `max_tokens` of `text` after its first `PROMPT_TOKENS`. Raises as `together`."""
+        return self.together([text], max_tokens, mode)[0]
+
+    def together(self, texts: Sequence[tuple[int, ...]], max_tokens: int, mode: str) -> list[Timings]:
+        """The same for all texts at once, which begin at the same time.
 
         Raises:
-            InvalidRequest: the text is too short for that.
-            WorkerError: the tokens are not the text's, or the request did not end well.
+            InvalidRequest: a text is too short for that.
+            WorkerError: the tokens are not the text's, or a request did not end well.
         """
-        if len(text) < PROMPT_TOKENS + max_tokens + 1:
-            raise InvalidRequest(f"the text has {len(text)} tokens; expected {PROMPT_TOKENS + max_tokens + 1} or more")
-        self._text, begun = text, len(self._told)
+        needed, shortest = PROMPT_TOKENS + max_tokens + 1, min(map(len, texts))
+        if shortest < needed:
+            raise InvalidRequest(f"the text has {shortest} tokens; expected {needed} or more")
+        begun = len(self._told)
+        requests = {f"r{begun}-{number}": text for number, text in enumerate(texts)}
+        self._texts.update(requests)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = f"r{begun}"
         with self._virtual_clock():
-            self.rounds.begin(
-                Admit(request, text[:PROMPT_TOKENS], sampling, mode, frozenset()), self.world.now_ns()
-            )
+            for request, text in requests.items():
+                admit = Admit(request, text[:PROMPT_TOKENS], sampling, mode, frozenset())
+                self.rounds.begin(admit, self.world.now_ns())
             with suppress(Quiet):
                 while True:
                     self._drafter.turn()
-        told = self._told[begun:]
-        said = tuple(token for event in told if isinstance(event, Committed) for token in event.tokens)
-        if not isinstance(told[-1], Ended):
-            raise WorkerError(f"the simulated request did not end well: {told[-1]}")
+        return [self._ended(request, text, max_tokens, self._told[begun:]) for request, text in requests.items()]
+
+    def _ended(self, request: str, text: Sequence[int], max_tokens: int, told: Sequence[ToFront]) -> Timings:
+        mine = [event for event in told if getattr(event, "request", "") == request]
+        if not isinstance(mine[-1], Ended):
+            raise WorkerError(f"the simulated request did not end well: {mine[-1]}")
+        said = tuple(token for event in mine if isinstance(event, Committed) for token in event.tokens)
         if said != text[PROMPT_TOKENS : PROMPT_TOKENS + max_tokens]:
             raise WorkerError("the simulated request did not say what its text says")
-        return told[-1].timings
+        return mine[-1].timings
 
     def _handle(self, sender: str, message: Message) -> None:
         self.rounds.handle(sender, message, self.world.now_ns())

@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.core import tuning
 from outrider.orchestrator.machine import blas
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.model_files import embedded_pair
@@ -56,12 +57,19 @@ def _page(report: dict[str, Any]) -> str:
         ("libraries", ", ".join(f"{name} {number}" for name, number in machine["libraries"].items())),
         ("MLX runs on", machine["mlx_device"]),
         ("BLAS", _blas(machine["blas"])),
+        ("auto knows", _kept()),
     ]
     lines = [f"{name:12} {value}" for name, value in rows]
     if report["placements"]:
         lines += ["", f"drafting with {report['model']}: milliseconds for one token, and for eight at once"]
         lines += [_placement(place) for place in report["placements"]]
     return "\n".join(lines)
+
+
+def _kept() -> str:
+    """Where tune's records and what servers learned lie."""
+    kept = [sum(1 for _ in tuning.folder().glob(f"{kind}-*.json")) for kind in ("tuning", "memory")]
+    return "{} pairs by tune, {} by running them: {}".format(*kept, tuning.folder())
 
 
 def _placement(place: dict[str, Any]) -> str:

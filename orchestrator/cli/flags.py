@@ -58,6 +58,8 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-prompt-cache", dest="prompt_cache", action="store_false", default=None, help=forget)
     timeout = f"how long a worker may be silent until it is given up, default {_DEFAULTS.worker_timeout}"
     group.add_argument("--worker-timeout", type=int, metavar="SECONDS", help=timeout)
+    forget = "start auto afresh, and keep nothing of what it learns"
+    group.add_argument("--no-memory", dest="memory", action="store_false", default=None, help=forget)
     group.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing or Perfetto")
     group.add_argument("--replay", type=Path, metavar="FILE", help="script of the replay drafter")
     group.add_argument("--simulate", type=Path, metavar="FILE", help="a machine's latency profile to keep to")

@@ -40,9 +40,10 @@ class LocalCluster:
     - `ngrams` True: let repeated text fill what the drafter has not reached.
     - `colocate` False: the target drafts in its own process, in turn with verifying.
     - `endpoint`: where clients connect, ipc://PATH or tcp://HOST:PORT; None: a fresh socket of its own.
-    - `threads` 1: BLAS threads of each worker. `max_active` 1: requests in flight at once.
+    - `threads` 1: BLAS threads of each worker. `max_active` 4: requests in flight at once.
     - `kv_memory` None: bytes, or like "2GB", for keys and values in all workers; None: by the machine.
     - `prompt_cache` True: keep what was read of texts that have ended, for those that begin alike.
+    - `memory` True: carry over from run to run what `auto` learned of this pair on this machine.
     - `max_waiting` 256: how many may wait. `worker_timeout` 30: seconds of silence until a worker is given up.
     - `trace`: a file for a timeline. `simulate`: a latency profile to keep to. `log_level` "warning".
 

@@ -1,30 +1,32 @@
-"""The controller of `--mode auto`: which mode and which K the next rounds use, by expected tokens per second.
+"""The controller of `--mode auto`: which mode, K and B the next rounds use, by the tokens a second that all bring.
 
-It predicts with the formula (see `speedup`), trusts what it measured over what it predicts, tries what it has
-not measured lately when the prediction says it might pay, and goes back to AR when nothing does. What a tuning found
-best it begins with, and keeps, K and B too, until something else was measured to be better. Shared by all requests, so
-it remembers. It has no clock and no chance: what it is told decides what it says.
+It predicts with the formula (`forecasts`), trusts what it measured over what it predicts, tries what it has not
+measured when the prediction says that it pays, and goes back to AR when nothing does. What a tuning found best for one
+request alone it begins with, and keeps, K and B too, until something else was measured to be better. All requests of a
+kind follow one plan, so plain decoding is plain for all. What was measured is kept by load, for with each the best may
+be another. It has no clock and no chance: what it is told decides what it says.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.speedup import Costs, Odds, ar_rate, sd_rate, ssd_rate
+from outrider.orchestrator.core.forecasts import Forecast, Forecasts, Plan, Way
 from outrider.orchestrator.core.tuning import Choice
 
-DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 # An episode is long enough to be measured: rounds are kept in one mode for this many.
 EPISODE_ROUNDS = 12
 # A mode not measured for this many episodes may be tried again, if the formula puts it within the margin of the best;
-# else after so many times as long.
+# else after so many times as long. Of what was never measured the formula may know little: its margin is wider, and it
+# is tried at once where it promises that much more.
 FIRST_RETRY = 6
 TUNED_RETRY = 24  # of what a tuning has looked at
 LAST_RETRY = 192
 TRY_MARGIN = 0.9
+UNTRIED_MARGIN, FIRST_MARGIN = 0.6, 1.1
 UNLIKELY = 8
 # A try ends early when it has brought less than this share of the best in so many measured rounds.
 TRY_ROUNDS = 4
@@ -37,26 +39,10 @@ OTHER_DEPTH_MARGIN = 1.05
 STAY_MARGIN = 1.02
 # From what a tuning recommends only by this much and the error of both rates: other work comes and goes meanwhile.
 HOME_MARGIN = 1.05
+# The formula's error about a way at one load is half of it, by factors, at the next; more than this is another matter.
+MOST_ERROR = 1.5
 # What a tuning says counts as much as this many milliseconds of measuring.
 TUNING_WEIGHT_MS = 100.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How rounds are made: `mode` is ar, sd or ssd; `depth` is K, `branches` B."""
-
-    mode: str
-    depth: int
-    branches: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """What there is to choose from: a mode that keeps to a tuned K and B, or, without a depth, follows the formula."""
-
-    mode: str
-    depth: int = 0
-    branches: int = 0
 
 
 @dataclass(slots=True)
@@ -110,38 +96,55 @@ class Attempt:
 
 @dataclass(slots=True)
 class Controller:
-    """Chooses among `modes`, with K up to `max_depth` and `branches` where nothing was tuned, for `width` requests at
-    once, whose rounds it sees in turn. `why` explains the latest choice.
+    """Chooses among `modes`, with K up to `max_depth` and B up to `branches`, or, `fixed`, just that, where nothing was
+    tuned. `why` explains the latest choice.
     """
 
     estimates: Estimates
     modes: tuple[str, ...]
     max_depth: int
     branches: int = 0
-    width: int = 1
+    fixed: bool = False
     why: str = "not started"
+    _active: int = 1
     _plan: Plan | None = None
     _way: Way | None = None
     _home: Way | None = None
     _tuned: dict[str, Way] = field(default_factory=dict)
-    _records: dict[Way, Record] = field(default_factory=dict)
+    _by_load: dict[int, dict[Way, Record]] = field(default_factory=dict)
     _episode: int = 0
     _rounds: int = 0
     _trial: Attempt | None = None
 
     def start_from(self, choices: Iterable[Choice]) -> None:
-        """Takes a tuning's rates, best first, for first measurements, soon outweighed by real ones, and its K and B."""
+        """Takes rates, best first, for first measurements, soon outweighed by real ones, and a tuning's K and B."""
         for choice in choices:
             if choice.mode not in self.modes or choice.tokens_per_second <= 0:
                 continue
             way = Way(choice.mode, choice.depth, choice.branches if choice.mode == "ssd" else 0)
             source = "measured before" if choice.measured else "a forecast of tune's"
-            rate = choice.tokens_per_second / 1000
-            self._records[way] = Record(rate * TUNING_WEIGHT_MS, TUNING_WEIGHT_MS, retry=TUNED_RETRY, source=source)
-            self._home = self._home or way
+            if choice.depth and self._tuned.setdefault(choice.mode, way) != way:
+                continue  # of an older tuning
+            rate, records = choice.tokens_per_second / 1000, self._by_load.setdefault(_load(choice.at_once), {})
+            retry = FIRST_RETRY if choice.measured and not choice.depth else TUNED_RETRY
+            records[way] = Record(rate * TUNING_WEIGHT_MS, TUNING_WEIGHT_MS, retry=retry, source=source)
             if choice.depth:
-                self._tuned[choice.mode] = way
-                self._records[Way(choice.mode)] = Record(retry=TUNED_RETRY)
+                records.setdefault(Way(choice.mode), Record(retry=TUNED_RETRY))
+            if choice.at_once == 1 and self._home is None:
+                self._home = way
+
+    def learned(self) -> Iterator[Choice]:
+        """What was measured here, as `start_from` takes it."""
+        for load, records in self._by_load.items():
+            for way, record in records.items():
+                if record.rate is not None and record.source == "measured":
+                    yield Choice(way.mode, way.depth, way.branches, 1000 * record.rate, True, 1 << load)
+
+    def turn_to(self, active: int) -> None:
+        """So many requests run at once now; where that is another load, what was measured at that one decides."""
+        if _load(active) != _load(self._active):
+            self._plan = None
+        self._active = max(active, 1)
 
     def plan(self) -> Plan:
         """The plan for the next round."""
@@ -154,74 +157,89 @@ class Controller:
     @property
     def is_due(self) -> bool:
         """Whether the next `plan` chooses anew."""
-        hopeless = self._trial is not None and self._trial.is_hopeless(self._rounds // self.width - 1)
-        return self._plan is None or self._rounds >= EPISODE_ROUNDS * self.width or hopeless
+        hopeless = self._trial is not None and self._trial.is_hopeless(self._rounds // self._active - 1)
+        return self._plan is None or self._rounds >= EPISODE_ROUNDS * self._active or hopeless
 
     def saw_round(self, plan: Plan, tokens: int, milliseconds: float) -> None:
-        """What a round under `plan` brought. The first of an episode pays for the change and is not counted."""
+        """What one request's round under `plan` brought; all that run meanwhile bring their share in the same time.
+
+        The first of an episode pays for the change and is not counted.
+        """
         if plan != self._plan or self._way is None:
             return
         self._rounds += 1
-        if self._rounds > self.width and milliseconds > 0:
-            self._records.setdefault(self._way, Record()).add(tokens, milliseconds, self._episode)
+        if self._rounds > self._active and milliseconds > 0:
+            brought = tokens * self._active
+            self._records.setdefault(self._way, Record()).add(brought, milliseconds, self._episode)
             if self._trial is not None:
-                self._trial.tokens += tokens
+                self._trial.tokens += brought
                 self._trial.milliseconds += milliseconds
 
+    @property
+    def _records(self) -> dict[Way, Record]:
+        return self._by_load.setdefault(_load(self._active), {})
+
     def _choose(self) -> Plan:
-        predicted = self._predictions()
-        rates = {way: rate for way, record in self._records.items() if (rate := record.rate) is not None}
-        usual = [self._tuned.get(mode, Way(mode)) for mode in self.modes]
-        untried = [way for way in usual if way not in rates]
-        if untried:
-            self._records.setdefault(untried[-1], Record())
-            return self._try(untried[-1], predicted, max(rates.values(), default=0.0), "not measured yet")
-        best = max(rates, key=lambda way: rates[way])
+        forecasts = self._forecasts(self._active)
+        guesses = self._guesses(forecasts)
+        rates = self._rates(self._records)
+        self._trial = None
+        if not rates:
+            return self._take(max(guesses, key=guesses.__getitem__), forecasts, "not measured yet")
+        best = max(rates, key=rates.__getitem__)
         current = self._way if self._way in rates else best
         if rates[best] < self._to_leave(current, best, rates[current]):
             best = current
-        overdue = self._overdue(best, rates, predicted)
+        overdue = self._overdue(best, rates, forecasts, guesses)
         if overdue is not None:
-            age = f"not measured for {self._age(overdue)} episodes"
-            return self._try(overdue, predicted, rates[best], age if overdue in rates else "another K may be better")
-        self._trial = None
+            self._trial = Attempt(rates[best])
+            return self._take(overdue, forecasts, self._why_try(overdue, rates))
         source = self._records[best].source
-        return self._take(best, predicted, f"{rates[best] * 1000:.0f} tokens/s, {source}, the best")
+        return self._take(best, forecasts, f"{rates[best] * 1000:.0f} tokens/s, {source}, the best")
+
+    def _why_try(self, way: Way, rates: dict[Way, float]) -> str:
+        if way in rates:
+            return f"not measured for {self._age(way)} episodes"
+        return "another K may be better" if way.mode in {known.mode for known in rates} else "not measured yet"
 
     def _to_leave(self, current: Way, other: Way, rate: float) -> float:
         """What `other` must bring to take the place of `current`: luck alone must not drive it from what was tuned."""
-        if current != self._home:
+        if current != self._home or self._active > 1:
             return rate * STAY_MARGIN
         return rate * HOME_MARGIN + math.hypot(self._records[current].noise, self._records[other].noise)
 
-    def _try(self, way: Way, predicted: dict[Way, tuple[Plan, float]], to_beat: float, why: str) -> Plan:
-        self._trial = Attempt(to_beat)
-        return self._take(way, predicted, why)
-
-    def _overdue(self, best: Way, rates: dict[Way, float], predicted: dict[Way, tuple[Plan, float]]) -> Way | None:
-        """A way worth another try; each try that changes nothing doubles the time until the next."""
-        for way, (_, rate) in predicted.items():
-            if way == best or not self._differs(way, predicted):
+    def _overdue(
+        self, best: Way, rates: dict[Way, float], forecasts: dict[Way, Forecast], guesses: dict[Way, float]
+    ) -> Way | None:
+        """A way worth another try, of several the one that promises most; a try that changes nothing doubles the time
+        until the next."""
+        for way in sorted(guesses, key=lambda way: -guesses[way]):
+            if way == best or not self._differs(way, forecasts):
                 continue
-            record = self._records[way]
-            hopeful = max(rate, rates.get(way, 0.0)) > TRY_MARGIN * rates[best]
-            patience = record.retry if hopeful else UNLIKELY * record.retry
-            if self._age(way) >= patience:
+            record = self._records.setdefault(way, Record(last_episode=self._episode))
+            if self._age(way) >= self._patience(way, rates, rates[best], guesses[way]):
                 record.retry = min(record.retry * 2, LAST_RETRY)
                 return way
         self._records[best].retry = FIRST_RETRY
         return None
 
-    def _differs(self, way: Way, predicted: dict[Way, tuple[Plan, float]]) -> bool:
+    def _patience(self, way: Way, rates: dict[Way, float], best: float, guess: float) -> int:
+        """For how many episodes a way is left alone."""
+        if way not in rates and way.mode not in self._tuned and guess > FIRST_MARGIN * best:
+            return 0
+        retry, margin = self._records[way].retry, TRY_MARGIN if way in rates else UNTRIED_MARGIN
+        return retry if max(guess, rates.get(way, 0.0)) > margin * best else UNLIKELY * retry
+
+    def _differs(self, way: Way, forecasts: dict[Way, Forecast]) -> bool:
         """Whether the formula's own K is, by the formula, clearly better than the tuned one of the same mode."""
         tuned = self._tuned.get(way.mode)
-        if tuned is None or way == tuned:
+        if tuned is None or way == tuned or tuned not in forecasts:
             return True
-        (plan, rate), (known, usual) = predicted[way], predicted[tuned]
+        (plan, rate), (known, usual) = forecasts[way], forecasts[tuned]
         return plan.depth != known.depth and rate > OTHER_DEPTH_MARGIN * usual
 
-    def _take(self, way: Way, predicted: dict[Way, tuple[Plan, float]], why: str) -> Plan:
-        plan, _ = predicted[way]
+    def _take(self, way: Way, forecasts: dict[Way, Forecast], why: str) -> Plan:
+        plan, _ = forecasts[way]
         settings = {"ar": "", "sd": f", K = {plan.depth}"}.get(plan.mode, f", K = {plan.depth}, B = {plan.branches}")
         self._way, self.why = way, f"{plan.mode}{settings}: {why}"
         return plan
@@ -229,25 +247,33 @@ class Controller:
     def _age(self, way: Way) -> int:
         return self._episode - self._records[way].last_episode
 
-    def _predictions(self) -> dict[Way, tuple[Plan, float]]:
-        """By way: its plan, K being the formula's best where none is tuned, and the tokens per millisecond of that."""
-        costs, odds = self._costs(), self._odds()
-        depths = [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
-        rates: dict[str, Callable[[int], float]] = {
-            "ar": lambda depth: ar_rate(costs),
-            "sd": lambda depth: sd_rate(costs, odds, depth),
-            "ssd": lambda depth: ssd_rate(costs, odds, depth),
-        }
-        found = {}
-        for way in (*self._tuned.values(), *map(Way, self.modes)):
-            rate = rates[way.mode]
-            depth = way.depth or (1 if way.mode == "ar" else max(depths, key=rate))
-            found[way] = (Plan(way.mode, depth, way.branches or self.branches), rate(depth))
-        return found
+    def _guesses(self, forecasts: dict[Way, Forecast]) -> dict[Way, float]:
+        """What each way should bring: the formula's rate, times its error about that way at the nearest load."""
+        here = _load(self._active)
+        return {way: rate * self._error(way, here, rate) for way, (_, rate) in forecasts.items()}
 
-    def _costs(self) -> Costs:
-        e = self.estimates
-        return Costs(e.ar_ms(), e.verify_ms, e.draft_ms, lambda depth: (depth + 1) * e.depth_ms(), e.turnaround_ms())
+    def _error(self, way: Way, here: int, rate: float) -> float:
+        """What the way was measured to bring over what the formula says of it; 1 where nothing was measured."""
+        rates = {load: self._rates(records).get(way) for load, records in self._by_load.items()}
+        known = {load: measured for load, measured in rates.items() if measured is not None}
+        if not known:
+            return 1.0
+        nearest = min(known, key=lambda load: abs(load - here))
+        there = rate if nearest == here else self._forecasts(1 << nearest)[way][1]
+        error = min(max(known[nearest] / there, 1 / MOST_ERROR), MOST_ERROR)
+        return math.pow(error, 0.5 ** abs(nearest - here))
 
-    def _odds(self) -> Odds:
-        return Odds(self.estimates.drafted.expected_tokens, self.estimates.hit_rate())
+    def _rates(self, records: dict[Way, Record]) -> dict[Way, float]:
+        return {way: rate for way, record in records.items() if (rate := record.rate) is not None}
+
+    def _forecasts(self, at_once: int) -> dict[Way, Forecast]:
+        """By way: its plan, and the tokens per millisecond of that. A tuning is of one request at a time."""
+        ways = [*(self._tuned.values() if at_once == 1 else ()), *map(Way, self.modes)]
+        fixed = self.fixed or at_once == 1
+        formula = Forecasts(self.estimates, at_once, self.max_depth, self.branches, fixed)
+        return {way: formula.of(way) for way in ways}
+
+
+def _load(active: int) -> int:
+    """Loads that are about alike: one request, two, up to four, up to eight."""
+    return max(active - 1, 0).bit_length()

@@ -1,144 +1,107 @@
 """Live estimates of what things cost and how often they succeed; milliseconds and probabilities.
 
-Fed with measured spans and outcomes by the rounds; read by the fallback and the controller. Takes no clock of its own.
+Fed with measured spans and outcomes; read by the fallback and the controller. Takes no clock of its own. A forward's
+time follows its rows, whoever's they are; what a millisecond is worth follows what all requests bring in it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from outrider.orchestrator.core.tuning import Tuning
+from outrider.orchestrator.core.acceptance import Acceptance
+from outrider.orchestrator.core.averages import Average, Slope
+from outrider.orchestrator.core.row_costs import COST_PER_ROW, RowCosts, usual
+from outrider.orchestrator.core.tuning import Choice, Tuning
 
-SMOOTHING = 0.1
-PRIOR_WEIGHT = 8.0
-PRIOR_ACCEPTANCE = 0.7
 # Of tokens copied from the text, by how many before them matched.
 PRIOR_COPIED = (0.3, 0.3, 0.45, 0.55, 0.65, 0.75)
-PRIOR_HIT_RATE = 0.8
-FADE = 0.99
 # How well copies hold changes from text to text, and with the temperature: few positions and a short memory follow.
 COPY_WEIGHT = 2.0
 COPY_FADE = 0.95
-# The least variance of rows that tells what a row costs.
-MIN_SPREAD = 0.5
-# Until measured: a row more costs a tenth of the first.
-COST_PER_ROW = 0.1
-MAX_POSITIONS = 64
-
-
-class Average:
-    """An exponential moving average that starts with its first value."""
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-
-    def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
-
-
-class Slope:
-    """How much y grows with x, by least squares; old points fade. Noise that moves all points alike averages out."""
-
-    def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-
-    def add(self, x: float, y: float) -> None:
-        self._n, self._x, self._y = FADE * self._n + 1, FADE * self._x + x, FADE * self._y + y
-        self._xx, self._xy = FADE * self._xx + x * x, FADE * self._xy + x * y
-
-    @property
-    def value(self) -> float | None:
-        """None until the points differ enough in x."""
-        spread = self._n * self._xx - self._x**2
-        if spread <= MIN_SPREAD * self._n**2:
-            return None
-        return (self._n * self._xy - self._x * self._y) / spread
-
-
-class Acceptance:
-    """How often chain token i held, given that those before it did.
-
-    The first `positions` are told apart, but for the last of them, which stands for all that follow.
-    """
-
-    def __init__(
-        self,
-        prior: float = PRIOR_ACCEPTANCE,
-        weight: float = PRIOR_WEIGHT,
-        positions: int = MAX_POSITIONS,
-        fade: float = FADE,
-    ) -> None:
-        self._prior, self._weight, self._fade = prior, weight, fade
-        self._tried = [0.0] * positions
-        self._held = [0.0] * positions
-
-    def add(self, chain_length: int, accepted: int) -> None:
-        for index in range(min(accepted + 1, chain_length)):
-            position = min(index, len(self._tried) - 1)
-            self._tried[position] = self._fade * self._tried[position] + 1.0
-            self._held[position] = self._fade * self._held[position] + float(index < accepted)
-
-    def start_from(self, rates: Sequence[float]) -> None:
-        """Takes these for what `PRIOR_WEIGHT` rounds showed."""
-        for position, rate in enumerate(rates[:MAX_POSITIONS]):
-            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * rate
-
-    def rate(self, position: int) -> float:
-        position = min(position, len(self._tried) - 1)
-        return (self._held[position] + self._weight * self._prior) / (self._tried[position] + self._weight)
-
-    def reach(self, position: int) -> float:
-        """Probability that chain token `position` and all before it hold."""
-        return math.prod(self.rate(i) for i in range(position + 1))
-
-    def expected_tokens(self, chain_length: int) -> float:
-        """E[tokens] of a round with a chain of this length, the bonus token included."""
-        return 1.0 + sum(self.reach(position) for position in range(chain_length))
+PRIOR_HIT_RATE, PRIOR_BRANCHES = 0.8, 16
+# What B branches fewer miss: the misses of theorem 12 grow by this power of the budget.
+MISS_POWER = 0.5
+PRIOR_VERIFY_MS, PRIOR_DEPTH_MS, PRIOR_LINK_MS, PRIOR_TURNAROUND_MS = 10.0, 3.0, 0.5, 0.3
 
 
 class Estimates:
-    """What the orchestrator believes about its workers and the text, all requests of one load together."""
+    """What the orchestrator believes about its workers and the text. `active`: so many requests share the workers."""
 
-    def __init__(self, text: Estimates | None = None) -> None:
-        """`text`: estimates whose odds of the text and of the pair hold here too; costs are this load's own."""
-        self._verify_ms: dict[int, Average] = {}
+    def __init__(self) -> None:
+        self.active = 1
+        self.drafted = Acceptance()
+        self._copied = [Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_COPIED]
+        self._verify_ms = RowCosts()
+        self._plain_ms = RowCosts()
+        self._trees_ms = RowCosts()
         self._row_ms = Slope()
+        self._beside = Average()
         self._step_ms = Average()
         self._depth_ms = Average()
         self._link_ms = Average()
+        self._link_alone_ms = Average()
         self._round_tokens = Average()
         self._round_ms = Average()
-        self._ar_ms = Average()
         self._hits = Average()
+        self._covered = Average()
+        self._branches = Average()
         self._turnaround_ms = Average()
-        self.drafted: Acceptance = Acceptance() if text is None else text.drafted
-        copied = [Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_COPIED]
-        self._copied: list[Acceptance] = copied if text is None else text._copied
+
+    # --- what was seen --------------------------------------------------------------------------------------------
 
     def start_from(self, tuning: Tuning) -> None:
-        """Takes a tuning's measurements for first values."""
+        """Takes earlier measurements for first values."""
         for rows, milliseconds in tuning.verify_ms:
             self.saw_verify(rows, milliseconds)
-        self._ar_ms.add(tuning.step_ms)
+        for rows, milliseconds in tuning.plain_ms or ((1, tuning.step_ms),):
+            self._plain_ms.add(rows, milliseconds)
+        for rows, milliseconds in tuning.trees_ms:
+            self._trees_ms.add(rows, milliseconds)
         self._step_ms.add(tuning.draft_ms)
         self._depth_ms.add(tuning.depth_ms)
         self._link_ms.add(tuning.link_ms)
+        self._link_alone_ms.add(tuning.link_ms)
         self._turnaround_ms.add(tuning.turnaround_ms)
         self._hits.add(tuning.hit_rate)
+        self._covered.add(tuning.hit_rate)
+        self._branches.add(max((choice.branches for choice in tuning.choices), default=0) or PRIOR_BRANCHES)
         self.drafted.start_from(tuning.acceptance)
 
-    def saw_verify(self, rows: int, milliseconds: float) -> None:
-        self._verify_ms.setdefault(rows, Average()).add(milliseconds)
+    def told(self, choices: tuple[Choice, ...], temp: float) -> Tuning:
+        """All this as a record that `start_from` takes."""
+        return Tuning(
+            step_ms=self.plain_ms(1),
+            verify_ms=self._verify_ms.points,
+            depth_ms=self.depth_ms(),
+            draft_ms=self.step_ms(),
+            link_ms=_or(self._link_alone_ms, PRIOR_LINK_MS),
+            turnaround_ms=self.turnaround_ms(),
+            acceptance=self.drafted.known(),
+            hit_rate=self.covered(PRIOR_BRANCHES),
+            choices=choices,
+            temp=temp,
+            plain_ms=self._plain_ms.points,
+            trees_ms=self._trees_ms.points,
+        )
+
+    def saw_verify(self, rows: int, milliseconds: float, own: int | None = None) -> None:
+        """A forward of so many rows, `own` of them one request's; None: all."""
+        self._verify_ms.add(rows, milliseconds)
         self._row_ms.add(rows, milliseconds)
+        self._beside.add(rows - (rows if own is None else own))
+
+    def saw_plain(self, texts: int, milliseconds: float) -> None:
+        """From one token of plain decoding to the next, so many texts decoding together."""
+        self._plain_ms.add(texts, milliseconds)
 
     def saw_draft(self, tokens: int, milliseconds: float) -> None:
         """A chain of `tokens` drafted in one go."""
         self._step_ms.add(milliseconds / max(tokens, 1))
 
-    def saw_depth(self, milliseconds: float) -> None:
-        """All branches one token deeper."""
+    def saw_depth(self, branches: int, milliseconds: float) -> None:
+        """One token more for all of a request's branches, which came so long after the one before."""
         self._depth_ms.add(milliseconds)
+        self._trees_ms.add(branches * self.active, milliseconds)
 
     def saw_chain(self, drafted: int, accepted: int, copied: int = 0, matched: int = 0) -> None:
         """A verified chain of `drafted` tokens from a drafter and then `copied` ones, for which so many had matched."""
@@ -146,57 +109,60 @@ class Estimates:
         if copied and accepted >= drafted:
             self.copied(matched).add(copied, accepted - drafted)
 
-    def copied(self, matched: int) -> Acceptance:
-        """How well tokens hold that followed so many matching ones before."""
-        return self._copied[min(matched, len(self._copied) - 1)]
-
     def saw_link(self, milliseconds: float) -> None:
-        """What asking the drafter cost beyond its own work."""
+        """What asking the drafter cost beyond its own work; in company that includes its work for others."""
         self._link_ms.add(milliseconds)
+        if self.active == 1:
+            self._link_alone_ms.add(milliseconds)
 
     def saw_round(self, tokens: int, milliseconds: float) -> None:
+        """What one request's round brought, and how long it took."""
         self._round_tokens.add(tokens)
         self._round_ms.add(milliseconds)
 
-    def saw_ar(self, milliseconds: float) -> None:
-        """From one token of plain decoding to the next."""
-        self._ar_ms.add(milliseconds)
-
-    def saw_lookup(self, hit: bool) -> None:
+    def saw_lookup(self, hit: bool, branches: int = 0) -> None:
+        """`branches`: how many there were to be, if all of them were there in time; 0: not all were."""
         self._hits.add(float(hit))
+        if branches:
+            self._covered.add(float(hit))
+            self._branches.add(branches)
 
     def saw_turnaround(self, milliseconds: float) -> None:
         """The target's wait between an outcome and the verify of a hit."""
         self._turnaround_ms.add(milliseconds)
 
-    def ar_ms(self) -> float:
-        """A token of plain decoding in the target, one step pipelined."""
-        return self._ar_ms.value if self._ar_ms.value is not None else self.verify_ms(1)
+    # --- the target -----------------------------------------------------------------------------------------------
 
-    def hit_rate(self) -> float:
-        return self._hits.value if self._hits.value is not None else PRIOR_HIT_RATE
-
-    def turnaround_ms(self) -> float:
-        return self._turnaround_ms.value if self._turnaround_ms.value is not None else 0.3
-
-    def row_ms(self) -> float:
-        """What one row more adds to a verify."""
-        usual, measured = COST_PER_ROW * self.verify_ms(1), self._row_ms.value
-        return usual if measured is None else min(max(measured, 0.0), self.verify_ms(1))
+    def forward_ms(self, rows: int) -> float:
+        """c(M): a forward of so many rows, whoever's they are."""
+        known = self._verify_ms(rows)
+        if known is None:
+            known = self._plain_ms(rows)
+        return known if known is not None else PRIOR_VERIFY_MS * usual(rows)
 
     def verify_ms(self, rows: int) -> float:
-        """c(M): measured for this many rows, else from the nearest measured by `COST_PER_ROW`."""
-        known = self._verify_ms.get(rows)
-        if known is not None and known.value is not None:
-            return known.value
-        nearest = min(self._verify_ms, key=lambda m: abs(m - rows), default=None)
+        """A forward with so many rows of one request, beside the others' as they were of late."""
+        beside = self._beside.value if self.active > 1 else 0.0
+        return self.forward_ms(rows + round(beside or 0.0))
+
+    def row_ms(self) -> float:
+        """What one row more adds to a forward."""
+        first = self.forward_ms(1)
+        measured = self._row_ms.value
+        return COST_PER_ROW * first if measured is None else min(max(measured, 0.0), first)
+
+    def plain_ms(self, texts: int) -> float:
+        """A token each for so many texts that decode plainly, one step pipelined."""
+        nearest = min((rows for rows, _ in self._plain_ms.points), key=lambda rows: abs(rows - texts), default=None)
         if nearest is None:
-            return 10.0
-        return (
-            (self._verify_ms[nearest].value or 10.0)
-            * (1 + COST_PER_ROW * (rows - 1))
-            / (1 + COST_PER_ROW * (nearest - 1))
-        )
+            return self.forward_ms(texts)
+        pipelined = (self._plain_ms(nearest) or 0.0) / self.forward_ms(nearest)
+        return pipelined * self.forward_ms(texts)
+
+    def turnaround_ms(self) -> float:
+        return _or(self._turnaround_ms, PRIOR_TURNAROUND_MS)
+
+    # --- the drafter ----------------------------------------------------------------------------------------------
 
     @property
     def has_drafted(self) -> bool:
@@ -205,17 +171,56 @@ class Estimates:
 
     def draft_ms(self, tokens: int) -> float:
         """Asking a drafter for a chain of `tokens` and having it."""
-        step = self._step_ms.value if self._step_ms.value is not None else self.depth_ms()
-        return tokens * step + self.link_ms()
+        return tokens * self.step_ms() + self.link_ms()
+
+    def chain_ms(self, tokens: int) -> float:
+        """The same from a drafter that has nothing else to do."""
+        return tokens * self.step_ms() + _or(self._link_alone_ms, PRIOR_LINK_MS)
+
+    def step_ms(self) -> float:
+        """A token of a chain that is asked for."""
+        return _or(self._step_ms, self.depth_ms())
 
     def link_ms(self) -> float:
         """There and back between here and a drafter."""
-        return self._link_ms.value if self._link_ms.value is not None else 0.5
+        return _or(self._link_ms, PRIOR_LINK_MS)
 
     def depth_ms(self) -> float:
-        return self._depth_ms.value if self._depth_ms.value is not None else 3.0
+        """One token more for all of a request's branches, as of late."""
+        return _or(self._depth_ms, PRIOR_DEPTH_MS)
 
-    def tokens_per_ms(self) -> float:
-        """The rate at which tokens have been coming; what a millisecond of waiting costs."""
+    def trees_ms(self, branches: int) -> float:
+        """One token more for so many branches, all requests' together."""
+        known = self._trees_ms(branches)
+        return self.depth_ms() * usual(branches) / usual(PRIOR_BRANCHES) if known is None else known
+
+    # --- odds and worth -------------------------------------------------------------------------------------------
+
+    def copied(self, matched: int) -> Acceptance:
+        """How well tokens hold that followed so many matching ones before."""
+        return self._copied[min(matched, len(self._copied) - 1)]
+
+    def hit_rate(self) -> float:
+        return _or(self._hits, PRIOR_HIT_RATE)
+
+    def covered(self, branches: int) -> float:
+        """How often a lookup finds its branch where all of `branches` are there in time."""
+        missed = 1.0 - _or(self._covered, PRIOR_HIT_RATE)
+        return max(1.0 - missed * math.pow(_or(self._branches, PRIOR_BRANCHES) / max(branches, 1), MISS_POWER), 0.0)
+
+    def own_tokens_per_ms(self) -> float:
+        """The rate at which one request's tokens have been coming; what a millisecond of its waiting costs."""
         tokens, milliseconds = self._round_tokens.value, self._round_ms.value
         return tokens / milliseconds if tokens and milliseconds else 1.0 / self.verify_ms(1)
+
+    def tokens_per_ms(self) -> float:
+        """What all requests bring together; what a millisecond of the target costs."""
+        return self.active * self.own_tokens_per_ms()
+
+    def wait_ms(self, milliseconds: float) -> float:
+        """What a wait takes: in company the others begin without this request, so it is a forward at least."""
+        return milliseconds if self.active == 1 else max(milliseconds, self.verify_ms(1))
+
+
+def _or(average: Average, prior: float) -> float:
+    return prior if average.value is None else average.value

@@ -1,6 +1,7 @@
 """What to verify after a miss, and whether a hit should wait to grow: expected tokens minus the worth of the time.
 
-A millisecond is worth the tokens it has lately brought. Pure functions of the estimates: no clock, no state.
+A millisecond is worth the tokens it has lately brought: of the target's, what all requests brought, of a request's
+waiting, its own. Pure functions of the estimates: no clock, no state.
 """
 
 from __future__ import annotations
@@ -22,11 +23,9 @@ class Stopgap:
 
 def after_miss(estimates: Estimates, tail: Tail, longest: int, has_drafter: bool) -> Stopgap:
     """The best of: an AR step, what is worth copying, the drafter's just-in-time chain of any length."""
-    rate = estimates.tokens_per_ms()
-    best = Stopgap(value=1.0 - rate * estimates.verify_ms(1) + tail.gain)
+    best = Stopgap(value=_alone(estimates, tail))
     for length in range(1, longest + 1 if has_drafter else 1):
-        cost = estimates.verify_ms(length + 1) + estimates.draft_ms(length)
-        value = estimates.drafted.expected_tokens(length) - rate * cost
+        value = _asked(estimates, length)
         if value > best.value:
             best = Stopgap(wait_for=length, value=value)
     return best
@@ -38,32 +37,40 @@ def worth_hoping(estimates: Estimates, alternative: Stopgap, longest: int, wait_
     Without this a branch that comes a moment after its outcome is lost, and with a slow drafter or a long way to it
     those are the branches of full acceptance, round after round.
     """
-    rate = estimates.tokens_per_ms()
     hit = max(
         estimates.drafted.expected_tokens(depth)
-        - rate * (estimates.verify_ms(depth + 1) + (depth - 1) * estimates.depth_ms())
+        - estimates.tokens_per_ms() * estimates.verify_ms(depth + 1)
+        - estimates.own_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
         for depth in range(1, longest + 1)
     )
-    return estimates.hit_rate() * (hit - alternative.value) > rate * wait_ms
+    waiting = estimates.own_tokens_per_ms() * estimates.wait_ms(wait_ms)
+    return estimates.hit_rate() * (hit - alternative.value) > waiting
 
 
 def drafts_better(estimates: Estimates, tail: Tail, longest: int) -> bool:
     """Whether a drafter's chain of `longest` is worth asking for when this can be copied for nothing (SD)."""
-    if not tail.tokens:
-        return True
-    rate = estimates.tokens_per_ms()
-    copied = 1.0 - rate * estimates.verify_ms(1) + tail.gain
-    cost = estimates.verify_ms(longest + 1) + estimates.draft_ms(longest)
-    return estimates.drafted.expected_tokens(longest) - rate * cost > copied
+    return not tail.tokens or _asked(estimates, longest) > _alone(estimates, tail)
 
 
 def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms: float) -> bool:
     """Whether a hit of `depth` tokens should wait for one more, the last having come `since_last_ms` ago."""
     if depth >= longest:
         return False
-    wait = max(estimates.depth_ms() - since_last_ms, 0.0)
-    cost = wait + estimates.verify_ms(depth + 2) - estimates.verify_ms(depth + 1)
-    return estimates.drafted.reach(depth) > estimates.tokens_per_ms() * cost
+    waiting = estimates.own_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
+    row = estimates.tokens_per_ms() * (estimates.verify_ms(depth + 2) - estimates.verify_ms(depth + 1))
+    return estimates.drafted.reach(depth) > waiting + row
+
+
+def _alone(estimates: Estimates, tail: Tail) -> float:
+    """What a step brings, with what can be copied behind it, less the worth of its forward."""
+    return 1.0 - estimates.tokens_per_ms() * estimates.verify_ms(1) + tail.gain
+
+
+def _asked(estimates: Estimates, length: int) -> float:
+    """What a chain that is asked for brings, less the worth of its forward and of the wait."""
+    forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
+    waiting = estimates.own_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length))
+    return estimates.drafted.expected_tokens(length) - forward - waiting
 
 
 def longest_wait_ms(expected_ms: float) -> float:

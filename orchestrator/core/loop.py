@@ -13,6 +13,7 @@ from pathlib import Path
 import zmq
 
 from outrider.orchestrator.core import tuning
+from outrider.orchestrator.core.memory import Memory
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
@@ -46,6 +47,8 @@ class Core:
         self._trace = Trace(settings.trace)
         self._pool = WorkerPool(context, settings, run_dir)
         self._tick_ms = min(TICK_MS, math.ceil(1000 * self._pool.seconds_a_ping))
+        tuned = tuning.path_for(settings)
+        self._memory = Memory(tuning.memory_for(settings) if settings.memory else None, clock.now())
         self._rounds = Rounds(
             self._pool,
             RoundSettings(
@@ -58,7 +61,8 @@ class Core:
             ),
             outbox.put,
             self._trace,
-            tuning.load(tuning.path_for(settings)) if settings.has_draft_worker else (),
+            tuning.load(tuned) if settings.has_draft_worker else (),
+            self._memory.read(tuned),
         )
 
     @property
@@ -92,6 +96,7 @@ class Core:
                 self._keep_watch()
         finally:
             self._rounds.close()
+            self._memory.write(self._rounds.learned(), clock.now())
             self._pool.close()
             self._trace.close()
 
@@ -129,6 +134,8 @@ class Core:
         now_ns = clock.now()
         self._rounds.on_time(now_ns)
         self._pool.ping(now_ns)
+        if not self._rounds.active and self._memory.is_due(now_ns):
+            self._memory.write(self._rounds.learned(), now_ns)
         for loss in self._pool.losses():
             self._on_loss(loss, now_ns)
         if self._pool.news:

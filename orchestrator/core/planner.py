@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.orchestrator.core.controller import Controller, Plan
+from outrider.orchestrator.core.controller import Controller
 from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.proposal import Lookup, Proposal
+from outrider.orchestrator.core.forecasts import Plan
+from outrider.orchestrator.core.proposal import Lookup
 from outrider.orchestrator.core.request import Request, Round, RoundSettings, Waiting
 from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
@@ -20,23 +21,38 @@ from outrider.protocol.messages import Branches, Drafted, Outcome, Span
 class Planner:
     """One for all requests, so that what one taught serves the next."""
 
-    def __init__(self, settings: RoundSettings, tunings: Sequence[Tuning] = ()) -> None:
+    def __init__(self, settings: RoundSettings, tunings: Sequence[Tuning] = (), memory: Sequence[Tuning] = ()) -> None:
+        """`tunings` are tune's, `memory` what an earlier server's planner `learned`."""
         self.estimates = Estimates()
-        self._by_load = {0: self.estimates}
-        self._load = 0
-        self._tunings = tunings
-        if tunings:
-            self.estimates.start_from(tunings[0])
+        self._tunings, self._memory = tunings, memory
+        for known in (*tunings[:1], *memory[:1]):
+            self.estimates.start_from(known)
         self._settings = settings
-        self._controllers: dict[tuple[bool, int | None, int | None, bool, int], Controller] = {}
+        self._controllers: dict[tuple[bool, int | None, int | None, bool], Controller] = {}
+        self._forward_ns = 0
 
-    def turn_to(self, active: int) -> Estimates:
-        """So many requests run at once now: what holds at about this load. Costs and rates are each load's own."""
-        self._load = max(active - 1, 0).bit_length()
-        if self._load not in self._by_load:
-            self._by_load[self._load] = Estimates(self._by_load[0])
-        self.estimates = self._by_load[self._load]
-        return self.estimates
+    def turn_to(self, active: int) -> None:
+        """So many requests run at once now."""
+        self.estimates.active = max(active, 1)
+        for controller in self._controllers.values():
+            controller.turn_to(active)
+
+    def learned(self) -> tuple[Tuning, ...]:
+        """What the next server may start from: costs and odds, and by class of temperature what was measured."""
+        found = []
+        for greedy in (True, False):
+            choices = [
+                choice
+                for (has_drafter, depth, branches, warm), controller in self._controllers.items()
+                if has_drafter and depth is None and branches is None and warm != greedy
+                for choice in controller.learned()
+            ]
+            known = next((record for record in self._memory if record.is_greedy == greedy), None)
+            choices = choices or list(known.choices if known is not None else ())
+            if choices:
+                best_first = sorted(choices, key=lambda choice: -choice.tokens_per_second)
+                found.append(self.estimates.told(tuple(best_first), 0.0 if greedy else 1.0))
+        return tuple(found)
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
@@ -73,18 +89,26 @@ class Planner:
 
     # --- what was sent and what came ------------------------------------------------------------------------------
 
-    def missed(self) -> None:
+    def missed(self, request: Request) -> None:
         """A lookup found nothing, and a drafter was asked."""
-        self.estimates.saw_lookup(False)
+        self.estimates.saw_lookup(False, request.covered)
 
-    def proposed(self, proposal: Proposal) -> None:
-        if proposal.lookup is not Lookup.NONE:
+    def proposed(self, request: Request) -> None:
+        lookup = request.proposal.lookup
+        if lookup is not Lookup.NONE:
             # Late or not: `fallback` says whether that is worth a wait.
-            self.estimates.saw_lookup(proposal.lookup.found)
+            self.estimates.saw_lookup(lookup.found, request.covered)
 
-    def branches(self, message: Branches) -> None:
-        if message.entries:
-            self.estimates.saw_depth(_milliseconds(message.work))
+    def branches(self, request: Request, message: Branches, now_ns: int) -> None:
+        """A push. In company a request's trees wait for the others': what counts is the time since the last one."""
+        if not message.entries:
+            return
+        work_ms = _milliseconds(message.work)
+        if self.estimates.active == 1:
+            self.estimates.saw_depth(len(message.entries), work_ms)
+        elif request.cache.pushes > 1:
+            since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
+            self.estimates.saw_depth(len(message.entries), max(since_ms, work_ms))
 
     def drafted(self, message: Drafted, waiting: Waiting, now_ns: int) -> None:
         work_ms = _milliseconds(message.work)
@@ -99,9 +123,9 @@ class Planner:
         proposal, estimates = ended.proposal, self.estimates
         estimates.saw_round(kept, round_ms)
         if proposal.going_on and not proposal.draft:
-            estimates.saw_ar(round_ms)
+            estimates.saw_plain(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
-            estimates.saw_verify(len(proposal.chain) + 1, _milliseconds(outcome.work))
+            self._saw_forward(len(proposal.chain) + 1, outcome)
             drafted = len(proposal.chain) - proposal.copied
             estimates.saw_chain(drafted, outcome.accepted, proposal.copied, proposal.matched)
         if proposal.chain and outcome.drafting is not None:
@@ -112,22 +136,30 @@ class Planner:
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
             self._controller_of(request).saw_round(ended.plan, kept, round_ms)
 
+    def _saw_forward(self, own: int, outcome: Outcome) -> None:
+        """One forward brings an outcome to each that had a part in it, and is counted once."""
+        if outcome.work.ended_ns != self._forward_ns:
+            self._forward_ns = outcome.work.ended_ns
+            self.estimates.saw_verify(max(outcome.rows, own), _milliseconds(outcome.work), own)
+
     # --- controllers ----------------------------------------------------------------------------------------------
 
     def _controller_of(self, request: Request) -> Controller:
         return self._controller(request.admit, bool(request.drafters))
 
     def _controller(self, admit: Admit, has_drafter: bool) -> Controller:
-        """One for each set of means, class of temperature and load: what was learned with others would mislead."""
-        means = (has_drafter, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0, self._load)
+        """One for each set of means and class of temperature: what was learned with others would mislead."""
+        means = (has_drafter, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0)
         if means not in self._controllers:
             drafts = self._settings.ngrams or self._settings.colocated
             modes = ("ar", "sd", "ssd") if has_drafter else ("ar", "sd") if drafts else ("ar",)
-            width = 2**self._load
-            controller = Controller(self.estimates, modes, self._depth(admit), self._branches(admit), width)
-            tuning = nearest(self._tunings, admit.sampling.temp)
-            if tuning is not None and has_drafter and not self._load:  # a tuning is of one request at a time
-                controller.start_from(choice for choice in tuning.choices if _may_have(admit, choice))
+            fixed = admit.branches is not None
+            controller = Controller(self.estimates, modes, self._depth(admit), self._branches(admit), fixed)
+            controller.turn_to(self.estimates.active)
+            for known in (self._tunings, self._memory) if has_drafter else ():
+                record = nearest(known, admit.sampling.temp)
+                if record is not None and (known is self._tunings or record.is_greedy == (admit.sampling.temp == 0)):
+                    controller.start_from(choice for choice in record.choices if _may_have(admit, choice))
             self._controllers[means] = controller
         return self._controllers[means]
 

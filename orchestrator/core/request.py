@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.account import Account
-from outrider.orchestrator.core.controller import Plan
+from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.ngram import NgramIndex
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
@@ -62,7 +62,8 @@ class Request:
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
     `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `untold` are
-    committed tokens that the drafters, `drafters` by name, do not know yet.
+    committed tokens that the drafters, `drafters` by name, do not know yet. `covered`: how many branches there were to
+    be for the latest outcome, if all had come by then; else 0.
     """
 
     admit: Admit
@@ -74,6 +75,7 @@ class Request:
     round: int = 0
     base_len: int = 0
     accepted: int = 0
+    covered: int = 0
     untold: list[int] = field(default_factory=list)
     proposal: Proposal = field(default_factory=Proposal)
     cache: SpeculationCache = field(default_factory=SpeculationCache)

@@ -40,26 +40,32 @@ class Rounds:
         tell: Callable[[ToFront], None],
         trace: Trace,
         tunings: Sequence[Tuning] = (),
+        memory: Sequence[Tuning] = (),
     ) -> None:
+        """`tunings` are tune's for this pair, `memory` what rounds before these `learned`."""
         self.stale = 0
         self._workers = workers
         self._dispatch = Dispatch(workers)
         self._settings = settings
         self._tell = tell
         self._ledger = Ledger(trace)
-        self._planner = Planner(settings, tunings)
+        self._planner = Planner(settings, tunings, memory)
         self._requests: dict[str, Request] = {}
-        self._turn_to_load(1)
+        self._proposer = Proposer(self._planner.estimates, settings.full_depth, settings.colocated)
 
     @property
     def active(self) -> int:
         return len(self._requests)
 
+    def learned(self) -> tuple[Tuning, ...]:
+        """What later rounds of this pair on this machine may start from."""
+        return self._planner.learned()
+
     # --- what the front says --------------------------------------------------------------------------------------
 
     def begin(self, admit: Admit, now_ns: int) -> None:
         """OPEN to the target and to the drafters: all read the prompt at once."""
-        self._turn_to_load(len(self._requests) + 1)
+        self._planner.turn_to(len(self._requests) + 1)
         less = self._workers.notes() if admit.mode != "ar" else []
         if not self._workers.target_abilities.chains:
             admit = replace(admit, mode="ar")
@@ -165,6 +171,7 @@ class Rounds:
         request.tokens += kept
         request.untold += kept
         request.accepted = outcome.accepted
+        request.covered = request.branches if request.cache.final else 0
         if reason is None:
             request.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
             if outcome.onward is not None:
@@ -183,12 +190,12 @@ class Rounds:
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         self._ledger.branches(sender, message)
-        self._planner.branches(message)
         of_now = message.round == request.round and message.base_len == request.base_len
         if not of_now or not is_sound(message):
             self.stale += 1
             return
         request.cache.add(message)
+        self._planner.branches(request, message, now_ns)
         request.branches_at_ns = now_ns
         self._prepare(request)
         if request.waiting and request.waiting.outcome:
@@ -259,7 +266,7 @@ class Rounds:
             self._dispatch.commit(request, request.round, request.proposal.chain, request.depth)
         request.branches_at_ns = now_ns
         self._ledger.proposed(request, now_ns)
-        self._planner.proposed(request.proposal)
+        self._planner.proposed(request)
 
     def _went_on(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """The target has begun the next round by itself; it is told when that is to be the last such one."""
@@ -284,15 +291,15 @@ class Rounds:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
         self._ledger.asked(request, step.missed)
         if step.missed:
-            self._planner.missed()
-        request.waiting = wait_for_chain(self._estimates, step, self._settings.full_depth, now_ns)
+            self._planner.missed(request)
+        request.waiting = wait_for_chain(self._planner.estimates, step, self._settings.full_depth, now_ns)
         self._dispatch.commit(request, request.round + 1, None, step.depth)
 
     def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
         """Waits, again when a push leaves more to wait for."""
         if request.waiting is None:
             self._ledger.asked(request, False)
-        request.waiting = wait_for_branch(self._estimates, request, step, self._settings.full_depth, now_ns)
+        request.waiting = wait_for_branch(self._planner.estimates, request, step, self._settings.full_depth, now_ns)
 
     def _room(self, request: Request) -> int:
         return room(request, self._workers.target_context)
@@ -329,9 +336,4 @@ class Rounds:
     def _close(self, request: Request) -> None:
         del self._requests[request.id]
         self._dispatch.close(request)
-        self._turn_to_load(len(self._requests))
-
-    def _turn_to_load(self, active: int) -> None:
-        """What was learned with about so many requests at once decides from now on."""
-        self._estimates = self._planner.turn_to(active)
-        self._proposer = Proposer(self._estimates, self._settings.full_depth, self._settings.colocated)
+        self._planner.turn_to(len(self._requests))

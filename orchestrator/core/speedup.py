@@ -1,7 +1,8 @@
 """The formula: tokens per second of AR, SD and SSD from times and probabilities measured one by one.
 
 The paper's theorem 7 with the cost c(M) of verifying M tokens and the turnaround put in. Pure; milliseconds in, tokens
-per millisecond out. The controller, `outrider tune` and `outrider bench` all predict with this one.
+per millisecond out. The controller, `outrider tune` and `outrider bench` all predict with this one. Requests that share
+their forwards share their time: what all bring is that much more, for a forward over all their rows.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Times measured alone. `verify_ms(M)` is c(M); `chain_ms(K)` a just-in-time chain, link included; `tree_ms(K)` the
-    work ahead for full depth K; `turnaround_ms` the target's wait between two verifies on a hit."""
+    work ahead for full depth K; `turnaround_ms` the target's wait between two verifies on a hit.
+
+    With `at_once` requests `step_ms` is of a token for each, `tree_ms` of a tree for each, `chain_ms` still of one
+    chain and `verify_ms(M)` of M rows in all.
+    """
 
     step_ms: float
     verify_ms: Callable[[int], float]
     chain_ms: Callable[[int], float]
     tree_ms: Callable[[int], float]
     turnaround_ms: float
+    at_once: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +53,19 @@ class Kind:
 
 def round_ms(costs: Costs, kind: Kind) -> float:
     """A round of this kind: the target's turn or the drafter's, whichever is longer, and what comes between."""
-    work = max(costs.verify_ms(kind.rows), costs.tree_ms(kind.ahead) if kind.ahead else 0.0)
-    return work + (costs.chain_ms(kind.asked) if kind.asked else 0.0) + costs.turnaround_ms
+    work = max(costs.verify_ms(costs.at_once * kind.rows), costs.tree_ms(kind.ahead) if kind.ahead else 0.0)
+    chain = costs.chain_ms(kind.asked) if kind.asked else 0.0
+    # Of several requests one's chain is drafted while others' are verified, one after the other.
+    return max(work + chain, costs.at_once * chain) + costs.turnaround_ms
 
 
 def mixed_rate(costs: Costs, kinds: Sequence[Kind]) -> float:
     """Theorem 7 for any mix of rounds: the tokens they bring over the time they take."""
-    return sum(k.share * k.tokens for k in kinds) / sum(k.share * round_ms(costs, k) for k in kinds)
+    return costs.at_once * sum(k.share * k.tokens for k in kinds) / sum(k.share * round_ms(costs, k) for k in kinds)
 
 
 def ar_rate(costs: Costs) -> float:
-    return 1.0 / costs.step_ms
+    return costs.at_once / costs.step_ms
 
 
 def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:

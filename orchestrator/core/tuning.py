@@ -1,7 +1,8 @@
-"""What `outrider tune` found out about a pair on this machine, kept between runs so that `auto` starts from it.
+"""What is known of a pair on this machine, kept between runs so that `auto` starts from it.
 
-A pair's records, one a temperature class (greedy, sampled), lie in one file that is found again by models, backend and
-threads. Written whole or not at all; an unreadable file counts as none.
+Two files a pair, found again by models, backend and threads: what `outrider tune` found out, and what a server's own
+rounds taught it (`memory`). Each holds one record a temperature class (greedy, sampled). Written whole or not at all;
+an unreadable file counts as none.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -22,22 +24,31 @@ from outrider.protocol.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 FORMAT = 2
+LEAST_MS = 1e-3  # a forward that takes less was not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A mode with the settings that suit it, and its tokens per second: `measured` in real rounds, or a forecast."""
+    """A mode with the settings that suit it, and its tokens per second: `measured` in real rounds, or a forecast.
+
+    K and B of 0: not tuned, they follow the formula. `at_once`: so many requests brought that rate together.
+    """
 
     mode: str
     depth: int
     branches: int
     tokens_per_second: float
     measured: bool = False
+    at_once: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """At temperature `temp`: costs in milliseconds, each measured alone, and the choices that follow, best first."""
+    """At temperature `temp`: costs in milliseconds, each measured alone, and the choices that follow, best first.
+
+    By rows or number: `verify_ms` a forward by its rows, `plain_ms` a token of so many texts, `trees_ms` a depth of so
+    many branches.
+    """
 
     step_ms: float
     verify_ms: tuple[tuple[int, float], ...]
@@ -49,6 +60,8 @@ class Tuning:
     hit_rate: float
     choices: tuple[Choice, ...]
     temp: float = 0.0
+    plain_ms: tuple[tuple[int, float], ...] = ()
+    trees_ms: tuple[tuple[int, float], ...] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -56,13 +69,35 @@ class Tuning:
 
 
 def path_for(settings: ServeSettings) -> Path:
-    """Where the record of this pair lies; `settings` must name folders (see `pairing`)."""
-    what = [settings.model, settings.draft_model, settings.draft_backend, settings.threads, os.cpu_count()]
-    if settings.simulate is not None:
-        what += [str(settings.simulate.resolve())]
-    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    """Where tune's record of this pair lies; `settings` must name folders (see `pairing`)."""
+    return _file("tuning", _pair(settings))
+
+
+def memory_for(settings: ServeSettings) -> Path:
+    """Where lies what servers of this pair learned; who drafts, and where, is part of it."""
+    return _file("memory", [*_pair(settings), settings.ngrams, settings.colocate, str(settings.replay)])
+
+
+def folder() -> Path:
+    """Where all these files lie."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "outrider" / f"tuning-{key}.json"
+    return home / "outrider"
+
+
+def _pair(settings: ServeSettings) -> list[object]:
+    what: list[object] = [
+        settings.model,
+        settings.draft_model,
+        settings.draft_backend,
+        settings.threads,
+        os.cpu_count(),
+    ]
+    return what if settings.simulate is None else [*what, str(settings.simulate.resolve())]
+
+
+def _file(kind: str, what: Sequence[object]) -> Path:
+    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    return folder() / f"{kind}-{key}.json"
 
 
 def nearest(tunings: Sequence[Tuning], temp: float) -> Tuning | None:
@@ -76,16 +111,19 @@ def save(tuning: Tuning, path: Path) -> None:
     Raises:
         InvalidRequest: the folder can't be written to.
     """
-    kept = [*(found for found in load(path) if found.is_greedy != tuning.is_greedy), tuning]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tuning-") as part:
-            written = Path(part, path.name)
-            records = {"format": FORMAT, "tunings": [asdict(found) for found in kept]}
-            written.write_text(json.dumps(records, indent=1), encoding="utf-8")
-            os.replace(written, path)
+        write([*(found for found in load(path) if found.is_greedy != tuning.is_greedy), tuning], path)
     except OSError as error:
         raise InvalidRequest(f"the tuning can't be written to {path.parent}: {error.strerror}") from error
+
+
+def write(records: Sequence[Tuning], path: Path) -> None:
+    """Makes these the file's records, in one step. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tuning-") as part:
+        written = Path(part, path.name)
+        written.write_text(json.dumps({"format": FORMAT, "tunings": [asdict(found) for found in records]}, indent=1))
+        os.replace(written, path)
 
 
 def load(path: Path) -> tuple[Tuning, ...]:
@@ -97,13 +135,33 @@ def load(path: Path) -> tuple[Tuning, ...]:
         return tuple(_tuning(record) for record in fields["tunings"])
     except FileNotFoundError:
         return ()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("the tuning in %s can't be used (%s); run `outrider tune` again", path, error)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        log.warning("%s can't be used (%s): it counts as none", path, error)
         return ()
 
 
 def _tuning(fields: dict[str, Any]) -> Tuning:
-    fields["choices"] = tuple(Choice(**choice) for choice in fields["choices"])
-    fields["verify_ms"] = tuple((int(rows), float(ms)) for rows, ms in fields["verify_ms"])
-    fields["acceptance"] = tuple(float(share) for share in fields["acceptance"])
+    fields["choices"] = tuple(_choice(**choice) for choice in fields["choices"])
+    for name in ("verify_ms", "plain_ms", "trees_ms"):
+        fields[name] = tuple((max(int(rows), 1), _number(ms, LEAST_MS)) for rows, ms in fields.get(name, ()))
+    fields["acceptance"] = tuple(min(_number(share), 1.0) for share in fields["acceptance"])
+    fields["hit_rate"] = min(_number(fields["hit_rate"]), 1.0)
+    fields["step_ms"] = _number(fields["step_ms"], LEAST_MS)
+    for name in ("depth_ms", "draft_ms", "link_ms", "turnaround_ms", "temp"):
+        fields[name] = _number(fields[name])
     return Tuning(**fields)
+
+
+def _choice(
+    mode: str, depth: int, branches: int, tokens_per_second: float, measured: bool = False, at_once: int = 1
+) -> Choice:
+    return Choice(
+        str(mode), int(depth), int(branches), _number(tokens_per_second), bool(measured), max(int(at_once), 1)
+    )
+
+
+def _number(value: Any, least: float = 0.0) -> float:
+    """A finite one from `least`. Raises ValueError or TypeError."""
+    if not least <= float(value) < math.inf:
+        raise ValueError(f"{value!r} is no time and no share")
+    return float(value)

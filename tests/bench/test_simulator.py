@@ -165,7 +165,7 @@ def test_virtual_time_repeats_exactly_and_ends_with_the_texts_own_tokens() -> No
 
 
 def test_plain_decoding_is_tried_for_a_few_rounds_where_speculation_is_far_better() -> None:
-    cluster = VirtualCluster(SURE, random_texts(2, 1200), depth=4, branches=8)
+    cluster = VirtualCluster(SURE, random_texts(3, 1200), depth=4, branches=8)
     plain, longest, tell = [], [], cluster.send_target
 
     def note(message: Message) -> None:
@@ -176,7 +176,7 @@ def test_plain_decoding_is_tried_for_a_few_rounds_where_speculation_is_far_bette
         tell(message)
 
     cluster.send_target = note  # type: ignore[method-assign]
-    for text in random_texts(2, 1200):
+    for text in random_texts(3, 1200):
         cluster.run(text, 1000, "auto")
     assert longest and max(longest) < EPISODE_ROUNDS
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.core.controller import EPISODE_ROUNDS, Controller, Plan
+from outrider.orchestrator.core.controller import EPISODE_ROUNDS, Controller
 from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.tuning import Choice
 
 MODES = ("ar", "sd", "ssd")

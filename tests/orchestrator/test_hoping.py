@@ -26,7 +26,7 @@ def estimates() -> Estimates:
     for _ in range(50):
         for rows in range(1, 6):
             found.saw_verify(rows, VERIFY_MS)
-        found.saw_depth(DEPTH_MS)
+        found.saw_depth(8, DEPTH_MS)
         found.saw_draft(1, STEP_MS)
         found.saw_link(1.0)
         found.saw_chain(4, 4)

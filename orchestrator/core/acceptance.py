@@ -1,0 +1,62 @@
+"""How often the tokens of a chain hold, learned from verified chains. Knows counts only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from outrider.orchestrator.core.averages import FADE
+
+PRIOR_WEIGHT = 8.0
+PRIOR_ACCEPTANCE = 0.7
+MAX_POSITIONS = 64
+
+
+class Acceptance:
+    """How often chain token i held, given that those before it did.
+
+    The first `positions` are told apart, but for the last of them, which stands for all that follow.
+    """
+
+    def __init__(
+        self,
+        prior: float = PRIOR_ACCEPTANCE,
+        weight: float = PRIOR_WEIGHT,
+        positions: int = MAX_POSITIONS,
+        fade: float = FADE,
+    ) -> None:
+        self._prior, self._weight, self._fade = prior, weight, fade
+        self._tried = [0.0] * positions
+        self._held = [0.0] * positions
+
+    def add(self, chain_length: int, accepted: int) -> None:
+        for index in range(min(accepted + 1, chain_length)):
+            position = min(index, len(self._tried) - 1)
+            self._tried[position] = self._fade * self._tried[position] + 1.0
+            self._held[position] = self._fade * self._held[position] + float(index < accepted)
+
+    def start_from(self, rates: Sequence[float]) -> None:
+        """Takes these for what `PRIOR_WEIGHT` rounds showed."""
+        for position, rate in enumerate(rates[: len(self._tried)]):
+            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * rate
+
+    def known(self) -> tuple[float, ...]:
+        """The rates of the positions that were seen."""
+        seen = next((i for i, tried in enumerate(self._tried) if not tried), len(self._tried))
+        return tuple(self.rate(position) for position in range(seen))
+
+    def rate(self, position: int) -> float:
+        position = min(position, len(self._tried) - 1)
+        return (self._held[position] + self._weight * self._prior) / (self._tried[position] + self._weight)
+
+    def reach(self, position: int) -> float:
+        """Probability that chain token `position` and all before it hold."""
+        return math.prod(self.rate(i) for i in range(position + 1))
+
+    def expected_tokens(self, chain_length: int) -> float:
+        """E[tokens] of a round with a chain of this length, the bonus token included."""
+        reach = total = 1.0
+        for position in range(chain_length):
+            reach *= self.rate(position)
+            total += reach
+        return total

@@ -1,0 +1,37 @@
+"""Numbers that follow what is seen: an average and a slope, both forgetting slowly. Knows no units."""
+
+from __future__ import annotations
+
+SMOOTHING = 0.1
+FADE = 0.99
+# The least variance of x that tells a slope.
+MIN_SPREAD = 0.5
+
+
+class Average:
+    """An exponential moving average that starts with its first value."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
+
+
+class Slope:
+    """How much y grows with x, by least squares; old points fade. Noise that moves all points alike averages out."""
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self._n, self._x, self._y = FADE * self._n + 1, FADE * self._x + x, FADE * self._y + y
+        self._xx, self._xy = FADE * self._xx + x * x, FADE * self._xy + x * y
+
+    @property
+    def value(self) -> float | None:
+        """None until the points differ enough in x."""
+        spread = self._n * self._xx - self._x**2
+        if spread <= MIN_SPREAD * self._n**2:
+            return None
+        return (self._n * self._xy - self._x * self._y) / spread

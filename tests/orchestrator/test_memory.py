@@ -1,0 +1,148 @@
+"""What `auto` learned goes from server to server by a file that never stands in anybody's way."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from outrider.orchestrator.core import tuning
+from outrider.orchestrator.core.controller import EPISODE_ROUNDS, Controller
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.forecasts import Plan
+from outrider.orchestrator.core.memory import SECONDS, Memory
+from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.settings import ServeSettings
+
+NONE = Path("/none/tuning.json")
+MODES = ("ar", "sd", "ssd")
+
+
+def experienced() -> Estimates:
+    found = Estimates()
+    for _ in range(200):
+        for rows in (1, 4, 5, 20):
+            found.saw_verify(rows, 10.0 + 0.5 * rows)
+        found.saw_plain(1, 9.5)
+        found.saw_depth(16, 3.5)
+        found.saw_draft(4, 8.0)
+        found.saw_link(0.4)
+        found.saw_chain(4, 2)
+        found.saw_lookup(True, 16)
+        found.saw_turnaround(0.2)
+    return found
+
+
+RECORD = experienced().told((Choice("ssd", 0, 0, 150.0, True), Choice("ar", 0, 0, 90.0, True, 4)), 0.0)
+
+
+def test_what_was_learned_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "memory.json"
+    Memory(path, 0).write((RECORD,), 0)
+    assert Memory(path, 0).read(NONE) == (RECORD,)
+    fresh, old = Estimates(), experienced()
+    fresh.start_from(RECORD)
+    for ask in (
+        lambda e: e.forward_ms(5), lambda e: e.forward_ms(40), lambda e: e.plain_ms(1), lambda e: e.trees_ms(16),
+        lambda e: e.chain_ms(4), lambda e: e.turnaround_ms(), lambda e: e.covered(16),
+    ):  # fmt: skip
+        assert ask(fresh) == pytest.approx(ask(old), rel=0.01)
+    # A record counts as much as a few rounds, so its odds stand half way to what is usual.
+    assert abs(fresh.drafted.rate(2) - old.drafted.rate(2)) < abs(Estimates().drafted.rate(2) - old.drafted.rate(2))
+
+
+def test_a_controller_begins_where_another_ended() -> None:
+    first = Controller(experienced(), MODES, 4, 16)
+    for _ in range(40 * EPISODE_ROUNDS):
+        plan = first.plan()
+        first.saw_round(plan, 2, 2 / {"ar": 0.15, "sd": 0.06, "ssd": 0.1}[plan.mode])
+    second = Controller(experienced(), MODES, 4, 16)
+    second.start_from(first.learned())
+    assert second.plan() == Plan("ar", 1, 16) and "measured before" in second.why
+
+
+def test_a_tuned_k_and_b_outlive_what_was_learned_of_others() -> None:
+    controller = Controller(Estimates(), MODES, 4, 16)
+    controller.start_from([Choice("ssd", 6, 4, 204.0), Choice("ar", 0, 0, 92.0)])
+    controller.start_from([Choice("ssd", 3, 8, 500.0, True), Choice("ssd", 6, 4, 210.0, True)])
+    assert controller.plan() == Plan("ssd", 6, 4) and "210 tokens/s, measured before" in controller.why
+
+
+def test_a_pair_that_was_tuned_since_starts_from_that(tmp_path: Path) -> None:
+    tuned, learned = tmp_path / "tuning.json", tmp_path / "memory.json"
+    Memory(learned, 0).write((RECORD,), 0)
+    tuned.write_text("")
+    os.utime(tuned, (learned.stat().st_mtime + 5,) * 2)
+    assert Memory(learned, 0).read(tuned) == ()
+    os.utime(tuned, (1, 1))
+    assert Memory(learned, 0).read(tuned) == (RECORD,)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"format": 1}',
+        '{"format": 2, "tunings": [{}]}',
+        "\0\xff",
+        '{"format": 2, "tunings": [{"choices": [3]}]}',
+    ],
+)
+def test_a_damaged_file_is_as_none(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "memory.json"
+    path.write_text(content)
+    assert Memory(path, 0).read(NONE) == ()
+    Memory(path, 0).write((RECORD,), 0)
+    assert Memory(path, 0).read(NONE) == (RECORD,)
+
+
+@pytest.mark.parametrize("word", ["1e999", "NaN", "Infinity", "-3.0", '"x"', "null"])
+def test_a_number_that_is_none_spoils_the_file_and_nothing_else(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "memory.json"
+    Memory(path, 0).write((RECORD,), 0)
+    text = path.read_text()
+    for known in ("150.0", f'"link_ms": {RECORD.link_ms}'):
+        assert known in text
+        path.write_text(text.replace(known, known.replace("150.0", word).replace(str(RECORD.link_ms), word)))
+        assert Memory(path, 0).read(NONE) == ()
+
+
+def test_where_nothing_can_be_written_nothing_is_and_nobody_hears_of_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    Memory(tmp_path / "file" / "memory.json", 0).write((RECORD,), 0)
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_without_a_memory_nothing_is_read_or_written() -> None:
+    memory = Memory(None, 0)
+    memory.write((RECORD,), 0)
+    assert memory.read(NONE) == () and not memory.is_due(10**18)
+
+
+def test_it_is_written_now_and_then(tmp_path: Path) -> None:
+    memory, later = Memory(tmp_path / "memory.json", 0), (SECONDS + 1) * 10**9
+    assert not memory.is_due(1) and memory.is_due(later)
+    memory.write((RECORD,), later)
+    assert not memory.is_due(later + 1)
+
+
+def test_each_pair_way_of_drafting_and_machine_has_its_own() -> None:
+    pair = {"model": "a", "draft_model": "b"}
+    others: list[dict[str, object]] = [{"draft_model": "c"}, {"threads": 2}, {"ngrams": False}, {"colocate": True}]
+    ways = [ServeSettings(**{**pair, **other}) for other in ({}, *others)]  # type: ignore[arg-type]
+    assert len({tuning.memory_for(way) for way in ways}) == len(ways)
+    assert tuning.memory_for(ways[0]).parent == tuning.path_for(ways[0]).parent
+
+
+def test_an_old_tunings_file_is_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_text(
+        '{"format": 2, "tunings": [{"step_ms": 9, "verify_ms": [[1, 10]], "depth_ms": 3, "draft_ms": 2, "link_ms": 0.3,'
+        ' "turnaround_ms": 0.3, "acceptance": [0.7], "hit_rate": 0.8, "temp": 0.0,'
+        ' "choices": [{"mode": "ar", "depth": 0, "branches": 0, "tokens_per_second": 90.0, "measured": false}]}]}'
+    )
+    assert tuning.load(path) == (
+        Tuning(9.0, ((1, 10.0),), 3.0, 2.0, 0.3, 0.3, (0.7,), 0.8, (Choice("ar", 0, 0, 90.0),)),
+    )
