@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 
+from outrider.bench.commands.lists import modes_of
 from outrider.bench.crowd.ask import Question, ask, ask_all
 from outrider.bench.crowd.reply import Reply
 from outrider.bench.embedded import embedded_codec
@@ -27,7 +28,6 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.settings import MODES
 from outrider.protocol import values
 from outrider.protocol.sampling import SamplingParams
 
@@ -88,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    modes = [values.word("modes", mode, MODES) for mode in options.modes.split(",")]
+    modes = modes_of(options.modes)
     rounds = values.whole("rounds", options.rounds, 1, 1000)
     sampling = SamplingParams(temp=options.temp, ignore_eos=True, seed=0)
     codec = embedded_codec()
@@ -98,7 +98,8 @@ def run(options: argparse.Namespace) -> int:
         f"newcomer of {LONG_PROMPT} beside {DECODING}: longest gap over median": (longest_gap, MOST_GAP),
     }
     screen, missed = Screen(), False
-    with LocalCluster(progress=screen.show, max_active=EQUAL) as cluster:
+    # Without a prompt cache, or the newcomer of the second round would have nothing to read.
+    with LocalCluster(progress=screen.show, max_active=EQUAL, prompt_cache=False, memory=False) as cluster:
         for name, (trial, most) in trials.items():
             for mode in modes:
                 found = []

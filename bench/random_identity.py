@@ -5,7 +5,8 @@
     python -m outrider.bench.random_identity --first 960         # goes on where a run was broken off
 
 All modes, T = 0 and 0.8, penalties, biases, filters, stop strings, end tokens, prompts of 1 to 900 tokens, and clients
-that leave at any token. The reference is what a request says in `ar` with nobody else there; four requests share one.
+that leave at any token. The reference is what a request says in `ar` on a cluster of its own that has no drafter, no
+prompt cache and no other request; four requests share one.
 Tokens, text and reason must be the same; of who left, the beginning. What differs is replayed teacher-forced through
 the target: differences that rounding explains are ties and listed; anything else is a difference, and the exit code 1.
 """
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from outrider.bench.commands.numbers import numbers
+from outrider.bench.commands.lists import numbers
 from outrider.bench.crowd.ask import Question, ask
 from outrider.bench.crowd.chance import MODES, Sizes, question, subject
 from outrider.bench.crowd.reply import Reply
@@ -87,9 +88,10 @@ def judged(number: int, at_once: int, question: Question, reply: Reply, alone: R
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Which requests are made, on one cluster, and compared."""
+    """Which requests are made on a cluster, and compared with what they say alone, of which `plain` is asked."""
 
     client: Client
+    plain: Client
     codec: TextCodec
     seed: int
     sizes: Sizes
@@ -103,7 +105,7 @@ class Course:
         alone = {}
         for place, (number, (tokens, sampling)) in enumerate(subjects.items()):
             self.tell(f"alone: {place} of {len(subjects)}")
-            alone[number] = ask(self.client, Question(tokens, sampling, "ar"))
+            alone[number] = ask(self.plain, Question(tokens, sampling, "ar"))
         order = random.Random(first).sample(wanted, count)
         found = []
         for place, width in enumerate(widths):
@@ -133,8 +135,11 @@ def run(options: argparse.Namespace) -> int:
     widths = [values.whole("at-once", width, 1, 256) for width in numbers("at-once", options.at_once, int)]
     codec, screen = embedded_codec(), Screen()
     found: list[Judged] = []
-    with LocalCluster(progress=screen.show, max_active=max(widths)) as cluster:
-        course = Course(cluster.client(), codec, options.seed, Sizes(), screen.show)
+    with (
+        LocalCluster(progress=screen.show, draft_backend="none", mode="ar", prompt_cache=False, max_active=1) as alone,
+        LocalCluster(progress=screen.show, max_active=max(widths)) as cluster,
+    ):
+        course = Course(cluster.client(), alone.client(), codec, options.seed, Sizes(), screen.show)
         for begin in range(first, end, BLOCK):
             tell = lambda said, begin=begin: screen.show(f"requests {begin} to {min(begin + BLOCK, end)}, {said}")  # noqa: E731
             block = replace(course, tell=tell).block(begin, min(BLOCK, end - begin), widths)

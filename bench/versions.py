@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.bench.commands.numbers import numbers
+from outrider.bench.commands.lists import modes_of, numbers
 from outrider.bench.contest.contest import Contestant, Run, compete
 from outrider.bench.contest.statistics import Timed, ratio, total_rate
 from outrider.bench.embedded import mixed_tokens
@@ -25,7 +27,6 @@ from outrider.bench.helper import Helper
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.pair.model_files import PACKAGE
-from outrider.orchestrator.settings import MODES
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -63,9 +64,13 @@ def require_checkout(folder: Path) -> None:
         raise InvalidRequest(f"{folder} has no outrider/ in it; expected the root of a checkout")
 
 
-def cluster_of(folder: Path) -> Helper:
-    """A cluster of that checkout, being started."""
-    return Helper(str(SIDE), environment={**os.environ, "PYTHONPATH": str(folder.resolve())})
+@contextmanager
+def cluster_of(folder: Path) -> Iterator[Helper]:
+    """A cluster of that checkout, which knows nothing of runs before."""
+    with tempfile.TemporaryDirectory() as fresh:
+        own = {"PYTHONPATH": str(folder.resolve()), "XDG_CACHE_HOME": fresh}
+        with Helper(str(SIDE), environment={**os.environ, **own}) as helper:
+            yield helper
 
 
 def told(mode: str, temp: float, ours: Sequence[Run], theirs: Sequence[Run]) -> str:
@@ -86,7 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     require_checkout(options.against)
-    modes = [values.word("modes", mode, MODES) for mode in options.modes.split(",")]
+    modes = modes_of(options.modes)
     temps = numbers("temps", options.temps, float)
     length = values.whole("tokens", options.tokens, 2, 600)
     screen, missed = Screen(), False

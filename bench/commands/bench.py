@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.commands import concurrency, files
-from outrider.bench.commands.numbers import numbers
+from outrider.bench.commands.lists import numbers
 from outrider.bench.contest import bars, report
 from outrider.bench.contest.contention import Contention
 from outrider.bench.contest.contest import Contestant, Run, compete

@@ -10,7 +10,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from outrider.bench.commands import files
-from outrider.bench.commands.numbers import numbers
+from outrider.bench.commands.lists import modes_of, numbers
 from outrider.bench.contest.contest import PeerProcess
 from outrider.bench.contest.field import require_peer
 from outrider.bench.crowd import curves, report
@@ -24,7 +24,6 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.pairing import ChosenPair
 from outrider.orchestrator.pair.tokenizer import load_codec
-from outrider.orchestrator.settings import MODES
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -32,6 +31,8 @@ from outrider.protocol.sampling import SamplingParams
 WIDEST = 256
 NOT_AT_ONCE = ("depths", "prompts", "both_cores", "contended")
 TRIAL_ROUNDS = 2
+# All ways read the same prompts, mlx-lm too, so nobody may remember them; nor what was learned in a run before.
+OWN_SETTINGS = {"prompt_cache": False, "memory": False}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,8 +66,8 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     sections: list[Width] = []
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
-        settings = {"memory": False, "max_active": max(plan.widths), **given}
-        cluster = stack.enter_context(LocalCluster(progress=screen.show, **settings))
+        started = {**OWN_SETTINGS, "max_active": max(plan.widths), **given}
+        cluster = stack.enter_context(LocalCluster(progress=screen.show, **started))
         process = stack.enter_context(PeerProcess(pair.settings)) if plan.peers else None
         for sampling, width, found in _runs(plan, cluster.client(), process, screen):
             sections.append(report.section(width, sampling.temp, found))
@@ -102,9 +103,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
         if getattr(options, name) not in (None, False):
             raise InvalidRequest(f"{name.replace('_', '-')} is for one request at a time; leave it or concurrency out")
     widths = [values.whole("concurrency", n, 1, WIDEST) for n in numbers("concurrency", options.concurrency, int)]
-    modes = list(dict.fromkeys(("ar,sd,ssd,auto" if options.modes is None else options.modes).split(",")))
-    for mode in modes:
-        values.word("modes", mode, MODES)
+    modes = modes_of("ar,sd,ssd,auto" if options.modes is None else options.modes)
     rounds = values.whole("rounds", 5 if options.rounds is None else options.rounds, 2, 1000)
     peers = not options.no_peers and pair.settings.simulate is None
     if peers:

@@ -25,7 +25,8 @@ ALONE = Reply(0.0, (Arrival(1.0, 3),), (4, 5, 6), "abc", "length")
 def test_sixty_requests_come_and_go_and_say_what_they_say_alone() -> None:
     with LocalCluster(max_active=16) as cluster:
         codec = load_codec(find_model(str(EMBEDDED_TARGET)))
-        course = Course(cluster.client(), codec, 1, Sizes(prompt=300, text=16), lambda _: None)
+        client = cluster.client()
+        course = Course(client, client, codec, 1, Sizes(prompt=300, text=16), lambda _: None)
         found = course.block(0, 60, (1, 4, 16))
     assert len(found) == 60 and not [str(one) for one in found if one.verdict == random_identity.DIFFERENT]
     asked = [one.question for one in found]
