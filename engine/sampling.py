@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from outrider.engine.noise import gumbel, gumbel_numpy
@@ -121,13 +122,19 @@ class Sampler:
 
     def noise(self, positions: Sequence[int]) -> mx.array:
         """G at these positions, float32 [P, V]; made once a position and kept a while."""
-        blocks = sorted({position // _BLOCK for position in positions})
+        blocks, index = _places(positions)
         rows = [self._block(block) for block in blocks]
-        index = [blocks.index(position // _BLOCK) * _BLOCK + position % _BLOCK for position in positions]
         noise = rows[0] if len(rows) == 1 else mx.concatenate(rows)
         if len(index) == 1:
             return noise[index[0] : index[0] + 1]
         return mx.take(noise, mx.array(index), axis=0)
+
+    def noise_on_host(self, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """`noise` by numpy."""
+        blocks, index = _places(positions)
+        rows = [np.array(self._block(block), copy=False) for block in blocks]
+        found: np.ndarray[Any, np.dtype[np.float32]] = (rows[0] if len(rows) == 1 else np.concatenate(rows))[index]
+        return found
 
     def _block(self, block: int) -> mx.array:
         if block not in self._blocks:
@@ -142,6 +149,12 @@ class Sampler:
                 else gumbel(self._noise_seed, positions, self.vocab_size)
             )
         return self._blocks[block]
+
+
+def _places(positions: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The blocks that these positions lie in, and where in them each lies."""
+    blocks = sorted({position // _BLOCK for position in positions})
+    return blocks, [blocks.index(position // _BLOCK) * _BLOCK + position % _BLOCK for position in positions]
 
 
 def _penalise(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -124,24 +125,32 @@ class Asked:
     histories: Sequence[History] | None = None
 
 
-def score(asked: Sequence[Asked], logits: mx.array, make: Make = Step) -> Step:
+def score(asked: Sequence[Asked], logits: mx.array, make: Make = Step, *, at_once: bool = False) -> Step:
     """The step of these logits [R, V], as `make` makes it: the rows of one after the other. Lazy.
 
-    The samplers are of one kind (`Sampler.kind`).
+    The samplers are of one kind (`Sampler.kind`). `at_once`: the logits are there, so nothing is gained by laziness.
     """
     sampler = asked[0].sampler
     histories = [h for one in asked for h in one.histories or ()] if sampler.needs_history else None
+    by_host = sampler.filters or (at_once and sampler.params.temp > 0)
+    if by_host and mx.default_device().type == mx.cpu:
+        return make(sampler.penalise(logits, histories), partial(_finish, asked))
+    scores = sampler.warped(logits, histories)
+    if sampler.noisy:
+        noise = [one.sampler.noise(one.positions) for one in asked]
+        scores = scores + (noise[0] if len(noise) == 1 else mx.concatenate(noise))
+    return make(scores, None)
 
-    def noise() -> mx.array:
-        each = [one.sampler.noise(one.positions) for one in asked]
-        return each[0] if len(each) == 1 else mx.concatenate(each)
 
-    if not sampler.filters or mx.default_device().type != mx.cpu:
-        scores = sampler.warped(logits, histories)
-        return make(scores + noise() if sampler.noisy else scores, None)
-
-    def finish(penalised: Floats) -> Floats:
-        kept = filters.apply(penalised, sampler.params)
-        return kept + np.array(noise(), copy=False) if sampler.noisy else kept
-
-    return make(sampler.penalise(logits, histories), finish)
+def _finish(asked: Sequence[Asked], penalised: Floats) -> Floats:
+    """Scores of penalised logits, at a temperature, by numpy."""
+    sampler, end = asked[0].sampler, 0
+    scores: Floats
+    if sampler.filters:
+        scores = filters.apply(penalised, sampler.params)
+    else:
+        scores = penalised * np.float32(1.0 / sampler.params.temp)
+    for one in asked if sampler.noisy else ():
+        start, end = end, end + len(one.positions)
+        scores[start:end] += one.sampler.noise_on_host(one.positions)
+    return scores

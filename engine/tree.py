@@ -237,7 +237,7 @@ class Tree:
     def scored(self, begun: Sequence[Growth], logits: mx.array) -> Step:
         """The step of these logits [R, V], those of trees of this kind."""
         if self._draws is None:
-            return score([growth.asked for growth in begun], logits)
+            return score([growth.asked for growth in begun], logits, at_once=not self.columns.lazy)
         return self._draws.score(begun[0].asked, logits, begun[0].forks)
 
     def end(self, growth: Growth, step: Step, first_row: int) -> list[int]:

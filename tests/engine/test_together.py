@@ -97,7 +97,7 @@ def test_a_forward_that_fails_leaves_every_tree_as_it_was(
     with pytest.raises(InvalidRequest, match="not in the tree"):
         feed_together(company, [*feeds[:-1], TreeFeed([-7], [1])])
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("outrider.engine.tree.score", lambda *_: 1 // 0)
+        patch.setattr("outrider.engine.tree.score", lambda *_, **__: 1 // 0)
         feed_together(company, feeds)
     for ours, theirs, feed, nodes in zip(company, alone, feeds, feed_together(company, feeds), strict=True):
         assert theirs.feed(feed.parents, feed.tokens) == nodes
