@@ -17,7 +17,7 @@ from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.guard import named_errors
 from outrider.protocol.messages import Span
-from outrider.target_worker.running import Running
+from outrider.target_worker.running import Running, draft_together
 
 # A piece of a prompt lengthens a forward that others decode in by about this share of it.
 READING_SHARE = 1.0
@@ -83,12 +83,12 @@ class Batch:
     def _begun(self, running: Collection[Running], failed: list[Settled]) -> Flight | None:
         """A forward over all that have something to feed; who can't take part says why in `failed`."""
         pairs, started_ns = [], clock.now()
+        draft_together([request for request in running if request.drafts])
         for request in running:
             if not request.has_next:
                 continue
             try:
-                with named_errors("the target's own drafter"):
-                    pairs.append((request, request.next_ask()))
+                pairs.append((request, request.next_ask()))
             except OutriderError as error:
                 failed.append(Settled(request, error, clock.since(started_ns), 0))
         # One may have been closed while another's own drafter read its text.

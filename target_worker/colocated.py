@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from outrider.drafting.begin import begin, check_known
 from outrider.drafting.calibration import Calibration
@@ -28,50 +28,51 @@ class Colocated:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        self.together = Together(drafter)
 
     def open(self, tokens: Sequence[int], sampling: SamplingParams, progress: Progress | None = None) -> OwnDraft:
         """Reads `tokens` for a request; `progress(done, total)` may raise to end that."""
-        return OwnDraft(self.drafter, tokens, sampling, progress)
+        return OwnDraft(self, tokens, sampling, progress)
 
 
 class OwnDraft:
     """What the drafter knows of one request. Follows the committed tokens whenever it is asked to propose."""
 
     def __init__(
-        self, drafter: Drafter, tokens: Sequence[int], sampling: SamplingParams, progress: Progress | None
+        self, colocated: Colocated, tokens: Sequence[int], sampling: SamplingParams, progress: Progress | None
     ) -> None:
-        self._drafter, self._together = drafter, Together(drafter)
+        self._drafter, self._together = colocated.drafter, colocated.together
         self._work: WorkAhead | None = None
         # Nothing is prepared for ahead of its time, so there are no tokens whose weight Saguaro's factor would lower.
         even = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
         try:
-            self._work = begin(drafter, tokens, even, (), POLICIES["uniform"], Calibration(), progress=progress)
+            self._work = begin(self._drafter, tokens, even, (), POLICIES["uniform"], Calibration(), progress=progress)
         except DrafterFault as error:
             log.warning("%s", error)
 
-    def propose(self, tokens: Sequence[int], depth: int) -> Continuation:
-        """Up to `depth` tokens after the committed `tokens`, which begin with those of the call before.
+    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
+        """Its turn to draft `depth` tokens after the committed `tokens`, which begin with those of the turn before.
 
-        The chain ends with the draft's context, and is empty from there on.
+        There is nothing to draft once the text is beyond what the draft knows.
         """
+        return Turn(self._together, self._follow(tokens, depth), depth)
+
+    def _follow(self, tokens: Sequence[int], depth: int) -> WorkAhead | None:
         work = self._work
         if work is None:
-            return Continuation()
+            return None
         new = tokens[work.committed_len :]
         try:
             check_known(self._drafter, new)
         except DrafterFault as error:
             log.warning("%s", error)
             self.close(spoilt=False)
-            return Continuation()
+            return None
         if len(tokens) >= self._drafter.context_length:
             self.close(spoilt=False)
-            return Continuation()
+            return None
         work.commit(new, None, depth, 0)
-        (found,) = self._together.continuations([work], [depth])
-        if isinstance(found, OutriderError):
-            raise found
-        return found
+        return work
 
     def close(self, spoilt: bool) -> None:
         """It drafts no more; what it has read may serve later texts, unless it is spoilt."""
@@ -82,3 +83,23 @@ class OwnDraft:
     def column_tokens(self) -> list[int]:
         """The token of every committed KV column, in order; must equal the committed tokens."""
         return self._work.tree.column_tokens() if self._work is not None else []
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request's turn to draft up to `depth` tokens; `work` None: there is nothing to draft."""
+
+    together: Together
+    work: WorkAhead | None
+    depth: int
+
+
+def propose(turns: Sequence[Turn]) -> list[Continuation | OutriderError]:
+    """The chains of requests of one drafter, which share its forwards; or why one has none.
+
+    A chain ends with the draft's context, and is empty from there on.
+    """
+    able = [(turn.work, turn.depth) for turn in turns if turn.work is not None]
+    drafted = turns[0].together.continuations([work for work, _ in able], [depth for _, depth in able]) if turns else []
+    found = iter(drafted)
+    return [Continuation() if turn.work is None else next(found) for turn in turns]

@@ -7,17 +7,18 @@ question, `next_ask`, whatever the source.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.drafting.work_ahead import Continuation
 from outrider.engine.slots import Slot
 from outrider.engine.verify import Ask, Verdict
 from outrider.protocol import clock
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.guard import named_errors
 from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
 from outrider.protocol.sparse import SparseQ, one_hot
-from outrider.target_worker.colocated import OwnDraft
+from outrider.target_worker.colocated import OwnDraft, Turn, propose
 
 ANSWERS_KEPT = 2  # the orchestrator may be one behind, when the target went on by itself
 
@@ -64,7 +65,7 @@ class Running:
     awaits: Awaited | None = None
     cached: int = 0
     _drafting: OwnDraft | None = None
-    _proposed: tuple[Continuation, Span] | None = None
+    _proposed: tuple[Continuation | OutriderError, Span] | None = None
 
     @property
     def request(self) -> str:
@@ -101,10 +102,10 @@ class Running:
         return not self.over and not self.unread and (self.asked is not None or onward)
 
     def next_ask(self) -> Ask:
-        """What it verifies in its next round; an own drafter drafts it now."""
+        """What it verifies in its next round; an own drafter has drafted it (`draft_together`)."""
         asked = self.asked
         if self.going_on and self.draft:
-            proposed = self._propose()
+            proposed, _ = self._own_proposal()
             return Ask(self.slot, proposed.chain, proposed.q)
         if asked is not None:
             return Ask(self.slot, asked.chain, _drawn_from(asked))
@@ -128,8 +129,8 @@ class Running:
         """The outcome of its round, and what it goes on with."""
         number, base_len = self.round + 1, len(self.slot.tokens) - verdict.accepted - 1
         committed = tuple(self.slot.tokens[base_len:])
-        proposed, self._proposed = self._proposed, None
-        self.asked = None
+        proposed = self._own_proposal() if self._proposed is not None else None
+        self.asked = self._proposed = None
         if not self.answers:  # the prompt's reading belongs to it
             work = Span(self.opened_ns, work.ended_ns)
         self.room -= len(committed)
@@ -161,15 +162,48 @@ class Running:
             return None
         return prepared.chain(committed)
 
-    def _propose(self) -> Continuation:
+    @property
+    def drafts(self) -> bool:
+        """Whether its own drafter is to draft for its next round."""
+        return self.has_next and self.going_on and self.draft > 0 and self._proposed is None
+
+    def turn(self) -> Turn:
+        """What its own drafter is to draft; the first time it reads the text for it."""
+        if self.drafter is None:
+            raise InvalidRequest("this target has no drafter of its own; expected a draft of 0, or --draft-model")
+        self._drafting = self._drafting or self.drafter()
+        return self._drafting.turn(self.slot.tokens, min(self.draft, self.room - 1))
+
+    def proposed(self, found: Continuation | OutriderError, span: Span) -> None:
+        """Takes in what was drafted, or why nothing was, which its next ask raises."""
+        self._proposed = found, span
+
+    def _own_proposal(self) -> tuple[Continuation, Span]:
         if self._proposed is None:
-            if self.drafter is None:
-                raise InvalidRequest("this target has no drafter of its own; expected a draft of 0, or --draft-model")
-            started_ns = clock.now()
-            self._drafting = self._drafting or self.drafter()
-            found = self._drafting.propose(self.slot.tokens, min(self.draft, self.room - 1))
-            self._proposed = found, clock.since(started_ns)
-        return self._proposed[0]
+            raise InvalidRequest("nothing was drafted for this round; expected its own drafter's turn before")
+        found, span = self._proposed
+        if isinstance(found, OutriderError):
+            self._proposed = None
+            raise found
+        return found, span
+
+
+def draft_together(requests: Sequence[Running]) -> None:
+    """Own drafters draft what these verify next, in forwards that they share."""
+    started_ns = clock.now()
+    turns: list[tuple[Running, Turn]] = []
+    for request in requests:
+        try:
+            with named_errors("the target's own drafter"):
+                turns.append((request, request.turn()))
+        except OutriderError as error:
+            request.proposed(error, clock.since(started_ns))
+    # One may have been closed while another's own drafter read its text.
+    turns = [(request, turn) for request, turn in turns if not request.over]
+    found = propose([turn for _, turn in turns])
+    span = clock.since(started_ns)
+    for (request, _), one in zip(turns, found, strict=True):
+        request.proposed(one, span)
 
 
 def opening(message: Open) -> Verify:

@@ -13,7 +13,7 @@ import pytest
 from outrider.drafting.mlx import MlxDrafter
 from outrider.protocol.messages import Close, Fault, Halt, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.colocated import Colocated
+from outrider.target_worker.colocated import Colocated, OwnDraft
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
@@ -193,3 +193,28 @@ def test_a_request_closed_while_anothers_draft_reads_leaves_the_other_as_it_was(
     found = stand.say(drafting(1, START), *others, turns=6)
     ours = [a for a in found if a.request == "t"]
     assert ours and text(ours) == TRUTH[START : START + len(text(ours))]
+
+
+def test_several_draft_in_company_what_each_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where one's drafting fails, only that one ends."""
+    alone = [(a.drafted, a.accepted, a.bonus) for a in Stand().say(drafting(1, START))]
+
+    class Fails(Exception):
+        pass
+
+    def turn(self: OwnDraft, tokens: list[int], depth: int) -> Any:
+        if tokens[:2] == [5, 5] and len(tokens) > 12:
+            raise Fails
+        return own_turn(self, tokens, depth)
+
+    own_turn = OwnDraft.turn
+    monkeypatch.setattr(OwnDraft, "turn", turn)
+    stand = Stand()
+    others = [Open(name, 0, 0, np.array(text, np.int32), SAMPLING, ()) for name, text in (("s", [3, 0]), ("t", [5, 5]))]
+    stand.say(*others)
+    goes = [replace(drafting(1, len(text) + 1), request=name) for name, text in (("s", "30"), ("t", "55"))]
+    answers = stand.say(drafting(1, START), *goes)
+    of_r = [(a.drafted, a.accepted, a.bonus) for a in answers if isinstance(a, Outcome) and a.request == "r"]
+    assert of_r == alone
+    assert [a.request for a in answers if isinstance(a, Fault)] == ["t"]
+    assert sum(isinstance(a, Outcome) and a.request == "s" for a in answers) > 10
