@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,3 +142,21 @@ def test_a_request_opened_anew_reads_only_what_is_new(model: LoadedModel) -> Non
     anew = Open("r", 1, 3, np.array([*tokens, 8, 9], np.int32), SamplingParams(max_tokens=8))
     bench.say(anew)
     assert bench.cached == {"r": 201}
+
+
+def test_many_requests_of_which_some_are_cancelled_give_all_back(model: LoadedModel) -> None:
+    """The short form of `outrider.bench.soak`: every place, and every byte that is not an entry's."""
+    draws, each = random.Random(1), TargetWorker(FakeLink("t"), model).kv  # type: ignore[arg-type]
+    bench, running = Bench(model, KvMemory(each.of(1000))), deque[str]()
+    for number in range(40):
+        tokens = SYSTEM[draws.choice((0, number)) :][: draws.randint(1, 120)]
+        running.append(f"r{number}")
+        bench.say(asked(running[-1], tokens), turns=draws.randint(0, 3))
+        if len(running) > draws.randint(0, 4):
+            bench.say(Close(running.popleft()), turns=1)
+    bench.say(*(Close(name) for name in running))
+    assert not bench.told(Fault) and 0 < bench.use.bytes <= each.of(1000)
+    bench.say(asked("long", [7] * 990))
+    assert bench.use.bytes == 0, "nobody but this one has reserved anything"
+    bench.say(Close("long"), KvMemory(0))
+    assert not any(bench.worker._texts.state()), "every row was given back"
