@@ -45,11 +45,12 @@ class ServeSettings:
     `model` and `draft_model` are Hugging Face ids or folders; both None: the embedded pair. `endpoint` is where clients
     connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: in `auto` what
     `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker. `max_active`:
-    requests in flight at once. `max_waiting`: how many may wait for their turn; more are refused. `kv_memory`: bytes,
-    or text like "2GB", for keys and values in all workers together; None: half of what the weights leave of the
-    machine's. `prompt_cache`: keep what was read of texts that have ended, where running ones leave room. `ngrams`: let
-    repeated text fill what the drafter has not reached. `replay`: the script of the replay drafter. `simulate`: a
-    latency profile that both workers keep to (docs/simulation.md). `draft_prefill`: who reads prompts for a drafter on
+    requests in flight at once; None: as many as `kv_memory` holds, at most 16. `max_waiting`: how many may wait for
+    their turn; more are refused. `kv_memory`: bytes, or text like "2GB", for keys and values in all workers together;
+    None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts that have ended,
+    where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the
+    script of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
+    `draft_prefill`: who reads prompts for a drafter on
     MLX (docs/coreml.md). `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft
     worker that works ahead. `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
     is done without after a quarter of that. `memory`: carry over from run to run what `auto` learned of this pair on
@@ -71,7 +72,7 @@ class ServeSettings:
     mode: str = "auto"
     endpoint: str | None = None
     threads: int = 1
-    max_active: int = 4
+    max_active: int | None = None
     max_waiting: int = 256
     kv_memory: int | None = None
     prompt_cache: bool = True
@@ -87,7 +88,8 @@ class ServeSettings:
         for name, words in _WORDS.items():
             self._keep(name, values.word(name, getattr(self, name), words))
         for name in ("threads", "max_active"):
-            self._keep(name, values.whole(name, getattr(self, name), 1, 1024))
+            if getattr(self, name) is not None or name == "threads":
+                self._keep(name, values.whole(name, getattr(self, name), 1, 1024))
         self._keep("max_waiting", values.whole("max_waiting", self.max_waiting, 0, 1_000_000))
         self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         if self.kv_memory is not None:
@@ -186,7 +188,7 @@ class Settings(TypedDict, total=False):
     mode: str
     endpoint: str | None
     threads: int
-    max_active: int
+    max_active: int | None
     max_waiting: int
     kv_memory: int | str | None
     prompt_cache: bool

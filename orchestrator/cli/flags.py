@@ -49,7 +49,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--branch-depth", metavar="|".join(BRANCH_DEPTHS), help=f"default {_DEFAULTS.branch_depth}")
     group.add_argument("--no-ngrams", dest="ngrams", action="store_false", default=None, help="no drafts from the text")
     group.add_argument("--threads", type=int, metavar="N", help="BLAS threads of each worker, default 1")
-    group.add_argument("--max-active", type=int, metavar="N", help="requests in flight at once, default 4")
+    group.add_argument("--max-active", type=int, metavar="N", help="requests in flight at once; default: from memory")
     waiting = f"requests that may wait, default {_DEFAULTS.max_waiting}; more are refused"
     group.add_argument("--max-waiting", type=int, metavar="N", help=waiting)
     memory = "for keys and values in all workers, like 2GB; default: half of what the weights leave"

@@ -40,7 +40,8 @@ class LocalCluster:
     - `ngrams` True: let repeated text fill what the drafter has not reached.
     - `colocate` False: the target drafts in its own process, in turn with verifying.
     - `endpoint`: where clients connect, ipc://PATH or tcp://HOST:PORT; None: a fresh socket of its own.
-    - `threads` 1: BLAS threads of each worker. `max_active` 4: requests in flight at once.
+    - `threads` 1: BLAS threads of each worker. `max_active`: requests in flight at once; None: from the
+      memory that texts may take, at most 16.
     - `kv_memory` None: bytes, or like "2GB", for keys and values in all workers; None: by the machine.
     - `prompt_cache` True: keep what was read of texts that have ended, for those that begin alike.
     - `memory` True: carry over from run to run what `auto` learned of this pair on this machine.

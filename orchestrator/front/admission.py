@@ -20,6 +20,10 @@ from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import SamplingParams
 
 SEEDS = 2**32
+# Of so many tokens a request's text is usually at most; each waits for its own memory all the same.
+USUAL_TOKENS = 4096
+# Until memory is known, and as many at once as were measured.
+FEW_PLACES, MOST_PLACES = 4, 16
 
 
 def prompt_tokens(codec: TextCodec, template: str | None, prompt: str) -> tuple[int, ...]:
@@ -49,6 +53,15 @@ class Admission:
         draft = text.pair.draft
         self.draft_context = draft.context_length if draft is not None else None
         self.kv_room: KvRoom | None = None
+
+    @property
+    def places(self) -> int:
+        """How many requests may run at once: as was said, or as many of usual length as memory holds."""
+        if self._settings.max_active is not None:
+            return self._settings.max_active
+        if self.kv_room is None:
+            return FEW_PLACES
+        return min(self.kv_room.places(min(USUAL_TOKENS, self.context_length or USUAL_TOKENS)), MOST_PLACES)
 
     def accept(self, asked: Generate, key: str) -> Accepted:
         """Raises InvalidRequest for what can't run, ModelError when the model's chat template refuses the prompt."""

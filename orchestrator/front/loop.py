@@ -163,7 +163,7 @@ class Front:
 
     def _check_room(self) -> None:
         settings = self._pair.settings
-        if len(self._named) >= settings.max_active + settings.max_waiting:
+        if len(self._named) >= self._admission.places + settings.max_waiting:
             raise ServerBusy(
                 f"{settings.max_waiting} requests wait already, as many as may (max_waiting); ask again later"
             )
@@ -301,7 +301,7 @@ class Front:
 
     def _admit(self) -> None:
         """Gives the core what it has room for, each client in its turn; whose turn it is waits for memory."""
-        while self._ready and len(self._active) < self._pair.settings.max_active:
+        while self._ready and len(self._active) < self._admission.places:
             first = self._waiting.first()
             if first is None or not self._fits(first):
                 return

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from outrider.orchestrator.events import Admit, Stop, WorkersChanged
+from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.handshake import Failure
 from outrider.orchestrator.kv_room import KvRoom, check_holds, kv_room
 from outrider.orchestrator.machine.memory import physical
+from outrider.orchestrator.pair.pairing import choose_pair, read_pair
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.kv import KvCost
 from outrider.protocol.messages import Cancel, Generate
@@ -96,3 +99,12 @@ def test_a_cluster_that_cannot_hold_one_context_does_not_begin(make_stand):
     with pytest.raises(WorkerError, match=r"kv_memory is 0\.0 MB"):
         stand.client().generate("x")
     assert [told.kind for told in stand.announced if isinstance(told, Failure)] == ["InvalidRequest"]
+
+
+@pytest.mark.parametrize(("said", "places"), [(None, (1, 1, 3, 16)), (40, (40, 40, 40, 40))])
+def test_unsaid_as_many_run_at_once_as_memory_holds_and_no_more_than_were_measured(said, places):
+    admission = Admission(read_pair(choose_pair(ServeSettings(max_active=said))))
+    admission.context_length = 100_000
+    for texts, most in zip((0, 1, 3, 1000), places, strict=True):
+        admission.kv_room = kv_room(texts * KvCost(1000, 40).of(4096), WORKERS, 0)
+        assert admission.places == most
