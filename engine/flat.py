@@ -102,6 +102,7 @@ class Frame:
         self.offset: int | mx.array = 0
         self.rows: mx.array = mx.array(0)
         self.columns: mx.array = mx.array(0)
+        self.reach = (0, 0)  # how many rows and columns the buffers need
 
     @property
     def alone(self) -> Piece | None:
@@ -111,6 +112,7 @@ class Frame:
     def begin(self, pieces: Sequence[Piece]) -> None:
         """The next forward feeds these, in this order."""
         self.pieces = tuple(pieces)
+        self.reach = max(p.row for p in pieces) + 1, max(p.end for p in pieces)
         if len(pieces) == 1:
             self.offset = pieces[0].start
             return
@@ -168,8 +170,7 @@ class FlatCache:
 
     def _written(self, buffer: mx.array | None, new: mx.array) -> mx.array:
         frame = self._frame
-        rows, end = max(p.row for p in frame.pieces) + 1, max(p.end for p in frame.pieces)
-        buffer = with_room(buffer, rows, end, new)
+        buffer = with_room(buffer, *frame.reach, new)
         if len(frame.pieces) == 1:
             piece = frame.pieces[0]
             buffer[piece.row : piece.row + 1, :, piece.start : piece.end] = new

@@ -70,7 +70,9 @@ class Sampler:
         self.vocab_size = vocab_size
         self._normalised = normalised or (params.temp > 0 and (params.top_p < 1 or params.min_p > 0))
         self._noise_seed = params.seed or 0
-        self._blocks: dict[int, mx.array] = {}
+        # The same bits either way; on the CPU numpy is several times quicker.
+        self._xp: Any = np if mx.default_device().type == mx.cpu else mx
+        self._blocks: dict[int, Any] = {}
         alike = replace(params, seed=None, max_tokens=1, stop=(), ignore_eos=False)
         self.kind = (type(self), self._normalised, alike)
         """Samplers of the same kind differ in nothing but their noise: their rows can be scored together."""
@@ -122,33 +124,37 @@ class Sampler:
 
     def noise(self, positions: Sequence[int]) -> mx.array:
         """G at these positions, float32 [P, V]; made once a position and kept a while."""
-        blocks, index = _places(positions)
+        return joint_noise([(self, positions)])
+
+    def _noise_at_all(self, positions: Sequence[int]) -> Any:
+        """`noise` as it was made: a numpy array on the CPU."""
+        xp, (blocks, index) = self._xp, _places(positions)
         rows = [self._block(block) for block in blocks]
-        noise = rows[0] if len(rows) == 1 else mx.concatenate(rows)
+        noise = rows[0] if len(rows) == 1 else xp.concatenate(rows)
         if len(index) == 1:
             return noise[index[0] : index[0] + 1]
-        return mx.take(noise, mx.array(index), axis=0)
+        return xp.take(noise, xp.array(index), axis=0)
 
     def noise_on_host(self, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """`noise` by numpy."""
-        blocks, index = _places(positions)
-        rows = [np.array(self._block(block), copy=False) for block in blocks]
-        found: np.ndarray[Any, np.dtype[np.float32]] = (rows[0] if len(rows) == 1 else np.concatenate(rows))[index]
+        found: np.ndarray[Any, np.dtype[np.float32]] = np.array(self._noise_at_all(positions), copy=False)
         return found
 
-    def _block(self, block: int) -> mx.array:
+    def _block(self, block: int) -> Any:
         if block not in self._blocks:
             if len(self._blocks) >= _BLOCKS_KEPT:
                 self._blocks.pop(min(self._blocks))
+            make = gumbel_numpy if self._xp is np else gumbel
             positions = range(block * _BLOCK, (block + 1) * _BLOCK)
-            # The same bits either way; on the CPU numpy is several times quicker.
-            on_cpu = mx.default_device().type == mx.cpu
-            self._blocks[block] = (
-                mx.array(gumbel_numpy(self._noise_seed, positions, self.vocab_size))
-                if on_cpu
-                else gumbel(self._noise_seed, positions, self.vocab_size)
-            )
+            self._blocks[block] = make(self._noise_seed, positions, self.vocab_size)
         return self._blocks[block]
+
+
+def joint_noise(wanted: Sequence[tuple[Sampler, Sequence[int]]]) -> mx.array:
+    """The noise of several samplers, each at its positions, one after the other: float32 [P, V]."""
+    parts = [sampler._noise_at_all(positions) for sampler, positions in wanted]
+    joint = parts[0] if len(parts) == 1 else wanted[0][0]._xp.concatenate(parts)
+    return joint if isinstance(joint, mx.array) else mx.array(joint)
 
 
 def _places(positions: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -17,7 +17,7 @@ import numpy as np
 from outrider.engine import filters
 from outrider.engine.candidate import Candidate
 from outrider.engine.filters import Floats
-from outrider.engine.sampling import History, Sampler
+from outrider.engine.sampling import History, Sampler, joint_noise
 
 _FEW = 24  # candidates found by as many argmaxes; more by a sort
 
@@ -137,8 +137,7 @@ def score(asked: Sequence[Asked], logits: mx.array, make: Make = Step, *, at_onc
         return make(sampler.penalise(logits, histories), partial(_finish, asked))
     scores = sampler.warped(logits, histories)
     if sampler.noisy:
-        noise = [one.sampler.noise(one.positions) for one in asked]
-        scores = scores + (noise[0] if len(noise) == 1 else mx.concatenate(noise))
+        scores = scores + joint_noise([(one.sampler, one.positions) for one in asked])
     return make(scores, None)
 
 

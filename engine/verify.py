@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.residual import ResidualSampler
-from outrider.engine.sampling import History, Sampler
+from outrider.engine.sampling import History, Sampler, joint_noise
 from outrider.engine.slots import Slot
 from outrider.engine.texts import Feed, Texts
 from outrider.protocol.errors import InvalidRequest, OutriderError
@@ -63,6 +63,7 @@ class Forward:
         self._begins = [0]
         for ask in asks:
             self._begins.append(self._begins[-1] + len(ask.chain) + 1)
+        self._index_of = {id(ask.slot): index for index, ask in enumerate(asks)}
         self.chosen: mx.array | None = None
 
     @property
@@ -72,7 +73,7 @@ class Forward:
 
     def token_of(self, slot: Slot) -> mx.array:
         """What a slot's plain step chooses, int [1], maybe unread."""
-        index = next(i for i, ask in enumerate(self.asks) if ask.slot is slot)
+        index = self._index_of[id(slot)]
         return cast(mx.array, self.chosen)[index : index + 1]
 
     def verdicts(self) -> list[Verdict | OutriderError]:
@@ -114,8 +115,7 @@ class Forward:
         scores = sampler.warped(logits, histories)
         if sampler.noisy:
             own = [(self.asks[i].slot.sampler, self._places(i)) for i in members]
-            noise = [sampler.noise(places) for sampler, places in own]
-            scores = scores + (noise[0] if len(noise) == 1 else mx.concatenate(noise))
+            scores = scores + joint_noise(own)
         return _choices(scores)
 
     def _places(self, index: int) -> list[int]:

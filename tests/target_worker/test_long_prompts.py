@@ -107,3 +107,9 @@ def test_with_nobody_else_a_prompt_is_read_as_fast_as_it_can_be(start: Start) ->
     machine = start(0.5)
     machine.say(*(Close(str(name)) for name in range(DECODING)), turns=5)
     assert max(read for _, read in machine.read("a")) == PREFILL
+
+
+def test_while_more_wait_than_decode_prompts_come_first(start: Start) -> None:
+    beside = [read for _, read in start(0.5).read(*"abcdefghi") if read]
+    assert beside[:2] == [PREFILL, PREFILL]  # then the first is read, and no more wait than decode
+    assert max(beside[2:]) <= 1.1 * 24
