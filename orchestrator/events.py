@@ -6,7 +6,7 @@ socket, tokenizers, text and the queue of waiting requests; it deals in text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outrider.orchestrator.kv_room import KvRoom
@@ -108,3 +108,22 @@ class Broke:
 
 ToCore = Admit | Stop | Quit
 ToFront = WorkersChanged | Began | PrefillAt | Committed | Ended | Broke
+
+
+def together(events: Iterable[ToFront]) -> list[ToFront]:
+    """The same, but tokens of a request with nothing else of it between them are one event: who is late tells them at
+    once."""
+    found: list[ToFront] = []
+    latest: dict[str, int] = {}
+    for event in events:
+        match event:
+            case Committed(request=request, tokens=tokens):
+                at = latest.setdefault(request, len(found))
+                before = found[at : at + 1]
+                if before and isinstance(before[0], Committed):
+                    found[at] = Committed(request, before[0].tokens + tokens)
+                    continue
+            case Began() | PrefillAt() | Ended() | Broke():
+                latest.pop(event.request, None)
+        found.append(event)
+    return found

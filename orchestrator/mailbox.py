@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
@@ -15,10 +16,11 @@ _names = itertools.count()
 
 
 class Mailbox(Generic[T]):
-    """One thread puts, one other thread takes. Register `wake` with the taker's poller."""
+    """Threads put, one other thread takes. Register `wake` with the taker's poller."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._items: SimpleQueue[T] = SimpleQueue()
+        self._putting = threading.Lock()
         address = f"inproc://mailbox-{next(_names)}"
         self.wake: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self.wake.bind(address)
@@ -26,10 +28,12 @@ class Mailbox(Generic[T]):
         self._bell.connect(address)
 
     def put(self, item: T) -> None:
-        """Never waits: a bell that takes no more rings has been ringing for long enough."""
-        self._items.put(item)
-        with contextlib.suppress(zmq.Again):
-            self._bell.send(b"", zmq.NOBLOCK)
+        """Never waits. The bell rings for the first item; who comes for that takes the others along."""
+        with self._putting:
+            self._items.put(item)
+            if self._items.qsize() <= 1:
+                with contextlib.suppress(zmq.Again):
+                    self._bell.send(b"", zmq.NOBLOCK)
 
     def take(self) -> Iterator[T]:
         """Everything put so far, without waiting."""

@@ -1,14 +1,14 @@
 """Messages to ZeroMQ frames and back.
 
 Frame 0 is msgpack: [protocol version, message name, {field: value}]. Each numpy array stands in the header as
-[dtype, shape], and its little-endian bytes follow as a frame of their own, in field order. Nothing that arrives is
-trusted: see `decode`.
+[dtype, shape], and its little-endian bytes follow as a frame of their own, in field order. Messages that leave together
+stand one after the other. Nothing that arrives is trusted: see `decode`.
 """
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgpack
@@ -45,8 +45,13 @@ def encode(message: Message) -> list[Buffer]:
     return [header, *frames]
 
 
+def encode_all(messages: Iterable[Message]) -> list[Buffer]:
+    """The frames that say `messages`, in this order; see `encode`."""
+    return [frame for message in messages for frame in encode(message)]
+
+
 def decode(frames: Sequence[Buffer]) -> Message:
-    """The message that `frames` say; its arrays are read-only views of the frames.
+    """The message that `frames` say, and no other; its arrays are read-only views of the frames.
 
     Raises:
         ProtocolError: not a message of this version: another version, an unknown name, missing, unknown or ill-typed
@@ -54,22 +59,26 @@ def decode(frames: Sequence[Buffer]) -> Message:
         RefusedRequest: (a ProtocolError and an InvalidRequest) a well-formed message asks for sampling out of range;
             the words are SamplingParams's own. Use `request_of` to answer whoever sent it.
     """
-    name, fields = _header(frames)
     rest = iter(frames[1:])
-    try:
-        message: Message = _LOADERS[name](fields, rest)
-    except InvalidRequest as error:
-        raise RefusedRequest(str(error)) from None
+    message = _message(_first(frames), rest)
     extra = sum(1 for _ in rest)
     if extra:
+        name = type(message).__name__
         raise ProtocolError(f"{name} has {extra} frames too many; expected one a present array and no other")
     return message
+
+
+def decode_all(frames: Sequence[Buffer]) -> list[Message]:
+    """The messages that `frames` say, one at least; raises as `decode` when one of them is none: then none is taken."""
+    _first(frames)
+    rest = iter(frames)
+    return [_message(header, rest) for header in rest]
 
 
 def request_of(frames: Sequence[Buffer]) -> str | None:
     """The request a refused message was about, when that can be read: so that its sender can be told what was wrong."""
     try:
-        header = _unpack(frames)
+        header = _unpack(_first(frames))
     except ProtocolError:
         return None
     fields = header[2] if len(header) > 2 else None
@@ -77,8 +86,24 @@ def request_of(frames: Sequence[Buffer]) -> str | None:
     return request if type(request) is str and len(request) <= 64 else None
 
 
-def _header(frames: Sequence[Buffer]) -> tuple[str, object]:
-    header = _unpack(frames)
+def _first(frames: Sequence[Buffer]) -> Buffer:
+    if not frames:
+        raise ProtocolError("no frame arrived; expected a header and the arrays it names")
+    return frames[0]
+
+
+def _message(header: Buffer, rest: Iterator[Buffer]) -> Message:
+    """The message of this header; its arrays are taken from `rest`."""
+    name, fields = _header(header)
+    try:
+        message: Message = _LOADERS[name](fields, rest)
+    except InvalidRequest as error:
+        raise RefusedRequest(str(error)) from None
+    return message
+
+
+def _header(frame: Buffer) -> tuple[str, object]:
+    header = _unpack(frame)
     version = header[0] if header else None
     if type(version) is not int:
         raise wrong("the protocol version", version, "a whole number first in the header")
@@ -95,13 +120,11 @@ def _header(frames: Sequence[Buffer]) -> tuple[str, object]:
     return name, header[2]
 
 
-def _unpack(frames: Sequence[Buffer]) -> tuple[Any, ...]:
-    if not frames:
-        raise ProtocolError("no frame arrived; expected a header and the arrays it names")
-    longest = min(MAX_ITEMS, memoryview(frames[0]).nbytes)  # msgpack makes room for the length claimed, unseen
+def _unpack(frame: Buffer) -> tuple[Any, ...]:
+    longest = min(MAX_ITEMS, memoryview(frame).nbytes)  # msgpack makes room for the length claimed, unseen
     try:
         header = msgpack.unpackb(
-            frames[0], use_list=False, max_array_len=longest, max_map_len=64, max_bin_len=0, max_ext_len=0
+            frame, use_list=False, max_array_len=longest, max_map_len=64, max_bin_len=0, max_ext_len=0
         )
     except ValueError as error:  # what every error of msgpack is, broken UTF-8 included
         reason = str(error) or type(error).__name__

@@ -40,10 +40,13 @@ What the orchestrator, the workers and the clients say to each other. This is ve
 
 ## Framing
 
-A message is one ZeroMQ multipart message. (A ROUTER socket puts the peer's identity in front; that is not part of it.)
+A message is a header and the arrays it names, a frame each. What leaves for one process together is a *bundle*: one
+ZeroMQ multipart message of one message or several, one after the other. (A ROUTER socket puts the peer's identity in
+front; that is not part of it.) The target's outcomes of one forward travel so, and the words they bring about; clients
+say and hear one message at a time. A bundle with a message that is refused is refused as a whole.
 
-- **Frame 0**, the header, is msgpack: `[version, name, {{field: value, ...}}]`. Every field is sent, defaults too; a
-  record inside a message is a map like the outer one; a tuple is an array; there is no binary and no extension type.
+- **The header** is msgpack: `[version, name, {{field: value, ...}}]`. Every field is sent, defaults too; a record
+  inside a message is a map like the outer one; a tuple is an array; there is no binary and no extension type.
 - **One frame an array**, in field order. The array's field holds `[dtype, shape]` in the header; the frame holds its
   items, little-endian, last axis fastest. An array field that is nil has no frame.
 

@@ -14,11 +14,12 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from types import FrameType
 
 import zmq
 
-from outrider.protocol.codec import decode, encode
+from outrider.protocol.codec import decode, decode_all, encode, encode_all
 from outrider.protocol.endpoints import connect
 from outrider.protocol.errors import CannotDraft, EndpointError, OutriderError, ProtocolError, WorkerError
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
@@ -52,6 +53,7 @@ class WorkerLink:
         self.name = name
         self.incarnation = secrets.randbits(INCARNATION_BITS) if incarnation is None else incarnation
         self._progress = 0
+        self._arrived: deque[Message] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
@@ -95,9 +97,10 @@ class WorkerLink:
         self.send(Fault(self.name, None, str(error), dispensable=isinstance(error, CannotDraft)))
         return error.exit_code
 
-    def send(self, message: Message) -> None:
+    def send(self, *messages: Message) -> None:
+        """These leave together, in this order."""
         self._progress += 1
-        frames = encode(message)
+        frames = encode_all(messages)
         if len(frames) == 1:  # the hot path: one call into C instead of a walk in Python, whose caches are cold by then
             self._socket.send(frames[0])
         else:
@@ -107,15 +110,15 @@ class WorkerLink:
 
     def receive(self, wait: bool) -> Message | None:
         """The next message; None when `wait` is False and there is none. Undecodable frames are logged and dropped."""
-        while True:
+        while not self._arrived:
             frames = self._frames(wait)
             if frames is None and not wait:
                 return None
-            message = _decoded(frames) if frames else None
-            if isinstance(message, Shutdown) and message.reason:
-                log.error("sent away: %s", message.reason)
-            if message is not None:
-                return message
+            self._arrived += _decoded(frames)
+        message = self._arrived.popleft()
+        if isinstance(message, Shutdown) and message.reason:
+            log.error("sent away: %s", message.reason)
+        return message
 
     def poll(self, milliseconds: float) -> None:
         """Waits until something has arrived, at most so long."""
@@ -123,8 +126,9 @@ class WorkerLink:
 
     def _polled(self) -> Message | None:
         """The next message, waited for once, for `IDLE_POLL_MS`."""
-        frames = self._frames(wait=True)
-        return _decoded(frames) if frames else None
+        if not self._arrived:
+            self._arrived += _decoded(self._frames(wait=True))
+        return self._arrived.popleft() if self._arrived else None
 
     def _frames(self, wait: bool) -> list[bytes] | None:
         """What arrived, or None; a wait ends after `IDLE_POLL_MS`, so that the progress counter moves."""
@@ -155,12 +159,12 @@ class WorkerLink:
                 socket.send_multipart(encode(Pong(self.name, message.serial, self._progress)))
 
 
-def _decoded(frames: list[bytes]) -> Message | None:
+def _decoded(frames: list[bytes] | None) -> list[Message]:
     try:
-        return decode(frames)
+        return decode_all(frames) if frames else []
     except ProtocolError as error:
         log.warning("dropped a frame: %s", error)
-        return None
+        return []
 
 
 def _end_on_signals(by_hand: bool) -> None:

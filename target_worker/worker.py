@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
@@ -89,11 +89,12 @@ class TargetWorker:
         self._wake()
         settled, readers = self._batch.advance(tuple(self._running.values()))
         self._listen(wait=False)  # what was prepared meanwhile decides how the requests go on
-        for one in settled:
-            self._answer(one)
+        answers = [answer for one in settled if (answer := self._answer(one)) is not None]
+        told = [*answers, *_how_far(readers)]
+        if told:
+            self._link.send(*told)
         for reader in readers:
             self._prompts.read(reader)
-            self._say_read(reader)
         self._forwards += 1
         if self._forwards % CLEAR_EVERY == 0:
             mx.clear_cache()
@@ -243,20 +244,23 @@ class TargetWorker:
         running.told(message)
         running.ready = now()
 
-    def _answer(self, settled: Settled) -> None:
+    def _answer(self, settled: Settled) -> Message | None:
         running = settled.running
         if running.over:
-            return
+            return None
         if isinstance(settled.verdict, OutriderError):
             self._fail(running.request, settled.verdict)
-            return
+            return None
         if running.ended:
             running.forget(settled.verdict)
-            return
-        self._link.send(running.settled(settled.verdict, settled.work, settled.rows, mx.get_peak_memory()))
+            return None
+        return running.settled(settled.verdict, settled.work, settled.rows, mx.get_peak_memory())
 
-    def _say_read(self, reader: Running) -> None:
-        """How far a long prompt has been read."""
-        slot = reader.slot
-        if not reader.over and len(slot.tokens) > PREFILL:
-            self._link.send(Prefilled(reader.request, reader.epoch, slot.fed, len(slot.tokens)))
+
+def _how_far(readers: Iterable[Running]) -> list[Message]:
+    """How far long prompts have been read."""
+    return [
+        Prefilled(request=reader.request, epoch=reader.epoch, done=reader.slot.fed, total=len(reader.slot.tokens))
+        for reader in readers
+        if not reader.over and len(reader.slot.tokens) > PREFILL
+    ]

@@ -193,6 +193,7 @@ class Workbench:
 
     def _listen(self) -> None:
         """Takes in what arrives within a moment. WorkerError: a worker was lost or failed."""
+        self._pool.flush()
         self._poller.poll(250)
         for _, message in self._pool.receive():
             if isinstance(message, Fault):

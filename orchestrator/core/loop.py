@@ -94,6 +94,7 @@ class Core:
                 self._hear_workers()
                 going = self._hear_front()
                 self._keep_watch()
+                self._pool.flush()
         finally:
             self._rounds.close()
             self._memory.write(self._rounds.learned(), clock.now())
@@ -110,8 +111,8 @@ class Core:
         """Takes in all that has arrived, BRANCHES before OUTCOMEs, so that a lookup sees what came in time."""
         arrived = list(self._pool.receive())
         arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
-        for name, message in arrived:
-            self._rounds.handle(name, message, clock.now())
+        self._rounds.handle_all(arrived, clock.now())
+        self._pool.flush()
         if self._pool.news:
             self._tell_workers()
 

@@ -61,9 +61,9 @@ class Request:
 
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
-    `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `untold` are
-    committed tokens that the drafters, `drafters` by name, do not know yet. `covered`: how many branches there were to
-    be for the latest outcome, if all had come by then; else 0.
+    `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
+    last outcome has come. `untold` are committed tokens that the drafters, `drafters` by name, do not know yet.
+    `covered`: how many branches there were to be for the latest outcome, if all had come by then; else 0.
     """
 
     admit: Admit
@@ -81,6 +81,7 @@ class Request:
     cache: SpeculationCache = field(default_factory=SpeculationCache)
     prepared: dict[tuple[int, ...], Proposal] = field(default_factory=dict)
     halted: bool = False
+    over: bool = False
     waiting: Waiting | None = None
     branches_at_ns: int = 0
     handled_ns: int = 0

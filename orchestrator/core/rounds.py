@@ -7,8 +7,8 @@ tokens and integers only. Time is passed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.orchestrator.core.account import Account
@@ -21,13 +21,24 @@ from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.preparing import may_prepare, prepared
 from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
-from outrider.orchestrator.core.request import Request, RoundSettings
+from outrider.orchestrator.core.request import Request, Round, RoundSettings
 from outrider.orchestrator.core.speculation_cache import is_sound
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
 from outrider.protocol.messages import Branches, Close, Drafted, Fault, Message, Outcome, Prefilled, Remark, Resync
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A round that ended with `outcome`: the tokens that it made final, and why the request ends there, if it does."""
+
+    request: Request
+    ended: Round
+    outcome: Outcome
+    kept: tuple[int, ...]
+    reason: str | None
 
 
 class Rounds:
@@ -113,18 +124,31 @@ class Rounds:
 
     def handle(self, sender: str, message: Message, now_ns: int) -> None:
         """A worker's message about a request. What is stale, or not the sender's to say, is dropped and counted."""
+        self.handle_all([(sender, message)], now_ns)
+
+    def handle_all(self, arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:
+        """What came together: all that workers are to hear of it leaves before books are made and the front hears."""
+        settled: list[Settled] = []
+        for sender, message in arrived:
+            self._hear(sender, message, now_ns, settled)
+        if settled:
+            self._workers.let_go()
+        for one in settled:
+            self._book(one, now_ns)
+
+    def _hear(self, sender: str, message: Message, now_ns: int, settled: list[Settled]) -> None:
         if isinstance(message, Remark):
             self._on_remark(sender, message)
             return
         request = self._requests.get(getattr(message, "request", None) or "")
-        if request is None or not may_say(request, self._workers.is_target(sender), sender, message):
+        if request is None or request.over or not may_say(request, self._workers.is_target(sender), sender, message):
             self.stale += 1
             return
         if isinstance(message, Outcome | Branches | Drafted):
             request.account.held(sender, message.peak_bytes)
         match message:
             case Outcome():
-                self._on_outcome(request, message, now_ns)
+                settled += self._on_outcome(request, message, now_ns)
             case Branches():
                 self._on_branches(request, sender, message, now_ns)
             case Drafted():
@@ -158,13 +182,13 @@ class Rounds:
                 chain = self._proposer.branch(request, found, self._room(request)) if found else Proposal()
                 self._verify(request, chain, now_ns)
 
-    def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> None:
+    def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> list[Settled]:
         proposal = request.proposal.settled(outcome)
         chain = proposal.chain
         of_now = outcome.round == request.round and outcome.base_len == request.base_len
         if not of_now or request.waiting or outcome.accepted > len(chain):
             self.stale += 1
-            return
+            return []
         request.proposal = proposal
         kept, reason = up_to_end(request, self._workers.target_context, [*chain[: outcome.accepted], outcome.bonus])
         ended = request.this_round()
@@ -181,12 +205,17 @@ class Rounds:
                 self._planner.replan(request)
                 step = self._proposer.after(request, tuple(kept), self._room(request), now_ns)
                 self._take(request, step, now_ns)
-            self._workers.let_go()
+        request.over = reason is not None
+        return [Settled(request, ended, outcome, tuple(kept), reason)]
+
+    def _book(self, settled: Settled, now_ns: int) -> None:
+        """What a round brought is counted, learned from and told."""
+        request, ended, outcome, kept = settled.request, settled.ended, settled.outcome, settled.kept
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
         self._planner.outcome(request, ended, outcome, len(kept), now_ns)
-        self._tell(Committed(request.id, tuple(kept)))
-        if reason is not None:
-            self._finish(request, reason)
+        self._tell(Committed(request.id, kept))
+        if settled.reason is not None:
+            self._finish(request, settled.reason)
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         self._ledger.branches(sender, message)

@@ -23,7 +23,7 @@ from outrider.orchestrator.machine.memory import physical
 from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.abilities import Abilities
-from outrider.protocol.codec import decode, encode
+from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import (
     CacheReport,
@@ -63,6 +63,7 @@ class WorkerPool:
         self._settings = settings
         self._run_dir = run_dir
         self._places = Places(drafters_may_join=not settings.colocate)
+        self._going: dict[str, list[Message]] = {}
         self._ping_serial = 0
         self._next_ping_ns = 0
         self._memory = physical()
@@ -122,13 +123,20 @@ class WorkerPool:
         self.send_drafter(TARGET, message)
 
     def send_drafter(self, name: str, message: Message) -> None:
-        """To a worker by name; one that has gone meanwhile hears nothing."""
-        worker = self._places.named(name)
-        if worker is not None:
-            self._send(routing_id(worker.incarnation), message)
+        """To a worker by name, at the next `flush`; one that has gone meanwhile hears nothing."""
+        self._going.setdefault(name, []).append(message)
+
+    def flush(self) -> None:
+        """What each worker is to hear leaves, together."""
+        for name, messages in self._going.items():
+            worker = self._places.named(name)
+            if worker is not None:
+                self._send(routing_id(worker.incarnation), *messages)
+        self._going.clear()
 
     def let_go(self) -> None:
-        """Gives the core away: on a machine of two, whoever waits for what was sent waits for this very core."""
+        """Flushes and gives the core away: on a machine of two, whoever waits for what was sent waits for this one."""
+        self.flush()
         os.sched_yield()
 
     def receive(self) -> Iterator[tuple[str, Message]]:
@@ -138,28 +146,26 @@ class WorkerPool:
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = self._decoded(frames)
-            worker = self._places.at(identity)
-            match message:
-                case None:
-                    continue
-                case Hello():
-                    self._hello(identity, message)
-                case _ if worker is None:
-                    self.rejected += 1
-                    log.info("dropped a stranger's %s", type(message).__name__)
-                case CacheReport(use=use):
-                    worker.cache, self.news = use, True
-                case Pong(serial=serial, progress=progress):
-                    worker.pulse.answered(progress, serial == self._ping_serial)
-                case Loading(role=role, stage=stage):
-                    self.stage, self.news = f"{role}: {stage}", True
-                case Fault(request=None, message=why, dispensable=dispensable):
-                    worker.fault = why  # it will end, and `losses` will tell
-                    if dispensable and worker.role == "draft":
-                        worker.state, self.news = "refused", True
-                case _:
-                    yield worker.name, message
+            for message in self._decoded(frames):
+                worker = self._places.at(identity)
+                match message:
+                    case Hello():
+                        self._hello(identity, message)
+                    case _ if worker is None:
+                        self.rejected += 1
+                        log.info("dropped a stranger's %s", type(message).__name__)
+                    case CacheReport(use=use):
+                        worker.cache, self.news = use, True
+                    case Pong(serial=serial, progress=progress):
+                        worker.pulse.answered(progress, serial == self._ping_serial)
+                    case Loading(role=role, stage=stage):
+                        self.stage, self.news = f"{role}: {stage}", True
+                    case Fault(request=None, message=why, dispensable=dispensable):
+                        worker.fault = why  # it will end, and `losses` will tell
+                        if dispensable and worker.role == "draft":
+                            worker.state, self.news = "refused", True
+                    case _:
+                        yield worker.name, message
 
     def ping(self, now_ns: int) -> None:
         if now_ns < self._next_ping_ns:
@@ -189,6 +195,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """Ends the workers in order, then the socket."""
+        self.flush()
         spawned = [worker.spawned for worker in self._places.all() if worker.spawned]
         for worker in self._places.all():
             self._send(routing_id(worker.incarnation), Shutdown())
@@ -241,16 +248,16 @@ class WorkerPool:
         spawned = spawn_worker(role, name, self.endpoint, self._settings, self._run_dir, incarnation)
         self._places.give(Worker(name, role, incarnation, spawned))
 
-    def _decoded(self, frames: Sequence[bytes]) -> Message | None:
+    def _decoded(self, frames: Sequence[bytes]) -> list[Message]:
         try:
-            return decode(frames)
+            return decode_all(frames)
         except ProtocolError as error:
             self.rejected += 1
             log.warning("dropped a frame on the workers' socket: %s", error)
-            return None
+            return []
 
-    def _send(self, identity: bytes, message: Message) -> None:
-        frames = encode(message)
+    def _send(self, identity: bytes, *messages: Message) -> None:
+        frames = encode_all(messages)
         self.socket.send(identity, zmq.SNDMORE)
         for frame in frames[:-1]:
             self.socket.send(frame, zmq.SNDMORE)

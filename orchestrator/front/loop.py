@@ -15,7 +15,17 @@ import numpy as np
 import zmq
 
 from outrider.orchestrator.client_key import client_of
-from outrider.orchestrator.events import Began, Broke, Committed, Ended, PrefillAt, Stop, ToFront, WorkersChanged
+from outrider.orchestrator.events import (
+    Began,
+    Broke,
+    Committed,
+    Ended,
+    PrefillAt,
+    Stop,
+    ToFront,
+    WorkersChanged,
+    together,
+)
 from outrider.orchestrator.failure import kind_of
 from outrider.orchestrator.front import totals
 from outrider.orchestrator.front.admission import Accepted, Admission
@@ -106,7 +116,7 @@ class Front:
                 self._clients.door.watch()
             if any(True for _ in self._orders.take()):
                 break
-            for event in self._events.take():
+            for event in together(self._events.take()):
                 self._on_event(event)
             for letter in self._clients.receive(LETTERS_PER_TURN):
                 self._on_letter(letter)

@@ -13,6 +13,7 @@ from cluster_in_process import Cluster, Script
 
 from outrider.orchestrator.core.ngram import PIECE, NgramIndex
 from outrider.orchestrator.core.request import Request
+from outrider.orchestrator.core.rounds import Settled
 from outrider.orchestrator.events import Admit, Broke
 from outrider.protocol.messages import (
     Branch,
@@ -336,9 +337,9 @@ def test_with_full_depth_a_branch_that_comes_after_its_outcome_is_late_and_no_hi
     came: list[bool] = []  # by outcome: whether its branch had come
     on_outcome = cluster.rounds._on_outcome
 
-    def noted(request: Request, outcome: Outcome, now_ns: int) -> None:
+    def noted(request: Request, outcome: Outcome, now_ns: int) -> list[Settled]:
         came.append(request.cache.lookup((*request.proposal.chain[: outcome.accepted], outcome.bonus)) is not None)
-        on_outcome(request, outcome, now_ns)
+        return on_outcome(request, outcome, now_ns)
 
     cluster.rounds._on_outcome = noted  # type: ignore[method-assign]
     timings = cluster.run(PROMPT, 60).timings

@@ -217,6 +217,7 @@ def test_a_stranger_by_the_targets_name_is_turned_away_and_the_target_keeps_its_
     assert hall.pool.target_context == 100 and hall.states() == {"target-0": "ready", "draft-0": "ready"}
     hall.pool.send_target(Close("a"))
     hall.pool.send_drafter("draft-0", Close("b"))
+    hall.pool.flush()
     assert (target.hear(), draft.hear()) == (Close("a"), Close("b"))
 
 
@@ -231,6 +232,7 @@ def test_a_peer_whose_routing_id_is_a_name_changes_nothing(hall: Hall, early: bo
     assert isinstance(stray.hello("target-0"), Shutdown)
     target = hall.worker("target-0") if early else None
     hall.pool.send_target(Close("r"))
+    hall.pool.flush()
     assert hall.pool.stage == "" and hall.pool.losses() == [] and stray.heard() == []
     assert target is None or target.hear() == Close("r")
 
@@ -242,6 +244,7 @@ def test_a_place_that_is_held_cannot_be_taken_by_who_knows_its_incarnation(hall:
     thief.say(Resync("r", 0))
     hall.settle()
     hall.pool.send_target(Close("r"))
+    hall.pool.flush()
     assert target.hear() == Close("r") and thief.heard() == []
     assert hall.said == [] and hall.pool.target_context == 100
 

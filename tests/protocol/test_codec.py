@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.protocol.codec import MESSAGES, decode, encode, request_of
+from outrider.protocol.codec import MESSAGES, decode, decode_all, encode, encode_all, request_of
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Branch, Branches, Chunk, Close, Commit, Drafted, Generate, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -98,3 +98,22 @@ def test_every_committed_token_of_a_full_round_fits_a_commit():
     """K = MAX_CHAIN chain tokens accepted and the bonus token make one more than a chain."""
     longest = tuple(range(64))
     assert decode(encode(Commit("r", 1, 2, 300, (*longest, 7), longest, 64, 12))).tokens == (*longest, 7)
+
+
+def test_what_leaves_together_arrives_as_it_was_said_in_its_order():
+    ids, probs = np.array([[1, 2]], np.int32), np.array([[0.5, 0.25]], np.float32)
+    drawn = replace(VERIFY, kind="sparse", q=SparseQ(ids, probs))
+    together = encode_all((OUTCOME, drawn, Close("r"), VERIFY))
+    assert len(together) == 6
+    first, second, *rest = decode_all(together)
+    assert first == OUTCOME and (second.q.ids == ids).all() and (second.q.probs == probs).all()
+    assert rest == [Close("r"), VERIFY]
+
+
+def test_of_messages_that_came_together_none_is_taken_when_one_is_refused():
+    header, raw = encode(Chunk("r", "", np.array([1], np.int32)))
+    for frames in ([], [*encode(VERIFY), header], [*encode(VERIFY), raw], [header, *encode(VERIFY)]):
+        with pytest.raises(ProtocolError):
+            decode_all(frames)
+    with pytest.raises(ProtocolError, match="2 frames too many"):
+        decode([*encode(VERIFY), *encode(OUTCOME), *encode(VERIFY)])

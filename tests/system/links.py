@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from outrider.protocol.codec import decode, encode
+from outrider.protocol.codec import decode, decode_all, encode, encode_all
 from outrider.protocol.messages import Message
 
 
@@ -39,8 +39,8 @@ class FakeLink:
     inbox: deque[Message] = field(default_factory=deque)
     sent: deque[Message] = field(default_factory=deque)
 
-    def send(self, message: Message) -> None:
-        self.sent.append(through_the_codec(message))
+    def send(self, *messages: Message) -> None:
+        self.sent += decode_all([bytes(frame) for frame in encode_all(messages)])
 
     def receive(self, wait: bool) -> Message | None:
         if self.inbox:

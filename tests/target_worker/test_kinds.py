@@ -27,8 +27,8 @@ class Wire:
         self.inbox: list[Message] = []
         self.sent: list[Any] = []
 
-    def send(self, message: Message) -> None:
-        self.sent.append(message)
+    def send(self, *messages: Message) -> None:
+        self.sent += messages
 
     def receive(self, wait: bool) -> Message | None:
         return self.inbox.pop(0) if self.inbox else None

@@ -1,0 +1,85 @@
+"""What comes together is answered together: words to workers first, then what the front hears."""
+
+from __future__ import annotations
+
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.events import Admit, Began, Committed, Ended, PrefillAt, ToFront, together
+from outrider.protocol.abilities import Abilities
+from outrider.protocol.messages import Close, Message, Outcome, Span, Timings, Verify
+from outrider.protocol.sampling import SamplingParams
+
+REQUESTS = ("a", "b", "c")
+
+
+class Wires:
+    """A target and no drafter; keeps what is said, to the target and to the front, in one order."""
+
+    target_context = 10_000
+    target_abilities = Abilities()
+
+    def __init__(self) -> None:
+        self.said: list[Message | ToFront | str] = []
+
+    def notes(self) -> list[str]:
+        return []
+
+    def is_target(self, name: str) -> bool:
+        return True
+
+    def drafters(self) -> set[str]:
+        return set()
+
+    def send_target(self, message: Message) -> None:
+        self.said.append(message)
+
+    def send_drafter(self, name: str, message: Message) -> None:
+        raise AssertionError("there is no drafter")
+
+    def let_go(self) -> None:
+        self.said.append("let go")
+
+
+def under_way(max_tokens: int) -> tuple[Rounds, Wires]:
+    """Three requests that were opened."""
+    wires = Wires()
+    rounds = Rounds(wires, RoundSettings(4, 8, ngrams=False), wires.said.append, Trace(None))
+    for request in REQUESTS:
+        rounds.begin(Admit(request, (1, 2, 3), SamplingParams(max_tokens=max_tokens), "ar", frozenset()), 0)
+    wires.said.clear()
+    return rounds, wires
+
+
+def outcome(request: str) -> Outcome:
+    return Outcome(request=request, epoch=0, round=0, base_len=3, accepted=0, bonus=5, work=Span(0, 1))
+
+
+def test_every_verify_leaves_before_the_front_hears_of_any_token() -> None:
+    rounds, wires = under_way(9)
+    rounds.handle_all([("target-0", outcome(request)) for request in REQUESTS], 1)
+    kinds = [type(said) if said != "let go" else said for said in wires.said]
+    assert kinds == [Verify] * 3 + ["let go"] + [Committed] * 3
+    assert [said.request for said in wires.said if not isinstance(said, str)] == [*REQUESTS, *REQUESTS]  # type: ignore[union-attr]
+
+
+def test_an_outcome_said_twice_in_one_breath_counts_once_also_when_it_is_the_last() -> None:
+    for max_tokens in (1, 9):
+        rounds, wires = under_way(max_tokens)
+        rounds.handle_all([("target-0", outcome("a"))] * 2, 1)
+        assert [said for said in wires.said if isinstance(said, Committed)] == [Committed("a", (5,))]
+        assert rounds.stale == 1
+        ended = [said.timings.predicted_n for said in wires.said if isinstance(said, Ended)]
+        assert ended == ([1] if max_tokens == 1 else [])
+        assert (Close("a") in wires.said) == (max_tokens == 1)
+
+
+def test_tokens_that_wait_behind_each_other_are_one_event_and_nothing_overtakes_them() -> None:
+    told: list[ToFront] = [
+        Began("a", "ar"), Committed("a", (1,)), Committed("b", (7,)), Committed("a", (2, 3)), PrefillAt("b", 1, 2),
+        Committed("b", (8,)), Committed("a", (4,)), Ended("a", "eos", Timings()), Committed("b", (9,)),
+    ]  # fmt: skip
+    assert together(told) == [
+        Began("a", "ar"), Committed("a", (1, 2, 3, 4)), Committed("b", (7,)), PrefillAt("b", 1, 2),
+        Committed("b", (8, 9)), Ended("a", "eos", Timings()),
+    ]  # fmt: skip
