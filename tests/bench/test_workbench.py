@@ -29,6 +29,8 @@ class Pool:
     def receive(self) -> Iterator[tuple[str, Message]]:
         return (("target-0", message) for message in self._says)
 
+    def flush(self) -> None: ...
+
     def ping(self, now_ns: int) -> None: ...
 
     def losses(self) -> list[Any]:

@@ -99,7 +99,7 @@ def test_keys_come_in_the_models_own_number_format(bench: Callable[..., Bench], 
     columns = OneRow(model)
     (read,) = reader_of(made).read(text[:10])
     columns.adopt(0, read)
-    assert {cache.keys.dtype for cache in columns._caches if cache.keys is not None} == {mx.bfloat16}
+    assert {cache.keys.dtype for cache in columns.leaves if cache.keys is not None} == {mx.bfloat16}
 
 
 def test_short_prompts_are_left_to_the_model(bench: Callable[..., Bench], text: list[int]) -> None:

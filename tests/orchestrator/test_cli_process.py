@@ -71,6 +71,7 @@ class Interrupt:
     def find_spec(self, name, *_):
         if name == sys.argv[1]:
             os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 sys.meta_path.insert(0, Interrupt())
 from outrider.__main__ import main
 sys.exit(main(sys.argv[2:]))

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from outrider.drafting.mlx import MlxDrafter
-from outrider.engine.sampling import Sampler
+from outrider.engine import sampling
+from outrider.engine.noise import gumbel_numpy
 from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.markov import markov, p_values
@@ -90,10 +90,9 @@ def test_a_wrong_temperature_is_seen(make: Make) -> None:
 
 def test_noise_used_for_two_positions_is_seen(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token alone would still have the right probabilities."""
-    noise = Sampler.noise
 
-    def doubled(self: Sampler, positions: Sequence[int]) -> mx.array:
-        return noise(self, [position // 2 for position in positions])
+    def doubled(seed: int, positions: Sequence[int], vocab_size: int) -> Any:
+        return gumbel_numpy(seed, [position // 2 for position in positions], vocab_size)
 
-    monkeypatch.setattr(Sampler, "noise", doubled)
+    monkeypatch.setattr(sampling, "gumbel_numpy", doubled)
     assert min(law(runs(make, PATHS["ar"]))) < CAUGHT
