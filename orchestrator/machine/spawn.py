@@ -21,6 +21,10 @@ TAIL_BYTES = 4096
 TAIL_LINES = 3
 MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker"}
 
+# Blocks from this size on are given back when they are freed. By itself glibc raises the size with what it sees, and a
+# worker keeps what lies between longer-lived blocks; other systems do not look at this.
+STEADY_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
+
 
 class SpawnedWorker:
     """A worker process that this process started and may end."""
@@ -96,7 +100,7 @@ def spawn_worker(
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
-                env=blas.environment(child_environment(), settings.threads),
+                env={**STEADY_MEMORY, **blas.environment(child_environment(), settings.threads)},
                 pass_fds=(theirs,),
                 start_new_session=True,
             )
