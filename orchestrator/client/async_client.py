@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -91,10 +92,14 @@ class AsyncClient:
             socket.close(linger=FLUSH_MS)
 
     async def _receive(self, socket: zmq.asyncio.Socket, patience: Patience) -> Message:
-        while not await socket.poll(patience.poll_ms):
-            await socket.send_multipart(encode(patience.silent()))
+        # Not cancelled by any time that passes: what has arrived meanwhile would be lost with it.
+        arriving = asyncio.ensure_future(socket.recv_multipart())
+        while not arriving.done():
+            arrived, _ = await asyncio.wait({arriving}, timeout=patience.poll_ms / 1000)
+            if not arrived:
+                await socket.send_multipart(encode(patience.silent()))
         patience.heard()
-        return decode(await socket.recv_multipart())
+        return decode(arriving.result())
 
     def _socket(self) -> zmq.asyncio.Socket:
         socket: Any = zmq.asyncio.Context.instance().socket(zmq.DEALER)
