@@ -91,7 +91,7 @@ generate_and_verify() {
 
 serve() {
     local status=0 tried=0
-    outrider serve --endpoint "ipc://$folder/socket" &
+    outrider serve --no-http --endpoint "ipc://$folder/socket" &
     served=$!
     while [ ! -S "$folder/socket" ] && [ "$tried" -lt 120 ]; do sleep 1; tried=$((tried + 1)); done
     python client.py "ipc://$folder/socket" || status=$?

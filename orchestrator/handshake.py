@@ -20,11 +20,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Clients may connect at `endpoint`, further drafters at `workers`; `notes` are worth a line each."""
+    """Clients may connect at `endpoint`, further drafters at `workers`; `notes` are worth a line each. `http` is where
+    HTTP is served, if it is."""
 
     endpoint: str
     workers: str
     notes: tuple[str, ...] = ()
+    http: str = ""
 
 
 @dataclass(frozen=True, slots=True)

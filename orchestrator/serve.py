@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -26,8 +26,10 @@ from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Unfinished, wait_for_end
+from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.lines import End, Lines
 from outrider.orchestrator.machine import blas, descriptors
+from outrider.orchestrator.machine.http_process import HttpProcess, Listener
 from outrider.orchestrator.machine.sweeper import Sweeper
 from outrider.orchestrator.mailbox import Mailbox
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
@@ -51,13 +53,24 @@ class Enough:
 Happening = Announcement | Enough
 
 
+@dataclass(frozen=True, slots=True)
+class House:
+    """What runs beside the core; no `http`: nobody asked for it."""
+
+    front: Front
+    http: HttpProcess | None
+
+
 def run(
     settings: ServeSettings,
     tell: Callable[[Announcement], None],
     parent: socket.socket | None = None,
     status: Callable[[Front], None] | None = None,
+    http: HttpSettings | None = None,
 ) -> Unfinished | None:
     """Serves until a signal or the parent's end. `tell` hears how the start goes, `status` is called once a second.
+
+    `http`: the same over HTTP, by a process of its own.
 
     Returns what could not be finished in the end, such as a trace on a full disk.
 
@@ -73,9 +86,17 @@ def run(
         stack.enter_context(_notice_crashes(happenings))
         if parent is not None:
             threading.Thread(target=_end_with_parent, args=(parent, happenings), daemon=True, name="parent").start()
+        listener = stack.enter_context(closing(Listener(http))) if http is not None else None
         directory = stack.enter_context(private_directory())
-        front = stack.enter_context(_threads(pair, directory, happenings, files * 3 // 4))
-        _watch(happenings, tell, lambda: status(front) if status is not None else None)
+        house = stack.enter_context(_threads(pair, directory, happenings, files * 3 // 4, listener))
+
+        def tick() -> None:
+            if house.http is not None:
+                house.http.check()
+            if status is not None:
+                status(house.front)
+
+        _watch(happenings, tell, tick, listener.url if listener is not None else "")
     return _unfinished(happenings)
 
 
@@ -88,7 +109,9 @@ def _unfinished(happenings: SimpleQueue[Happening]) -> Unfinished | None:
     return None
 
 
-def _watch(happenings: SimpleQueue[Happening], tell: Callable[[Announcement], None], tick: Callable[[], None]) -> None:
+def _watch(
+    happenings: SimpleQueue[Happening], tell: Callable[[Announcement], None], tick: Callable[[], None], url: str
+) -> None:
     while True:
         try:
             happening = happenings.get(timeout=STATUS_SECONDS)
@@ -99,26 +122,36 @@ def _watch(happenings: SimpleQueue[Happening], tell: Callable[[Announcement], No
             return
         if isinstance(happening, Failure):
             raise as_error(happening.kind, happening.message)
-        tell(replace(happening, notes=(*happening.notes, *blas.notes())) if isinstance(happening, Ready) else happening)
+        if isinstance(happening, Ready):
+            happening = replace(happening, http=url, notes=(*happening.notes, *blas.notes()))
+        tell(happening)
 
 
 @contextmanager
 def _threads(
-    pair: ChosenPair, directory: PrivateDirectory, happenings: SimpleQueue[Happening], connections: int
-) -> Iterator[Front]:
+    pair: ChosenPair,
+    directory: PrivateDirectory,
+    happenings: SimpleQueue[Happening],
+    connections: int,
+    listener: Listener | None,
+) -> Iterator[House]:
     """Both threads and their sockets; the workers load while the tokenizers are read here."""
     context: zmq.Context[Any] = zmq.Context()
     clients = ClientSocket(context, pair.settings.endpoint or directory.endpoint("clients"), connections)
     with ExitStack() as stack:
         stack.callback(clients.close)
         stack.callback(Sweeper(directory.path, clients.door.bound.claim).dismiss)
+        http = None
+        if listener is not None:
+            http = listener.serve(clients.endpoint, pair.target, directory.path, pair.settings.log_level)
+            stack.callback(http.close)
         lines = Lines(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[End](context))
         core = Core(pair.settings, context, lines.core, lines.events, directory.path)
         threads = [_start(core.run, "core")]
         try:
             front = Front(pair, Admission(read_pair(pair)), clients, lines, core, happenings.put)
             threads.insert(0, _start(front.run, "front"))
-            yield front
+            yield House(front, http)
         finally:
             lines.orders.put(End())
             threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)

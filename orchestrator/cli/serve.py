@@ -7,11 +7,12 @@ import socket
 import time
 
 from outrider.orchestrator import serve
-from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli import flags, http_flags
 from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.failure import as_error, kind_of
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, announce
+from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
@@ -20,18 +21,19 @@ from outrider.protocol.messages import Stats
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", help="where clients connect, ipc://PATH or tcp://HOST:PORT; default: a fresh one")
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    http_flags.add(parser)
     flags.add_request_flags(parser)
     flags.add_cluster_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
-    settings = ServeSettings(**flags.settings_of(options))
+    settings, http = ServeSettings(**flags.settings_of(options)), http_flags.settings_of(options)
     if options.parent_fd is not None:
-        return _for_parent(settings, socket.socket(fileno=options.parent_fd))
+        return _for_parent(settings, http, socket.socket(fileno=options.parent_fd))
     board = Board(Screen())
     try:
-        unfinished = serve.run(settings, board.tell, status=board.status)
+        unfinished = serve.run(settings, board.tell, status=board.status, http=http)
     finally:
         board.clear()
     if unfinished is not None:
@@ -39,10 +41,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _for_parent(settings: ServeSettings, parent: socket.socket) -> int:
+def _for_parent(settings: ServeSettings, http: HttpSettings | None, parent: socket.socket) -> int:
     """Whoever started this process hears of everything on the inherited socket; nothing is printed."""
     try:
-        unfinished = serve.run(settings, lambda told: announce(parent, told), parent=parent)
+        unfinished = serve.run(settings, lambda told: announce(parent, told), parent=parent, http=http)
     except OutriderError as error:
         announce(parent, Failure(kind_of(error), str(error)))
         return error.exit_code
@@ -64,10 +66,10 @@ class Board:
         match told:
             case Stage(text=text) if not self._ready:
                 self._screen.show(text)
-            case Ready(endpoint=endpoint, workers=workers, notes=notes):
+            case Ready(endpoint=endpoint, workers=workers, notes=notes, http=http):
                 self._ready = True
                 self._screen.clear()
-                print(f"clients: {endpoint}\nworkers: {workers}", flush=True)
+                print(f"clients: {endpoint}\nworkers: {workers}" + (f"\nHTTP: {http}" if http else ""), flush=True)
                 for note in notes:
                     say(f"Note: {note}")
 

@@ -57,7 +57,7 @@ class LocalCluster:
         self._line, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                python("-m", "outrider", "serve", *flags(checked), "--parent-fd", str(theirs.fileno())),
+                python("-m", "outrider", "serve", "--no-http", *flags(checked), "--parent-fd", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=child_environment(),

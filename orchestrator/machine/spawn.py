@@ -13,12 +13,11 @@ import sys
 from pathlib import Path
 
 from outrider.orchestrator.machine import blas, cores
+from outrider.orchestrator.machine.log_tail import log_tail
 from outrider.orchestrator.pair.model_files import PACKAGE
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 
-TAIL_BYTES = 4096
-TAIL_LINES = 3
 MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker"}
 
 # Blocks from this size on are given back when they are freed. By itself glibc raises the size with what it sees, and a
@@ -45,13 +44,7 @@ class SpawnedWorker:
 
     def log_tail(self) -> str:
         """The last lines of its log as one line, for an error message."""
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
-            return ""
-        return " | ".join(line.strip() for line in lines[-TAIL_LINES:] if line.strip())
+        return log_tail(self._log)
 
     def terminate(self) -> None:
         """Asks it to end in order; it has the same word from the closed pipe should it miss the signal."""

@@ -1,4 +1,4 @@
-"""A model's chat template: one user message becomes the prompt that the model was trained to answer.
+"""A model's chat template: a conversation becomes the prompt that the model was trained to answer.
 
 Templates come with models, so they run in Jinja's sandbox. Knows text; knows nothing of tokens.
 """
@@ -6,14 +6,23 @@ Templates come with models, so they run in Jinja's sandbox. Knows text; knows no
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from outrider.orchestrator.pair.model_files import read_json
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import InvalidRequest, ModelError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 JINJA_FILE = "chat_template.jinja"
+Message: TypeAlias = Mapping[str, Any]
+"""As templates take it: `role` and `content`, and where there are some `tool_calls`, `tool_call_id`, `name`, ..."""
+OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""What a template is given by us, so that no keyword of a caller's may take its name."""
 
 
 def chat_template(folder: Path) -> str | None:
@@ -35,7 +44,69 @@ def as_chat(template: str, prompt: str, special: dict[str, str]) -> str:
     Raises:
         ModelError: the template refuses, or is broken.
     """
+    return render(template, [{"role": "user", "content": prompt}], special)
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    special: Mapping[str, str],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    answer: bool = True,
+    keywords: Mapping[str, Any] | None = None,
+) -> str:
+    """`messages` as the model reads them; `answer` ends with what begins the assistant's turn (add_generation_prompt).
+
+    `tools` are functions in OpenAI's shape, `keywords` what else this template knows, such as enable_thinking.
+
+    Raises:
+        InvalidRequest: a keyword has the name of something that the template is given anyway.
+        ModelError: the template refuses, or is broken.
+    """
     from jinja2 import TemplateError  # deferred: many models have no template
+
+    given = {**special, **(keywords or {})}
+    taken = OWN.intersection(given)
+    if taken:
+        raise InvalidRequest(
+            f"a keyword of the chat template is named {min(taken)}; expected others than the request's"
+        )
+    try:
+        return _compiled(template).render(
+            messages=messages, add_generation_prompt=answer, tools=tools, documents=None, **given
+        )
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise ModelError(
+            f"the model's chat template failed ({error}); expected one that takes these messages, or"
+            " none (--ignore-chat-template)"
+        ) from None
+
+
+def without_end(rendered: str, last: str) -> str:
+    """A rendered conversation up to the end of its `last` message's text, so that the model goes on with it.
+
+    Raises:
+        InvalidRequest: the template has changed that text, so that its end can't be found.
+    """
+    text = last.strip()
+    place = rendered.rfind(text)
+    if not text or place < 0:
+        raise InvalidRequest("the final message can't be continued: its text is empty, or the chat template changes it")
+    kept = last.lstrip()  # with the spaces at its end, if the template left them
+    return rendered[: place + len(kept if rendered.startswith(kept, place) else text)]
+
+
+@lru_cache(maxsize=4)
+def _compiled(template: str) -> Template:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -43,13 +114,7 @@ def as_chat(template: str, prompt: str, special: dict[str, str]) -> str:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    messages = [{"role": "user", "content": prompt}]
-    try:
-        compiled = environment.from_string(template)
-        return compiled.render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **special)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ModelError(f"the model's chat template failed ({error}); expected one that takes a user message, or"
-                         " ignore it with --ignore-chat-template") from None
+    return environment.from_string(template)
 
 
 def _named_default(value: object) -> str | None:
@@ -62,8 +127,14 @@ def _named_default(value: object) -> str | None:
     return None
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "draft_worker": {"protocol", "engine", "drafting"},
     "orchestrator": {"protocol"},
     "bench": {"protocol", "engine", "drafting", "draft_worker", "orchestrator"},
+    "server": {"protocol", "orchestrator"},
     "outrider": {"protocol", "orchestrator"},
 }
 ROOMS = set(MAY_IMPORT)
@@ -32,6 +33,13 @@ WITHIN = {
         "pair": set(),
         "machine": {"pair"},
         "cli": {"client", "core", "front", "machine", "pair"},
+    },
+    "server": {
+        "model": set(),
+        "shapes": set(),
+        "mapping": {"model", "shapes"},
+        "answers": {"mapping", "model", "shapes"},
+        "endpoints": {"answers", "mapping", "model", "shapes"},
     },
     "bench": {
         "timing": set(),
@@ -51,7 +59,7 @@ WITHIN = {
 }
 CLOSED = {"drafting/coreml"}
 OUTSIDE = {"launch", "tests", "models", "docs"}
-WITHOUT_MLX = ("protocol", "orchestrator", "outrider")
+WITHOUT_MLX = ("protocol", "orchestrator", "server", "outrider")
 MLX = {"mlx", "mlx_lm"}
 BROAD = {"Exception", "BaseException"}
 MAY_PRINT = ("orchestrator/cli/", "bench/")
@@ -167,8 +175,9 @@ sys.exit(", ".join(sorted({"mlx", "mlx_lm"} & set(sys.modules))) or 0)
 
 def test_mlx_stays_out_of_the_orchestrators_process():
     """Not by way of another library either."""
+    rooms = [f"outrider.{room}" for room in ("protocol", "orchestrator", "server", "bench.commands")]
     loaded = subprocess.run(
-        [sys.executable, "-c", LOAD_ALL, "outrider.protocol", "outrider.orchestrator", "outrider.bench.commands"],
+        [sys.executable, "-c", LOAD_ALL, *rooms],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert loaded.returncode == 0, loaded.stderr

@@ -127,6 +127,8 @@ def test_the_version_is_told(run):
         (["generate", "-p", "x", "--connect", "ipc:///tmp/x", "--model", "m"], 2, "--model is the running"),
         (["serve", "--model", "/no/such"], 3, "no such path"),
         (["serve", "--mode", "fast"], 2, "mode is 'fast'"),
+        (["serve", "--host", "0.0.0.0"], 2, "there is no API key"),
+        (["serve", "--api-key-file", "/no/such"], 2, "/no/such can't be read"),
         (["serve", "--simulate", "/no/such.json"], 2, "profile /no/such.json can't be read"),
         (["worker", "cook", "--connect", "ipc:///x"], 2, "invalid choice"),
         (["worker", "draft", "--connect", "nowhere"], 4, "no endpoint"),

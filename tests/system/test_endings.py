@@ -84,7 +84,9 @@ def test_a_trace_on_a_full_disk_is_told_after_the_text(folder: Path) -> None:
 
 
 def test_a_server_tells_of_a_trace_on_a_full_disk_at_its_end(folder: Path) -> None:
-    process = outrider(folder, "serve", "--draft-backend", "ngram", "--trace", "t.json", file_size=SMALL_FILES)
+    process = outrider(
+        folder, "serve", "--no-http", "--draft-backend", "ngram", "--trace", "t.json", file_size=SMALL_FILES
+    )
     endpoint = (process.stdout.readline() if process.stdout else "").split()[1]
     outrider(folder, "generate", "-p", "def f(", "-m", "40", "--connect", endpoint).communicate(timeout=LIMIT)
     process.send_signal(signal.SIGTERM)

@@ -82,7 +82,7 @@ class Serving:
     """`outrider serve` in the foreground, once it has said where clients connect."""
 
     def __init__(self, *arguments: str, files: tuple[int, int] | None = None) -> None:
-        self.process = outrider("serve", *arguments, preexec_fn=limited(files) if files else None)
+        self.process = outrider("serve", "--no-http", *arguments, preexec_fn=limited(files) if files else None)
         lines = [self.process.stdout.readline() for _ in range(2)] if self.process.stdout else []
         if not lines[0].startswith("clients: "):
             pytest.fail(f"expected endpoints, got {lines} and {self.process.communicate()}")
@@ -316,7 +316,7 @@ def test_more_idle_connections_than_a_terminal_allows_files(serve: Callable[...,
     assert client.generate(PROMPT, sampling).text == text
 
 
-@pytest.mark.parametrize("command", [("serve",), ("generate", "--prompt", PROMPT)])
+@pytest.mark.parametrize("command", [("serve", "--no-http"), ("generate", "--prompt", PROMPT)])
 def test_too_few_files_are_a_sentence(command: tuple[str, ...]) -> None:
     process = outrider(*command, "--draft-backend", "ngram", preexec_fn=limited((64, 64)))
     _, err = process.communicate(timeout=LIMIT)

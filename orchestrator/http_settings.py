@@ -1,0 +1,96 @@
+"""What the HTTP server is told when it starts: a frozen record, checked once, here and nowhere else.
+
+The server is a process of a room that this one does not know; the record travels to it as JSON, for keys are no matter
+for a command line that everybody can read. Knows names and ranges; opens no socket.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.protocol import values
+from outrider.protocol.errors import InvalidRequest
+
+HOST, PORT = "127.0.0.1", 8080
+MAX_BODY_MB = 32
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """Where HTTP is served and to whom.
+
+    `port` 0 is any free one. `api_keys`: whoever asks has to name one of them; none: nobody is asked, which only holds
+    on loopback. `cors_origins`: pages of these origins may ask from a browser (`*`: all). `tls_cert` and `tls_key`: PEM
+    files. `model_names`: what requests may call the model; the first is its id, none: its own name. `max_body_mb`: the
+    largest request body in MB.
+
+    Raises:
+        InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
+    """
+
+    host: str = HOST
+    port: int = PORT
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    model_names: tuple[str, ...] = ()
+    max_body_mb: int = MAX_BODY_MB
+
+    def __post_init__(self) -> None:
+        if not self.host.strip():
+            raise InvalidRequest("host is empty; expected an address such as 127.0.0.1, or a name")
+        values.whole("port", self.port, 0, 65535)
+        values.whole("max_body_mb", self.max_body_mb, 1, 4096)
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+            raise InvalidRequest("an API key is empty or has spaces or other than ASCII; expected one word in ASCII")
+        if not self.api_keys and not self.is_loopback:
+            raise InvalidRequest(
+                f"host {self.host} is reached from other machines, and there is no API key; expected --api-key,"
+                " --api-key-file or OUTRIDER_API_KEY, or a host of loopback such as 127.0.0.1"
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidRequest("TLS needs a certificate and its key; expected both --tls-cert and --tls-key, or none")
+        for path in (self.tls_cert, self.tls_key):
+            if path is not None and not Path(path).is_file():
+                raise InvalidRequest(f"no such path: {path}; expected a PEM file")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the host."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls_cert is not None else "http"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOrder:
+    """All that the server's process is told: its settings, the orchestrator's endpoint, the model, the open socket."""
+
+    settings: HttpSettings
+    endpoint: str
+    model: str
+    folder: str
+    listener: int
+    log_level: str = "warning"
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> HttpOrder:
+        """What `to_json` wrote."""
+        fields: dict[str, Any] = json.loads(line)
+        given = fields.pop("settings").items()
+        settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+        return cls(settings=HttpSettings(**settings), **fields)

@@ -1,0 +1,134 @@
+"""The HTTP server's process: its socket is opened here, before anything is loaded, and stays while the process changes.
+
+The process ends when its stdin does, so with this one; it is told by its first line there what to do. Knows a command
+line and a process id; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
+from outrider.orchestrator.machine.log_tail import log_tail
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pair.model_files import ModelFiles
+from outrider.protocol.errors import EndpointError, WorkerError
+
+MODULE = "outrider.server"
+BACKLOG = 1024
+END_SECONDS = 5.0
+TOO_SOON_SECONDS = 10.0
+"""A process that ends before it has run for so long would end again."""
+
+log = logging.getLogger(__name__)
+
+
+class Listener:
+    """A TCP socket that listens at the settings' host and port; `url` is where it is reached.
+
+    Raises:
+        EndpointError: the host is unknown or the port is taken; the message says what to do.
+    """
+
+    def __init__(self, settings: HttpSettings) -> None:
+        where = f"{settings.host}:{settings.port}"
+        try:
+            family, kind, number, _, address = socket.getaddrinfo(
+                settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self.socket = socket.socket(family, kind, number)
+        except (OSError, UnicodeError) as error:
+            raise EndpointError(
+                f"HTTP can't be served at {where} ({error}); expected an address of this machine"
+            ) from None
+        try:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.socket.bind(address)
+            self.socket.listen(BACKLOG)
+        except OSError as error:
+            self.socket.close()
+            raise EndpointError(f"HTTP can't be served at {where} ({_why(error)})") from None
+        host, port = self.socket.getsockname()[:2]
+        self.url = f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        self._settings = settings
+
+    def serve(self, endpoint: str, model: ModelFiles, run_dir: Path, log_level: str) -> HttpProcess:
+        """Starts the process that serves here what the orchestrator at `endpoint` completes."""
+        order = HttpOrder(
+            settings=self._settings,
+            endpoint=endpoint.replace("tcp://*:", "tcp://127.0.0.1:"),
+            model=model.name,
+            folder=str(model.folder),
+            listener=self.socket.fileno(),
+            log_level=log_level,
+        )
+        return HttpProcess(order, run_dir)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class HttpProcess:
+    """Runs from creation to `close`; `check` begins it anew when it has ended by itself."""
+
+    def __init__(self, order: HttpOrder, run_dir: Path) -> None:
+        self._order = order
+        self._log = run_dir / "http.log"
+        self._begin()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def check(self) -> None:
+        """
+        Raises:
+            WorkerError: it ended, and had only just begun; the message has the end of its log.
+        """
+        code = self._process.poll()
+        if code is None:
+            return
+        told = f"the HTTP server ended with code {code}: {log_tail(self._log) or 'its log is empty'}"
+        if time.monotonic() - self._began < TOO_SOON_SECONDS:
+            raise WorkerError(told)
+        log.error("%s; it is started again", told)
+        self._begin()
+
+    def close(self) -> None:
+        """Lets it end its answers for a moment, then ends it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _begin(self) -> None:
+        self._began = time.monotonic()
+        with self._log.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                python("-m", MODULE),
+                stdin=subprocess.PIPE,
+                stdout=stderr,
+                stderr=stderr,
+                env=child_environment(),
+                pass_fds=(self._order.listener,),
+                start_new_session=True,
+            )
+        if self._process.stdin is not None:
+            os.write(self._process.stdin.fileno(), self._order.to_json().encode() + b"\n")
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "the port is taken; choose another with --port, or --no-http"
+    if error.errno == errno.EACCES:
+        return "the port is for administrators; choose one from 1024 on with --port"
+    return f"{error.strerror}; expected an address of this machine (--host), or --no-http"

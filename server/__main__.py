@@ -1,0 +1,59 @@
+"""The process: the first line on stdin tells what to serve, over a socket that is open already; it ends with stdin."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
+from outrider.server.app import application
+from outrider.server.connection import Connection
+from outrider.server.model.served import load_served
+
+DRAIN_SECONDS = 3
+IDLE_SECONDS = 75
+LONGEST_HEADERS = 65_536
+
+
+def main() -> None:
+    """Serves until stdin ends."""
+    order = HttpOrder.from_json(sys.stdin.readline())
+    logging.basicConfig(level=order.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    model = load_served(order.model, Path(order.folder), order.settings.model_names)
+    server = uvicorn.Server(config(application(model, order.endpoint, order.settings), order.settings))
+
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        server.should_exit = True
+
+    threading.Thread(target=end_with_parent, daemon=True, name="parent").start()
+    server.run(sockets=[socket.socket(fileno=order.listener)])
+
+
+def config(app: FastAPI, settings: HttpSettings) -> uvicorn.Config:
+    """How uvicorn is to run."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+        h11_max_incomplete_event_size=LONGEST_HEADERS,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""A chat's answer in OpenAI's shapes: whole, or as the chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from outrider.server.answers import sse
+from outrider.server.answers.naming import FINGERPRINT, about
+from outrider.server.answers.parts import Part, Said, Thought
+from outrider.server.answers.telling import Choice, Told, Waited, sum_of, timings
+from outrider.server.answers.usage import usage
+from outrider.server.model.tool_format import ToolCall
+from outrider.server.problems import Problem
+from outrider.server.shapes.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChunkChoice,
+    Delta,
+    Finish,
+    FunctionOut,
+    ToolCallDelta,
+    ToolCallOut,
+)
+
+_FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all chunks of an answer have in common. `seed` is the request's, `prompt_tokens` its prompt's."""
+
+    model: str
+    seed: int
+    prompt_tokens: int
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def completion(head: Head, choices: Sequence[Choice]) -> ChatCompletion:
+    """The whole answer."""
+    return ChatCompletion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        system_fingerprint=FINGERPRINT,
+        choices=[_choice(choice) for choice in choices],
+        usage=usage(head.prompt_tokens, choices),
+        timings=timings(sum_of(choices)),
+        outrider=about(choices[0].result, head.seed),
+    )
+
+
+async def chunks(
+    head: Head, told: AsyncIterator[Waited | Told | Choice], choices: int, include_usage: bool
+) -> AsyncIterator[bytes]:
+    """The stream's events: each choice begins with its role and ends with its reason and its timings."""
+    for index in range(choices):
+        yield _chunk(head, ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
+    calls = [0] * choices
+    ended: list[Choice] = []
+    async for one in told:
+        match one:
+            case Waited(note=note):
+                yield sse.comment(note)
+            case Told(index=index, part=part):
+                yield _chunk(head, ChunkChoice(index=index, delta=_delta(part, calls[index])))
+                calls[index] += isinstance(part, ToolCall)
+            case Choice():
+                ended.append(one)
+                yield _end(head, one)
+    if include_usage:
+        last = ChatChunk(
+            id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[],
+            usage=usage(head.prompt_tokens, ended), timings=timings(sum_of(ended)),
+            outrider=about(ended[0].result, head.seed),
+        )  # fmt: skip
+        yield sse.event(last.model_dump_json())
+    yield sse.DONE
+
+
+def failed(problem: Problem) -> bytes:
+    """An error in the middle of a stream."""
+    return sse.event(problem.body(anthropic=False, request_id="").decode())
+
+
+def call_id(call: ToolCall) -> str:
+    """The model's own, or a fresh one."""
+    return call.id or f"call_{secrets.token_hex(12)}"
+
+
+def _chunk(head: Head, choice: ChunkChoice) -> bytes:
+    chunk = ChatChunk(
+        id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[choice]
+    )
+    return sse.event(chunk.model_dump_json())
+
+
+def _end(head: Head, choice: Choice) -> bytes:
+    last = ChunkChoice(index=choice.index, delta=Delta(), finish_reason=_FINISH.get(choice.finish, "stop"))
+    chunk = ChatChunk(
+        id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[last],
+        timings=timings(choice.timings), outrider=about(choice.result, head.seed),
+    )  # fmt: skip
+    return sse.event(chunk.model_dump_json())
+
+
+def _delta(part: Part, calls_before: int) -> Delta:
+    match part:
+        case Said(text=text):
+            return Delta(content=text)
+        case Thought(text=text):
+            return Delta(reasoning_content=text)
+        case ToolCall():
+            made = FunctionOut(name=part.name, arguments=part.arguments)
+            return Delta(tool_calls=[ToolCallDelta(index=calls_before, id=call_id(part), function=made)])
+
+
+def _choice(choice: Choice) -> ChatChoice:
+    calls = [ToolCallOut(id=call_id(c), function=FunctionOut(name=c.name, arguments=c.arguments)) for c in choice.calls]
+    message = AnswerMessage(
+        content=choice.said if choice.said or not calls else None,
+        reasoning_content=choice.thought or None,
+        tool_calls=calls or None,
+    )
+    return ChatChoice(index=choice.index, message=message, finish_reason=_FINISH.get(choice.finish, "stop"))

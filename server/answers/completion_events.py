@@ -1,0 +1,77 @@
+"""A completed text in OpenAI's shape: whole, or as the events of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.server.answers import sse
+from outrider.server.answers.naming import FINGERPRINT, about
+from outrider.server.answers.parts import Said
+from outrider.server.answers.telling import Choice, Told, Waited, sum_of, timings
+from outrider.server.answers.usage import usage
+from outrider.server.shapes.completions import Completion, CompletionChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all events of an answer have in common. `echoes`: what each choice's text begins with."""
+
+    model: str
+    seed: int
+    prompt_tokens: int
+    echoes: Sequence[str]
+    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def shape(self, choices: list[CompletionChoice], **more: Any) -> Completion:
+        return Completion(
+            id=self.id, created=self.created, model=self.model, system_fingerprint=FINGERPRINT, choices=choices, **more
+        )
+
+
+def completion(head: Head, choices: Sequence[Choice]) -> Completion:
+    """The whole answer."""
+    texts = [
+        CompletionChoice(
+            index=choice.index, text=head.echoes[choice.index] + choice.said, finish_reason=_finish(choice)
+        )
+        for choice in choices
+    ]
+    return head.shape(texts, **_numbers(head, choices), usage=usage(head.prompt_tokens, choices))
+
+
+async def chunks(head: Head, told: AsyncIterator[Waited | Told | Choice], include_usage: bool) -> AsyncIterator[bytes]:
+    """The stream's events; a choice's last has its reason and its timings."""
+    for index, echo in enumerate(head.echoes):
+        if echo:
+            yield _event(head.shape([CompletionChoice(index=index, text=echo)]))
+    ended: list[Choice] = []
+    async for one in told:
+        match one:
+            case Waited(note=note):
+                yield sse.comment(note)
+            case Told(index=index, part=Said(text=text)):
+                yield _event(head.shape([CompletionChoice(index=index, text=text)]))
+            case Choice():
+                ended.append(one)
+                last = CompletionChoice(index=one.index, text="", finish_reason=_finish(one))
+                yield _event(head.shape([last], **_numbers(head, [one])))
+    if include_usage:
+        yield _event(head.shape([], **_numbers(head, ended), usage=usage(head.prompt_tokens, ended)))
+    yield sse.DONE
+
+
+def _numbers(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
+    return {"timings": timings(sum_of(choices)), "outrider": about(choices[0].result, head.seed)}
+
+
+def _finish(choice: Choice) -> Any:
+    return "length" if choice.finish == "length" else "stop"
+
+
+def _event(shape: Completion) -> bytes:
+    return sse.event(shape.model_dump_json())

@@ -1,0 +1,200 @@
+"""An answer in the shapes of OpenAI's responses API: whole, or as the events of a stream, item by item."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.server.answers import sse
+from outrider.server.answers.naming import about
+from outrider.server.answers.parts import Part, Said, Thought
+from outrider.server.answers.telling import Choice, Told, Waited, timings
+from outrider.server.answers.usage import responses_usage
+from outrider.server.model.tool_format import ToolCall
+from outrider.server.problems import Problem
+from outrider.server.shapes.base import Object
+from outrider.server.shapes.responses import (
+    Output,
+    OutputCall,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+    ResponseObject,
+)
+
+_PREFIX = {Said: "msg", Thought: "rs", ToolCall: "fc"}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is known before the first word, and what was asked and is told again."""
+
+    model: str
+    seed: int
+    prompt_tokens: int
+    tool_choice: str | Object
+    tools: list[Object]
+    parallel: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
+    created_at: int = field(default_factory=lambda: int(time.time()))
+
+    def shape(self, output: list[Output], **more: Any) -> ResponseObject:
+        return ResponseObject(
+            id=self.id,
+            created_at=self.created_at,
+            model=self.model,
+            output=output,
+            instructions=self.instructions,
+            max_output_tokens=self.max_output_tokens,
+            parallel_tool_calls=self.parallel,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            tool_choice=self.tool_choice,
+            tools=self.tools,
+            **more,
+        )
+
+
+def response(head: Head, choice: Choice, items: list[Output] | None = None) -> ResponseObject:
+    """The whole answer; `items` are those that a stream has told already."""
+    cut = choice.finish == "length"
+    state = "incomplete" if cut else "completed"
+    made = items if items is not None else [_Item(part, state).whole() for part in choice.parts]
+    return head.shape(
+        made,
+        status=state,
+        incomplete_details={"reason": "max_output_tokens"} if cut else None,
+        usage=responses_usage(head.prompt_tokens, choice),
+        timings=timings(choice.timings),
+        outrider=about(choice.result, head.seed),
+    )
+
+
+class Events:
+    """One stream's; each event has its number."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._number = -1
+        self._items: list[Output] = []
+
+    async def all(self, told: AsyncIterator[Waited | Told | Choice]) -> AsyncIterator[bytes]:
+        """response.created, items, and response.completed or response.incomplete with the whole answer."""
+        begun = self._head.shape([], status="in_progress").model_dump()
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+        item: _Item | None = None
+        async for one in told:
+            match one:
+                case Waited(note=note):
+                    yield sse.comment(note)
+                case Told(part=part):
+                    if item is None or type(item.part) is not type(part) or isinstance(part, ToolCall):
+                        for data in self._closed(item, "completed"):
+                            yield data
+                        item = _Item(part, "in_progress")
+                        for data in self._begun(item):
+                            yield data
+                    else:
+                        item.grow(part)
+                    yield self._delta(item, part)
+                case Choice():
+                    state = "incomplete" if one.finish == "length" else "completed"
+                    for data in self._closed(item, state):
+                        yield data
+                    answer = response(self._head, one, self._items)
+                    yield self._event(f"response.{answer.status}", response=answer.model_dump())
+
+    def failed(self, problem: Problem) -> bytes:
+        """An error in the middle of the stream: the whole answer is one that failed."""
+        error = {"code": problem.code or "server_error", "message": problem.message}
+        answer = self._head.shape(self._items, status="failed", error=error)
+        return self._event("response.failed", response=answer.model_dump())
+
+    def _begun(self, item: _Item) -> Iterator[bytes]:
+        at = len(self._items)
+        yield self._event("response.output_item.added", output_index=at, item=item.empty().model_dump())
+        if not isinstance(item.part, ToolCall):
+            yield self._event(
+                "response.content_part.added", item_id=item.id, output_index=at, content_index=0, part=item.content("")
+            )
+
+    def _delta(self, item: _Item, part: Part) -> bytes:
+        at: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items)}
+        if isinstance(part, ToolCall):
+            return self._event("response.function_call_arguments.delta", **at, delta=part.arguments)
+        more: dict[str, Any] = {"logprobs": []} if isinstance(part, Said) else {}
+        return self._event(f"response.{item.word}.delta", **at, content_index=0, delta=part.text, **more)
+
+    def _closed(self, item: _Item | None, state: str) -> Iterator[bytes]:
+        if item is None:
+            return
+        item.status = state
+        at: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items)}
+        if isinstance(item.part, ToolCall):
+            yield self._event(
+                "response.function_call_arguments.done", **at, name=item.part.name, arguments=item.part.arguments
+            )
+        else:
+            more: dict[str, Any] = {"logprobs": []} if isinstance(item.part, Said) else {}
+            yield self._event(f"response.{item.word}.done", **at, content_index=0, text=item.part.text, **more)
+            yield self._event("response.content_part.done", **at, content_index=0, part=item.content(item.part.text))
+        whole = item.whole()
+        yield self._event("response.output_item.done", output_index=len(self._items), item=whole.model_dump())
+        self._items.append(whole)
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        self._number += 1
+        body = {"type": kind, "sequence_number": self._number, **fields}
+        return sse.event(json.dumps(body, ensure_ascii=False), kind)
+
+
+class _Item:
+    """A part that grows, under its own id."""
+
+    def __init__(self, part: Part, status: str) -> None:
+        self.part = part
+        self.status = status
+        self.id = f"{_PREFIX[type(part)]}_{secrets.token_hex(12)}"
+        self._call_id = part.id or f"call_{secrets.token_hex(12)}" if isinstance(part, ToolCall) else ""
+
+    @property
+    def word(self) -> str:
+        return "output_text" if isinstance(self.part, Said) else "reasoning_text"
+
+    def content(self, text: str) -> dict[str, Any]:
+        """The one part of its content with `text`."""
+        return (OutputText(text=text) if isinstance(self.part, Said) else ReasoningText(text=text)).model_dump()
+
+    def grow(self, part: Part) -> None:
+        if isinstance(self.part, Said) and isinstance(part, Said):
+            self.part = Said(self.part.text + part.text)
+        elif isinstance(self.part, Thought) and isinstance(part, Thought):
+            self.part = Thought(self.part.text + part.text)
+
+    def empty(self) -> Output:
+        match self.part:
+            case Said():
+                return OutputMessage(id=self.id, status=self.status, content=[])
+            case Thought():
+                return OutputReasoning(id=self.id, status=self.status, content=[])
+            case ToolCall(name=name):
+                return OutputCall(id=self.id, call_id=self._call_id, name=name, arguments="", status=self.status)
+
+    def whole(self) -> Output:
+        match self.part:
+            case Said(text=text):
+                return OutputMessage(id=self.id, status=self.status, content=[OutputText(text=text)])
+            case Thought(text=text):
+                return OutputReasoning(id=self.id, status=self.status, content=[ReasoningText(text=text)])
+            case ToolCall(name=name, arguments=arguments):
+                return OutputCall(id=self.id, call_id=self._call_id, name=name, arguments=arguments, status=self.status)

@@ -1,0 +1,150 @@
+"""One HTTP request at the orchestrator: its choices run side by side, and their news come in one line.
+
+The line is as long as the texts are: a reader who is late finds what came meanwhile in one piece, and holds nobody up.
+Whoever closes the run cancels what is not finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.orchestrator.client.async_client import AsyncClient, AsyncStream
+from outrider.orchestrator.client.result import GenerationResult
+from outrider.protocol.errors import OutriderError
+from outrider.server.mapping.manner import Manner
+from outrider.server.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One choice: a prompt's tokens, and how they are completed."""
+
+    tokens: tuple[int, ...]
+    manner: Manner
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """Choice `index` has more text, by `tokens` tokens."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """So much of choice `index`'s prompt has been read."""
+
+    index: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Choice `index` is finished."""
+
+    index: int
+    result: GenerationResult
+
+
+News = Grown | Reading | Ended
+
+
+class Run:
+    """Begins on creation; `news` until `over`, then `close`, which is right at any time."""
+
+    def __init__(self, client: AsyncClient, jobs: Sequence[Job], metrics: Metrics) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._line: asyncio.Queue[News | Exception] = asyncio.Queue()
+        self._first: list[News] = []
+        self._open = set(range(len(jobs)))
+        self._tasks = [asyncio.create_task(self._complete(index, job)) for index, job in enumerate(jobs)]
+
+    @property
+    def over(self) -> bool:
+        """Whether all choices are finished and told."""
+        return not self._open and not self._first
+
+    async def begun(self, patience: float) -> None:
+        """Returns when there is news, or nothing for `patience` seconds.
+
+        Raises:
+            OutriderError: the request was refused, or failed at once.
+        """
+        self._first = await self.news(patience)
+
+    async def news(self, patience: float) -> list[News]:
+        """What there is, in order; empty after `patience` seconds of silence.
+
+        Raises:
+            OutriderError: a choice failed; the others are of no use then.
+        """
+        if self._first:
+            first, self._first = self._first, []
+            return first
+        found: list[News] = []
+        try:
+            async with asyncio.timeout(patience):
+                _add(found, await self._line.get())
+        except TimeoutError:
+            return found
+        while not self._line.empty():
+            _add(found, self._line.get_nowait())
+        self._open -= {one.index for one in found if isinstance(one, Ended)}
+        return found
+
+    def drop(self, index: int) -> None:
+        """Choice `index` is wanted no further; there will be no end of it."""
+        self._tasks[index].cancel()
+        self._open.discard(index)
+
+    async def close(self) -> None:
+        """Cancels what is not finished, and returns when it is cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _complete(self, index: int, job: Job) -> None:
+        watch = self._metrics.watch()
+        result: GenerationResult | None = None
+        try:
+            stream = self._stream(index, job)
+            async for chunk in stream:
+                watch.grown(len(chunk.token_ids))
+                self._line.put_nowait(Grown(index, chunk.text, chunk.token_ids))
+            result = stream.result
+            self._line.put_nowait(Ended(index, result))
+        except OutriderError as error:
+            self._line.put_nowait(error)
+        except Exception as error:
+            self._line.put_nowait(error)  # so that nobody waits for the rest
+            raise
+        finally:
+            watch.ended(result)
+
+    def _stream(self, index: int, job: Job) -> AsyncStream:
+        manner = job.manner
+        return self._client.stream(
+            job.tokens,
+            manner.sampling,
+            mode=manner.mode,
+            num_draft_tokens=manner.num_draft_tokens,
+            branches=manner.branches,
+            progress=lambda done, total: self._line.put_nowait(Reading(index, done, total)),
+        )
+
+
+def _add(found: list[News], one: News | Exception) -> None:
+    """Texts of one choice that come together are one."""
+    if isinstance(one, Exception):
+        raise one
+    last = found[-1] if found else None
+    if isinstance(one, Grown) and isinstance(last, Grown) and one.index == last.index:
+        found[-1] = Grown(one.index, last.text + one.text, last.tokens + one.tokens)
+    else:
+        found.append(one)

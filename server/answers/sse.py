@@ -1,0 +1,74 @@
+"""Server-Sent Events: a response whose events are written as they come, and whose end is its reader's, too.
+
+A reader who leaves ends the run behind it; one who takes nothing for a while is taken for gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+READER_SECONDS = 120.0
+log = logging.getLogger(__name__)
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: str, name: str | None = None) -> bytes:
+    """One event; `data` is JSON, which has no line breaks."""
+    return (f"event: {name}\n" if name is not None else "").encode() + f"data: {data}\n\n".encode()
+
+
+def comment(text: str) -> bytes:
+    """What keeps a connection alive and means nothing to its reader."""
+    return f": {text}\n\n".encode()
+
+
+class EventStream(Response):
+    """`events` are written one after the other; `close` is awaited in the end, however it came."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[Any]]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        telling = asyncio.create_task(self._tell(send))
+        leaving = asyncio.create_task(gone(receive))
+        try:
+            await asyncio.wait({telling, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            was_told = telling.done()
+            for task in (telling, leaving):
+                task.cancel()
+            await asyncio.gather(telling, leaving, return_exceptions=True)
+            await self._close()
+        if was_told:
+            _look(telling)
+
+    async def _tell(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events:
+            async with asyncio.timeout(READER_SECONDS):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _look(telling: asyncio.Task[None]) -> None:
+    try:
+        telling.result()
+    except TimeoutError:
+        log.warning("a reader took nothing for %g s; its answer is given up", READER_SECONDS)
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the reader has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,44 @@
+"""Tokens counted, in each API's own terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.server.answers.telling import Choice
+from outrider.server.shapes.base import CachedTokens, Usage
+from outrider.server.shapes.messages import MessagesUsage
+from outrider.server.shapes.responses import ReasoningTokens, ResponsesUsage
+
+
+def usage(prompt_tokens: int, choices: Sequence[Choice]) -> Usage:
+    """OpenAI's; a prompt that several choices share counts once."""
+    made = sum(len(choice.tokens) for choice in choices)
+    held = max((choice.timings.cache_n for choice in choices), default=0)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=made,
+        total_tokens=prompt_tokens + made,
+        prompt_tokens_details=CachedTokens(cached_tokens=held),
+    )
+
+
+def responses_usage(prompt_tokens: int, choice: Choice) -> ResponsesUsage:
+    """That of the responses API. Tokens of thoughts are not counted apart."""
+    made = len(choice.tokens)
+    return ResponsesUsage(
+        input_tokens=prompt_tokens,
+        input_tokens_details=CachedTokens(cached_tokens=choice.timings.cache_n),
+        output_tokens=made,
+        output_tokens_details=ReasoningTokens(),
+        total_tokens=prompt_tokens + made,
+    )
+
+
+def messages_usage(prompt_tokens: int, choice: Choice | None) -> MessagesUsage:
+    """Anthropic's; None: nothing has been made yet."""
+    held = choice.timings.cache_n if choice is not None else 0
+    return MessagesUsage(
+        input_tokens=prompt_tokens - held,
+        output_tokens=len(choice.tokens) if choice is not None else 0,
+        cache_read_input_tokens=held,
+    )

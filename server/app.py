@@ -1,0 +1,65 @@
+"""The ASGI application: its paths, what errors become, and the door before all of it."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.version import PACKAGE_VERSION
+from outrider.server.desk import Desk, ReaderGone
+from outrider.server.door import Door, is_anthropic
+from outrider.server.endpoints import chat, completions, messages, models, responses, status, tokens
+from outrider.server.metrics import Metrics
+from outrider.server.model.served import ServedModel
+from outrider.server.problems import problem_of
+
+CLOSED_BY_READER = 499
+log = logging.getLogger(__name__)
+
+
+def application(model: ServedModel, endpoint: str, settings: HttpSettings) -> FastAPI:
+    """Everything, ready to be served: `model` as the orchestrator at `endpoint` runs it."""
+    # Pages that show a description would load their scripts from elsewhere; any viewer reads /openapi.json.
+    app = FastAPI(
+        title="Outrider",
+        version=PACKAGE_VERSION,
+        docs_url=None,
+        redoc_url=None,
+        separate_input_output_schemas=False,
+    )
+    metrics = Metrics(model.id)
+    app.state.desk = Desk(model, endpoint, metrics)
+    for part in (chat, completions, messages, responses, models, tokens, status):
+        app.include_router(part.router)
+    for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _problem)
+    app.add_exception_handler(ReaderGone, _gone)
+    app.add_middleware(Door, settings=settings, metrics=metrics)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    problem = problem_of(error)
+    if problem.status >= 500:
+        log.warning("%s %s: %s", request.method, request.url.path, problem.message)
+    body = problem.body(is_anthropic(request.scope), request.scope["state"]["request_id"])
+    return Response(body, problem.status, headers=problem.headers, media_type="application/json")
+
+
+async def _gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLOSED_BY_READER)

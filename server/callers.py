@@ -1,0 +1,35 @@
+"""Who asks: the orchestrator lets its clients take turns, so whoever has a key, or an address, of its own is one.
+
+Knows a request's headers and where it came from; the keys themselves are checked at the door.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from starlette.requests import Request
+
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.server.door import key_of
+
+MOST = 1024
+PATIENCE_SECONDS = 10.0
+
+
+class Callers:
+    """A client of the orchestrator for each caller, those that asked last."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._clients: OrderedDict[str, AsyncClient] = OrderedDict()
+        self.own = AsyncClient(endpoint, PATIENCE_SECONDS)
+
+    def of(self, request: Request) -> AsyncClient:
+        """The client that asks for whoever sent `request`."""
+        caller = key_of(request.scope) or (request.client.host if request.client is not None else "")
+        if caller not in self._clients:
+            self._clients[caller] = AsyncClient(self._endpoint, PATIENCE_SECONDS)
+            if len(self._clients) > MOST:
+                self._clients.popitem(last=False)
+        self._clients.move_to_end(caller)
+        return self._clients[caller]

@@ -1,0 +1,106 @@
+"""What every endpoint needs: the model, the way to the orchestrator, and answers that end when their reader leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import Depends, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from outrider.server.answers.parts import Splitter
+from outrider.server.answers.run import Job, Run
+from outrider.server.answers.sse import gone
+from outrider.server.answers.telling import Choice, whole
+from outrider.server.callers import Callers
+from outrider.server.metrics import Metrics
+from outrider.server.model.served import Conversation, Prompt, ServedModel
+from outrider.server.problems import Refused
+
+FIRST_SECONDS = 0.5
+"""How long a stream's status waits for the first news: what is refused is refused with its own status until then."""
+
+
+class ReaderGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Desk:
+    """One server's; endpoints find it in the app's state."""
+
+    def __init__(self, model: ServedModel, endpoint: str, metrics: Metrics) -> None:
+        self.model = model
+        self.callers = Callers(endpoint)
+        self.metrics = metrics
+
+    def check_model(self, name: str | None) -> None:
+        """Raises Refused for the name of another model."""
+        if name is not None and name not in self.model.names:
+            known = ", ".join(self.model.names)
+            raise Refused(
+                f"the model {name[:200]!r} is not served here; expected {known}", "model", 404, "model_not_found"
+            )
+
+    async def prompt(self, talk: Conversation) -> Prompt:
+        """The conversation's tokens. Off the loop's thread: a long one takes a while, and others have news to write."""
+        return await asyncio.to_thread(self.model.prompt, talk)
+
+    async def plain(self, text: str) -> Prompt:
+        """A text's tokens, the same way."""
+        return await asyncio.to_thread(self.model.plain, text)
+
+    def begin(self, request: Request, jobs: Sequence[Job]) -> Run:
+        """Sends the jobs off."""
+        return Run(self.callers.of(request), jobs, self.metrics)
+
+    async def streaming(self, request: Request, jobs: Sequence[Job]) -> Run:
+        """The same for a stream: returns once it is worth its status.
+
+        Raises:
+            OutriderError: it was refused, or failed, before that.
+        """
+        run = self.begin(request, jobs)
+        try:
+            await run.begun(FIRST_SECONDS)
+        except BaseException:
+            await run.close()
+            raise
+        return run
+
+    async def whole(
+        self, request: Request, jobs: Sequence[Job], splitters: Sequence[Splitter], one_call: bool = False
+    ) -> list[Choice]:
+        """All choices, finished.
+
+        Raises:
+            OutriderError: one failed.
+            ReaderGone: whoever asked has left; what they asked for is cancelled.
+        """
+        run = self.begin(request, jobs)
+        reading = asyncio.create_task(whole(run, splitters, one_call))
+        leaving = asyncio.create_task(gone(request.receive))
+        try:
+            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                raise ReaderGone
+            return reading.result()
+        finally:
+            for task in (reading, leaving):
+                task.cancel()
+            await asyncio.gather(reading, leaving, return_exceptions=True)
+            await run.close()
+
+
+async def _desk(request: Request) -> Desk:
+    found: Desk = request.app.state.desk
+    return found
+
+
+TheDesk = Annotated[Desk, Depends(_desk)]
+
+
+def as_json(shape: BaseModel) -> Response:
+    """A whole answer."""
+    return Response(shape.model_dump_json(), media_type="application/json")

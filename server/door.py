@@ -1,0 +1,162 @@
+"""Who comes in and with how much: ids of requests, hosts, keys, kinds and sizes of bodies; before any path is known.
+
+A body is read whole, within a time, and handed on as one. Knows headers and bytes; knows no shape of any request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import re
+import secrets
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.server.metrics import Metrics
+from outrider.server.problems import Problem, Refused
+
+OPEN = frozenset({"/health", "/ready"})
+BODY_SECONDS = 60.0
+UNKNOWN = "other"
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def key_of(scope: Scope) -> str | None:
+    """The API key that a request names, as OpenAI's clients or as Anthropic's send it."""
+    headers = Headers(scope=scope)
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return (bearer.strip() if scheme.lower() == "bearer" else None) or headers.get("x-api-key") or None
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether errors are to be written as Anthropic writes them."""
+    return str(scope.get("path", "")).startswith("/v1/messages") or b"anthropic-version" in dict(scope["headers"])
+
+
+class Door:
+    """What every request goes through on its way in, and its answer on the way out."""
+
+    def __init__(self, app: ASGIApp, settings: HttpSettings, metrics: Metrics) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in settings.api_keys)
+        self._most = settings.max_body_mb * 2**20
+        self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get("x-request-id", "")
+        request_id = asked if _ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                named = request_id.encode()
+                message["headers"] = [*message["headers"], (b"x-request-id", named), (b"request-id", named)]
+                self._metrics.answered(_path(scope), message["status"])
+            await send(message)
+
+        try:
+            self._let_in(scope)
+            receive = await self._with_body(scope, receive)
+        except Refused as refused:
+            await refuse(scope, answer, refused.problem)
+            return
+        except Left:
+            return
+        await self._app(scope, receive, answer)
+
+    def _let_in(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._hosts is not None and not _is_ours(headers.get("host", ""), self._hosts):
+            raise Refused("the Host header names another machine; ask for localhost or an address", status=403)
+        given = (key_of(scope) or "").encode(errors="replace")
+        # No key is compared to fewer or more than all of them, so that time tells nothing.
+        known = [hmac.compare_digest(given, key) for key in self._keys]
+        if self._keys and not any(known) and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            raise Refused(
+                "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
+            )
+        if scope["method"] == "POST":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json" and not kind.endswith("+json"):
+                raise Refused("content-type is not JSON; expected application/json", status=415)
+
+    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
+        """A `receive` that hands out the body, which has been read."""
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            return receive
+        stated = Headers(scope=scope).get("content-length", "")
+        if stated.isdigit() and int(stated) > self._most:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._read(receive)
+        except TimeoutError:
+            raise Refused(f"the body did not come within {BODY_SECONDS:g} s", status=408) from None
+        waiting = [body]
+
+        async def handed_on() -> MutableMapping[str, Any]:
+            if waiting:
+                return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+            return await receive()
+
+        return handed_on
+
+    async def _read(self, receive: Receive) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Left
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._most:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _too_large(self) -> Refused:
+        return Refused(f"the body is larger than {self._most // 2**20} MB (--max-body-mb)", status=413)
+
+
+class Left(Exception):
+    """Whoever asked is gone before the question was complete."""
+
+
+async def refuse(scope: Scope, send: Send, problem: Problem) -> None:
+    """Answers with `problem`, in the words of the API that was asked."""
+    body = problem.body(is_anthropic(scope), scope["state"]["request_id"])
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **problem.headers}
+    if problem.status in (408, 413):
+        headers["connection"] = "close"  # what is left of the body is not read
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": problem.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _is_ours(host: str, hosts: set[str]) -> bool:
+    """A page whose site's name was made to point here is not let in; with an address nobody can do that."""
+    name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
+    name = name.strip("[]").lower()
+    if name in hosts or not name:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _path(scope: Scope) -> str:
+    """The route's own path: what people type is no label."""
+    route = scope.get("route")
+    return str(getattr(route, "path", UNKNOWN))

@@ -1,0 +1,1 @@
+"""One family of paths a file: from a request's shape to the answer's."""

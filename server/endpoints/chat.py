@@ -1,0 +1,48 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from outrider.server.answers import chat_events
+from outrider.server.answers.guarded import guarded
+from outrider.server.answers.parts import splitter
+from outrider.server.answers.run import Job
+from outrider.server.answers.sse import EventStream
+from outrider.server.answers.telling import telling
+from outrider.server.desk import TheDesk, as_json
+from outrider.server.endpoints.described import described, typed
+from outrider.server.mapping import chat
+from outrider.server.mapping.asked import choices, usage_wanted
+from outrider.server.mapping.manner import manner_of, room
+from outrider.server.problems import Refused
+from outrider.server.shapes.chat import ChatChunk, ChatCompletion, ChatRequest
+
+router = APIRouter(route_class=typed())
+
+
+@router.post("/v1/chat/completions", response_model=None, responses=described(ChatCompletion, ChatChunk))
+async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Response:
+    """Answers a conversation."""
+    desk.check_model(asked.model)
+    chat.refuse(asked)
+    box = chat.box(desk.model, asked)
+    prompt = await desk.prompt(chat.conversation(asked, box))
+    manner = manner_of(desk.model, asked, room(desk.model, len(prompt.tokens), _most(asked)))
+    jobs = [Job(prompt.tokens, manner.another(index)) for index in range(choices(asked))]
+    splitters = [splitter(desk.model, prompt, box) for _ in jobs]
+    head = chat_events.Head(desk.model.id, manner.sampling.seed or 0, len(prompt.tokens))
+    with_usage = usage_wanted(asked)
+    if not asked.stream:
+        return as_json(chat_events.completion(head, await desk.whole(request, jobs, splitters, box.one)))
+    run = await desk.streaming(request, jobs)
+    events = chat_events.chunks(head, telling(run, splitters, box.one), len(jobs), with_usage)
+    return EventStream(guarded(events, chat_events.failed), run.close)
+
+
+def _most(asked: ChatRequest) -> int | None:
+    newer, older = asked.max_completion_tokens, asked.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise Refused(f"max_tokens is {older} and max_completion_tokens {newer}; expected one of them", "max_tokens")
+    return newer if newer is not None else older

@@ -1,0 +1,61 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients and coding agents ask."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from outrider.server.answers import message_events
+from outrider.server.answers.guarded import guarded
+from outrider.server.answers.parts import splitter
+from outrider.server.answers.run import Job
+from outrider.server.answers.sse import EventStream
+from outrider.server.answers.stopping import stop_that_ended
+from outrider.server.answers.telling import Choice, telling
+from outrider.server.desk import TheDesk, as_json
+from outrider.server.endpoints.described import described, typed
+from outrider.server.mapping import messages
+from outrider.server.mapping.manner import manner, stops
+from outrider.server.shapes.messages import Counted, MessageAnswer, MessagesRequest, TokenCount
+
+router = APIRouter(route_class=typed())
+
+
+@router.post("/v1/messages", response_model=None, responses=described(MessageAnswer, MessageAnswer, anthropic=True))
+async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Response:
+    """Answers a conversation."""
+    desk.check_model(asked.model)
+    messages.refuse(asked)
+    box = messages.box(desk.model, asked)
+    prompt = await desk.prompt(messages.conversation(asked, box))
+    how = manner(
+        desk.model,
+        asked.speculation,
+        max_tokens=asked.max_tokens,
+        temp=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=asked.seed,
+        stop=stops(asked.stop_sequences),
+    )
+
+    def stopped_by(choice: Choice) -> str | None:
+        return stop_that_ended(desk.model.codec, prompt.tokens, choice.tokens, how.sampling)
+
+    head = message_events.Head(desk.model.id, how.sampling.seed or 0, len(prompt.tokens), stopped_by)
+    jobs, splitters = [Job(prompt.tokens, how)], [splitter(desk.model, prompt, box)]
+    if not asked.stream:
+        (choice,) = await desk.whole(request, jobs, splitters, box.one)
+        return as_json(message_events.message(head, choice))
+    run = await desk.streaming(request, jobs)
+    events = message_events.events(head, telling(run, splitters, box.one))
+    return EventStream(guarded(events, message_events.failed), run.close)
+
+
+@router.post("/v1/messages/count_tokens", response_model=None, responses=described(TokenCount, anthropic=True))
+async def count(asked: Counted, desk: TheDesk) -> Response:
+    """The tokens that a conversation is."""
+    desk.check_model(asked.model)
+    messages.refuse(asked)
+    prompt = await desk.prompt(messages.conversation(asked, messages.box(desk.model, asked)))
+    return as_json(TokenCount(input_tokens=len(prompt.tokens)))

@@ -1,0 +1,38 @@
+"""GET /v1/models."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from fastapi import APIRouter
+
+from outrider.server.desk import Desk, TheDesk
+from outrider.server.endpoints.described import problems
+from outrider.server.shapes.plain import Model, Models
+
+router = APIRouter()
+
+
+@router.get("/v1/models", responses=problems())
+async def models(desk: TheDesk) -> Models:
+    """The model that is served, by each of its names."""
+    names = desk.model.names
+    return Models(data=[_model(desk, name) for name in names], first_id=names[0], last_id=names[-1])
+
+
+@router.get("/v1/models/{name:path}", responses=problems())
+async def model(name: str, desk: TheDesk) -> Model:
+    """One name's."""
+    desk.check_model(name)
+    return _model(desk, name)
+
+
+def _model(desk: Desk, name: str) -> Model:
+    made = desk.model.loaded_at
+    return Model(
+        id=name,
+        created=made,
+        created_at=datetime.fromtimestamp(made, UTC).isoformat().replace("+00:00", "Z"),
+        display_name=name,
+        max_model_len=desk.model.context_length,
+    )

@@ -1,0 +1,65 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from outrider.server.answers import response_events
+from outrider.server.answers.guarded import guarded
+from outrider.server.answers.parts import splitter
+from outrider.server.answers.run import Job
+from outrider.server.answers.sse import EventStream
+from outrider.server.answers.telling import telling
+from outrider.server.desk import TheDesk, as_json
+from outrider.server.endpoints.described import described, typed
+from outrider.server.mapping import responses
+from outrider.server.mapping.manner import manner, room
+from outrider.server.shapes.responses import FunctionChosen, ResponseObject, ResponsesRequest
+
+router = APIRouter(route_class=typed())
+
+
+@router.post("/v1/responses", response_model=None, responses=described(ResponseObject, ResponseObject))
+async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> Response:
+    """Answers an input."""
+    desk.check_model(asked.model)
+    responses.refuse(asked)
+    box = responses.box(desk.model, asked)
+    prompt = await desk.prompt(responses.conversation(asked, box))
+    how = manner(
+        desk.model,
+        asked.speculation,
+        max_tokens=room(desk.model, len(prompt.tokens), asked.max_output_tokens),
+        temp=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        seed=asked.seed,
+    )
+    head = response_events.Head(
+        model=desk.model.id,
+        seed=how.sampling.seed or 0,
+        prompt_tokens=len(prompt.tokens),
+        tool_choice=_choice(asked),
+        tools=[tool.model_dump() for tool in asked.tools or ()],
+        parallel=not box.one,
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        temperature=how.sampling.temp,
+        top_p=how.sampling.top_p,
+    )
+    jobs, splitters = [Job(prompt.tokens, how)], [splitter(desk.model, prompt, box)]
+    if not asked.stream:
+        (choice,) = await desk.whole(request, jobs, splitters, box.one)
+        return as_json(response_events.response(head, choice))
+    run = await desk.streaming(request, jobs)
+    stream = response_events.Events(head)
+    return EventStream(guarded(stream.all(telling(run, splitters, box.one)), stream.failed), run.close)
+
+
+def _choice(asked: ResponsesRequest) -> str | dict[str, Any]:
+    choice = asked.tool_choice
+    return choice.model_dump() if isinstance(choice, FunctionChosen) else choice or "auto"

@@ -1,0 +1,46 @@
+"""GET /health, /ready and /metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import Stats
+from outrider.server.desk import Desk, TheDesk
+from outrider.server.shapes.plain import Health, Ready
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health() -> Health:
+    """This process lives."""
+    return Health()
+
+
+@router.get("/ready", responses={503: {"model": Ready}})
+async def ready(desk: TheDesk, response: Response) -> Ready:
+    """Whether requests are completed now: 200, or 503 with what is awaited."""
+    stats = await _stats(desk)
+    if stats is None:
+        response.status_code = 503
+        return Ready(status="unreachable")
+    workers = {worker.name: worker.state for worker in stats.workers}
+    is_ready = any(worker.role == "target" and worker.state == "ready" for worker in stats.workers)
+    response.status_code = 200 if is_ready else 503
+    return Ready(status="ready" if is_ready else "starting", workers=workers)
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(desk: TheDesk) -> Response:
+    """For Prometheus."""
+    return Response(desk.metrics.text(await _stats(desk)), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _stats(desk: Desk) -> Stats | None:
+    try:
+        return await desk.callers.own.stats()
+    except OutriderError:
+        return None

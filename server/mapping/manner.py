@@ -1,0 +1,107 @@
+"""How an answer is sampled and drafted: every API's fields as one record.
+
+What a request leaves out is what the model's authors recommend (generation_config.json), else Outrider's own default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outrider.protocol.sampling import MAX_SEED, SamplingParams
+from outrider.server.model.served import ServedModel
+from outrider.server.problems import Refused
+from outrider.server.shapes.base import Sampling, Speculation
+
+SEEDS = 2**32
+UNBOUNDED = 2**31 - 1
+_SAME_NAMES = (
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_context_size",
+    "presence_context_size",
+    "frequency_context_size",
+    "ignore_eos",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """`sampling` has a seed. `mode`, `num_draft_tokens`, `branches`: as `Client.generate` takes them."""
+
+    sampling: SamplingParams
+    mode: str = "auto"
+    num_draft_tokens: int | None = None
+    branches: int | None = None
+
+    def another(self, index: int) -> Manner:
+        """The same with the seed of choice `index`; that of choice 0 is the request's own."""
+        return replace(self, sampling=replace(self.sampling, seed=seed_of(self.sampling.seed or 0, index)))
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of one of several choices: a function of the request's seed and the choice's index alone."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & MAX_SEED
+
+
+def manner(model: ServedModel, speculation: Speculation | None = None, **given: Any) -> Manner:
+    """`given` are keywords of SamplingParams; those that are None were not asked for.
+
+    Raises:
+        InvalidRequest: a value is out of range.
+    """
+    fields: dict[str, Any] = {**model.defaults, **{name: v for name, v in given.items() if v is not None}}
+    if fields.get("top_k") == -1:
+        fields["top_k"] = 0
+    fields.setdefault("seed", secrets.randbelow(SEEDS))
+    asked = speculation or Speculation()
+    return Manner(SamplingParams(**fields), asked.mode, asked.num_draft_tokens, asked.branches)
+
+
+def manner_of(model: ServedModel, asked: Sampling, max_tokens: int) -> Manner:
+    """That of a request in one of OpenAI's two older APIs.
+
+    Raises:
+        InvalidRequest: a value is out of range.
+        Refused: the same, for what is not Outrider's own to check.
+    """
+    return manner(
+        model,
+        asked.speculation,
+        max_tokens=max_tokens,
+        temp=asked.temperature,
+        top_k=asked.top_k,
+        seed=asked.seed,
+        stop=stops(asked.stop),
+        logit_bias=_bias(asked.logit_bias),
+        **{name: getattr(asked, name) for name in _SAME_NAMES},
+    )
+
+
+def stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def room(model: ServedModel, prompt_tokens: int, asked: int | None) -> int:
+    """How long an answer may be: as asked, else as long as the context has room for."""
+    if asked is not None:
+        return asked
+    if model.context_length is None:
+        return UNBOUNDED
+    return max(model.context_length - prompt_tokens, 1)
+
+
+def _bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+    try:
+        return tuple((int(token), bias) for token, bias in (given or {}).items())
+    except ValueError:
+        raise Refused("logit_bias: a key is no token id; expected whole numbers as text", "logit_bias") from None

@@ -1,0 +1,73 @@
+"""Anthropic's messages as a conversation, its tools and its manner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from outrider.server.mapping import awaited, speech
+from outrider.server.mapping.toolbox import ANY, MUST, NONE, Toolbox, function, toolbox
+from outrider.server.model.served import Conversation, ServedModel
+from outrider.server.problems import Refused
+from outrider.server.shapes.messages import Block, Counted, Turn
+
+_CHOICES = {"auto": ANY, "any": MUST, "none": NONE, "tool": MUST}
+
+
+def refuse(asked: Counted) -> None:
+    """Raises Refused for what would change the answer and can't be done."""
+    if asked.mcp_servers:
+        raise Refused("mcp_servers: no server is asked from here", "mcp_servers")
+    if asked.output_format is not None or (asked.output_config or {}).get("format") is not None:
+        awaited.refuse_grammar({"type": "json_schema"}, None, "output_format")
+
+
+def box(model: ServedModel, asked: Counted) -> Toolbox:
+    given = []
+    for place, tool in enumerate(asked.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise Refused(f"tools.{place}: {tool.type[:40]} runs at Anthropic; expected tools of your own", "tools")
+        given.append(function(tool.name, tool.description, tool.input_schema))
+    choice = asked.tool_choice
+    if choice is None:
+        return toolbox(model, given, ANY, None, one=False)
+    named = choice.name if choice.type == "tool" else None
+    return toolbox(model, given, _CHOICES[choice.type], named, one=bool(choice.disable_parallel_tool_use))
+
+
+def conversation(asked: Counted, box: Toolbox) -> Conversation:
+    """An assistant's turn at the end is continued, as Anthropic does."""
+    said: list[dict[str, Any]] = []
+    if asked.system:
+        said.append({"role": "system", "content": _text(asked.system, "system")})
+    for place, turn in enumerate(asked.messages):
+        said += _turn(turn, f"messages.{place}.content")
+    keywords = dict(asked.chat_template_kwargs or {})
+    if asked.thinking is not None:
+        keywords.setdefault("enable_thinking", asked.thinking.type != "disabled")
+    last = said[-1]
+    go_on = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
+    return Conversation(said, box.tools, keywords, go_on=go_on, must_call=box.must)
+
+
+def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
+    """The messages that one turn is: each result of a tool is one of its own, before what the user says."""
+    blocks = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+    results = [block for block in blocks if block.type == "tool_result"]
+    calls = [block for block in blocks if block.type == "tool_use"]
+    thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
+    rest = [b for b in blocks if b.type not in ("tool_result", "tool_use", "thinking", "redacted_thinking")]
+    for block in results:
+        yield speech.result(_text(block.content or "", where), block.tool_use_id or "", None)
+    text = speech.text_of(((block.type, block.text) for block in rest), ("text",), where)
+    if turn.role == "assistant":
+        made = [speech.call(block.name or "", block.input or {}, block.id) for block in calls]
+        yield speech.assistant(text, made, "".join(thoughts))
+    elif rest or not results:
+        yield {"role": turn.role, "content": text}
+
+
+def _text(content: str | list[Block], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    return speech.text_of(((block.type, block.text) for block in content), ("text",), where)

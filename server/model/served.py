@@ -1,0 +1,160 @@
+"""The model that is served: its names, its text side, and conversations as the tokens that it answers.
+
+Reads the model's folder as the orchestrator does, so that both mean the same tokens. Knows no request's shape.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.orchestrator.pair.chat import Message, chat_template, render, without_end
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model, read_json
+from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.protocol.errors import InvalidRequest
+from outrider.server.model.thinking import Tags, thinking_tags
+from outrider.server.model.tool_format import ToolFormat, tool_format
+
+EMBEDDED = "outrider-embedded"
+_DEFAULTS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is said so far, as templates take it, and how the answer begins.
+
+    `tools` are functions in OpenAI's shape. `answer`: begin the assistant's turn; `go_on`: continue the last message
+    instead. `must_call`: the answer begins inside a call of a tool.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    answer: bool = True
+    go_on: bool = False
+    must_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model reads. Its answer begins inside a thought or inside a call where the prompt ends in one."""
+
+    tokens: tuple[int, ...]
+    thinks: bool = False
+    calls: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`names`: what requests may call it, its id first. `defaults`: sampling that the model's authors recommend."""
+
+    names: tuple[str, ...]
+    codec: TextCodec
+    template: str | None
+    thinking: Tags | None
+    tools: ToolFormat | None
+    defaults: Mapping[str, float]
+    loaded_at: int
+
+    @property
+    def id(self) -> str:
+        return self.names[0]
+
+    @property
+    def context_length(self) -> int | None:
+        return self.codec.model.context_length
+
+    def plain(self, text: str) -> Prompt:
+        """A text that is to be completed.
+
+        Raises:
+            InvalidRequest: it is empty or no Unicode.
+        """
+        if not text:
+            raise InvalidRequest("the prompt is empty; expected text, or at least one token")
+        return Prompt(self.tokens(text, special=True))
+
+    def tokens(self, text: str, special: bool) -> tuple[int, ...]:
+        """The tokens of `text`; `special` adds what the tokenizer puts around one. Raises InvalidRequest."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the prompt is not Unicode text ({error.reason}); expected UTF-8") from None
+        return self.codec.encode(text, special)
+
+    def prompt(self, talk: Conversation) -> Prompt:
+        """A conversation that is to be answered. Without a template the texts follow one another, a line each.
+
+        Raises:
+            InvalidRequest: something is asked of the template that it can't do, or there is none.
+            ModelError: the template refuses these messages.
+        """
+        if self.template is None:
+            return self._without_template(talk)
+        text = render(
+            self.template,
+            talk.messages,
+            self.codec.special,
+            tools=list(talk.tools) or None,
+            answer=talk.answer and not talk.go_on,
+            keywords=talk.keywords,
+        )
+        if talk.go_on:
+            text = without_end(text, str(talk.messages[-1].get("content") or ""))
+        thinks = self._in_thought(text)
+        if talk.must_call and self.tools is not None:
+            closed = f"{self.thinking.end}\n\n" if thinks and self.thinking is not None else ""
+            text, thinks = text + closed + self.tools.tags.start, False
+        return Prompt(self.tokens(text, special=False), thinks, talk.must_call)
+
+    def _without_template(self, talk: Conversation) -> Prompt:
+        if talk.tools:
+            raise InvalidRequest(f"{self.id} has no chat template, so it can't be told of tools; leave tools out")
+        if talk.keywords:
+            raise InvalidRequest(f"{self.id} has no chat template; leave out what is meant for one")
+        return self.plain("\n".join(str(message.get("content") or "") for message in talk.messages))
+
+    def _in_thought(self, text: str) -> bool:
+        if self.thinking is None:
+            return False
+        return text.rfind(self.thinking.start) > text.rfind(self.thinking.end)
+
+
+def load_served(name: str, folder: Path, names: tuple[str, ...]) -> ServedModel:
+    """The model in `folder`, which the orchestrator calls `name`; `names`: what else it is to be called.
+
+    Raises:
+        ModelError: its files can't be read.
+    """
+    codec = load_codec(find_model(str(folder), weights=False))
+    template = chat_template(folder)
+    vocabulary = codec.tokenizer.get_vocab(with_added_tokens=True)
+    named = read_json(folder / "tokenizer_config.json").get("tool_parser_type")
+    return ServedModel(
+        names=names or own_names(name, folder),
+        codec=codec,
+        template=template,
+        thinking=thinking_tags(vocabulary) if template is not None else None,
+        tools=tool_format(template, vocabulary, named) if template is not None else None,
+        defaults=_recommended(folder),
+        loaded_at=int(time.time()),
+    )
+
+
+def own_names(name: str, folder: Path) -> tuple[str, ...]:
+    """A Hugging Face id as it is; a folder's last word, and the whole of it."""
+    if folder == EMBEDDED_TARGET:
+        return (EMBEDDED, name)
+    path = Path(name).expanduser()
+    return (path.resolve().name, name) if path.exists() else (name,)
+
+
+def _recommended(folder: Path) -> dict[str, float]:
+    config = read_json(folder / "generation_config.json")
+    if not config.get("do_sample", True):
+        return {}
+    found = {ours: config.get(theirs) for theirs, ours in _DEFAULTS.items()}
+    return {name: value for name, value in found.items() if isinstance(value, int | float) and value is not True}

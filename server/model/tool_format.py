@@ -1,0 +1,126 @@
+"""How a model writes that it calls a tool, by mlx-lm's parsers: which of them, its marks, the calls in a text.
+
+mlx-lm's package imports MLX, and this process has no use for it; so the parsers, which need none, are loaded past it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from outrider.protocol.errors import ModelError
+from outrider.server.model.thinking import Tags, is_xtml
+
+PACKAGE = "_outrider_tool_parsers"
+# What a template must have in it, any of a row's alternatives in full, for the parser: in mlx-lm's own order.
+_BY_TEMPLATE: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("minimax_m2", (("<minimax:tool_call>",),)),
+    ("gemma4", (("<|tool_call>", "<tool_call|>"),)),
+    ("function_gemma", (("<start_function_call>",),)),
+    ("longcat", (("<longcat_tool_call>",),)),
+    ("glm47", (("<arg_key>",),)),
+    ("pythonic", (("<|tool_list_start|>",), ("<|tool_call_start|>",))),
+    ("qwen3_coder", (("<tool_call>\\n<function=",), ("<tool_call>\n<function=",))),
+    ("kimi_k2", (("<|tool_calls_section_begin|>",),)),
+    ("minicpm5", (('<function name="', '<param name="'),)),
+    ("mistral", (("[TOOL_CALLS]",),)),
+    ("muse_spark", (("<atem:function_calls>",),)),
+    ("json_tools", (("<tool_call>", "tool_call.name"),)),
+)
+
+
+class NoCall(Exception):
+    """A text between a call's marks is none; it was cut off, as a rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function and its arguments, a JSON object as text. `id` is the model's own where its format has one."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One of mlx-lm's parsers."""
+
+    name: str
+    tags: Tags
+    module: ModuleType
+
+    def calls(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+        """The calls that `text`, what stood between the marks, writes.
+
+        Raises:
+            NoCall: none that can be read.
+        """
+        try:
+            parsed = self.module.parse_tool_call(text, list(tools))
+            many = parsed if isinstance(parsed, list) else [parsed]
+            return tuple(_call(one) for one in many)
+        except Exception as error:  # a parser raises whatever a model's words lead it to
+            raise NoCall(str(error)) from None
+
+
+def tool_format(template: str | None, vocabulary: Collection[str], named: str | None) -> ToolFormat | None:
+    """The format that the tokenizer's settings name, or that template and vocabulary tell; None when nothing does.
+
+    Raises:
+        ModelError: the named one is unknown to the mlx-lm that is installed.
+    """
+    name = named or infer(template, vocabulary)
+    if name is None:
+        return None
+    try:
+        module = import_module(f"{_parsers()}.{name}")
+    except ImportError:
+        raise ModelError(f"the model's tool calls are written as {name!r}, which this mlx-lm can't read") from None
+    return ToolFormat(name, Tags(module.tool_call_start, module.tool_call_end), module)
+
+
+def infer(template: str | None, vocabulary: Collection[str]) -> str | None:
+    """The parser's name by what mlx-lm goes by, in the same order."""
+    if template is not None:
+        for name, alternatives in _BY_TEMPLATE:
+            if any(all(mark in template for mark in marks) for marks in alternatives):
+                return name
+    if is_xtml(vocabulary):
+        return "kimi_k3"
+    if "<|tool_call_start|>" in vocabulary and "<|tool_call_end|>" in vocabulary:
+        return "pythonic"
+    return None
+
+
+def _call(parsed: dict[str, Any]) -> ToolCall:
+    name, arguments, own = parsed["name"], parsed.get("arguments", {}), parsed.get("id")
+    if not isinstance(name, str) or not name:
+        raise NoCall("it names no function")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(name, text, own if isinstance(own, str) else None)
+
+
+@cache
+def _parsers() -> str:
+    """The name below which the parsers can be imported; `find_spec` finds mlx-lm without running it."""
+    package = find_spec("mlx_lm")
+    folders = list(package.submodule_search_locations or ()) if package is not None else []
+    folder = next((Path(one) / "tool_parsers" for one in folders), None)
+    if folder is None or not (folder / "__init__.py").is_file():
+        raise ModelError("mlx-lm has no tool parsers; expected mlx-lm 0.32 to be installed")
+    spec = spec_from_file_location(PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{folder} can't be imported; expected mlx-lm's tool parsers")
+    module = module_from_spec(spec)
+    sys.modules[PACKAGE] = module
+    spec.loader.exec_module(module)
+    return PACKAGE

@@ -1,0 +1,97 @@
+"""What went wrong, as a status and a sentence in each API's own words. Nothing here shows a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
+from outrider.server.shapes.plain import AnthropicError, AnthropicProblem, OpenAIError, OpenAIProblem
+
+RETRY_SECONDS = 1
+_OPENAI = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`param` names the field that is to blame, `code` the kind, for programs."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    def body(self, anthropic: bool, request_id: str) -> bytes:
+        """The error as one of the two APIs writes it."""
+        shape = self._anthropic(request_id) if anthropic else self._openai(request_id)
+        return shape.model_dump_json().encode()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
+        return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
+
+    def _openai(self, request_id: str) -> OpenAIProblem:
+        kind = _OPENAI.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        error = OpenAIError(message=self.message, type=kind, param=self.param, code=self.code)
+        return OpenAIProblem(error=error, request_id=request_id)
+
+    def _anthropic(self, request_id: str) -> AnthropicProblem:
+        kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return AnthropicProblem(error=AnthropicError(type=kind, message=self.message), request_id=request_id)
+
+
+class Refused(HTTPException):
+    """A request that is refused before anybody works on it."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(status, message)
+        self.problem = Problem(status, message, param, code)
+
+
+def problem_of(error: Exception) -> Problem:
+    """What to tell of an error; of one that nobody foresaw no more than that."""
+    match error:
+        case Refused(problem=problem):
+            return problem
+        case RequestValidationError():
+            return _invalid(error.errors())
+        case HTTPException(status_code=status, detail=detail):
+            return Problem(status, str(detail))
+        case ServerBusy():
+            return Problem(429, str(error), code="rate_limit_exceeded")
+        case EndpointError() | WorkerError():
+            return Problem(503, str(error))
+        case InvalidRequest() | ModelError():
+            too_long = "context of" in str(error) and "tokens; expected at most" in str(error)
+            return Problem(400, str(error), code="context_length_exceeded" if too_long else None)
+        case OutriderError():
+            return Problem(500, str(error))
+    return Problem(500, "the server failed at this request; its log tells why")
+
+
+def _invalid(errors: Sequence[Any]) -> Problem:
+    """The first field that is wrong. Of alternatives that all fail, the one that was meant got the furthest."""
+    first: dict[str, Any] = max(errors, key=lambda error: len(error["loc"]))
+    path = [str(part) for part in first["loc"] if part != "body"]
+    name = next((part for part in path), None)
+    where = ".".join(path)
+    said = first["msg"]
+    if first.get("type") == "extra_forbidden":
+        said = "no such field is known here; leave it out"
+    if first.get("type") == "json_invalid":
+        return Problem(400, f"the body is not JSON ({first.get('ctx', {}).get('error', said)}); expected an object")
+    return Problem(400, f"{where or 'the body'}: {said}", param=name)

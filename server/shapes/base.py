@@ -1,0 +1,119 @@
+"""What all shapes have in common: what is not known is refused by name, and numbers are no words.
+
+Fields whose absence changes nothing in the answer are listed, accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_CHOICES = 128
+MOST_STOPS = 32
+MOST_MESSAGES = 10_000
+
+
+class Given(BaseModel):
+    """A request, or a part of one in which an unknown field might change what is meant."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Loose(BaseModel):
+    """A part of a request in which further fields change nothing, such as a message's."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class Answered(BaseModel):
+    """An answer, or a part of one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def absent() -> Any:
+    """The default of a field that is left out of an answer when there is nothing to say."""
+    return Field(default=None, exclude_if=lambda value: value is None)
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Object = dict[str, Any]
+
+
+class Speculation(Given):
+    """Outrider's own: how drafts are used. The text is the same in every mode."""
+
+    mode: str = "auto"
+    num_draft_tokens: int | None = None
+    branches: int | None = None
+
+
+class StreamOptions(Loose):
+    """`include_usage`: a last event with the usage of all choices."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(Given):
+    """What requests of OpenAI's two older APIs have in common, and the fields that llama.cpp, vLLM and mlx-lm added."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, description="0 and -1 are off")
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Stop | Stops | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    presence_context_size: int | None = None
+    frequency_context_size: int | None = None
+    repetition_context_size: int | None = None
+    ignore_eos: bool | None = None
+    speculation: Speculation | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # The engine's side of these is awaited (mapping/awaited.py).
+    response_format: Object | None = None
+    grammar: str | None = None
+    # Ignored: nothing of the answer depends on them.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    cache_prompt: Any = None
+    prediction: Any = None
+
+
+class CachedTokens(Answered):
+    cached_tokens: int = 0
+
+
+class Usage(Answered):
+    """Tokens; `cached_tokens` of the prompt did not have to be read again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Outrider(Answered):
+    """What gives this text again, and what was worth telling: `mode` is what ran, `notes` why something was not."""
+
+    seed: int
+    mode: str
+    notes: list[str]
+
+
+Timings = dict[str, Any]
+"""A request in numbers, in llama.cpp's names; docs/server.md has each."""

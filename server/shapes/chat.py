@@ -1,0 +1,172 @@
+"""OpenAI's chat completions: POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from outrider.server.shapes.base import (
+    MOST_MESSAGES,
+    Answered,
+    Given,
+    Loose,
+    Object,
+    Outrider,
+    Sampling,
+    Timings,
+    Usage,
+    absent,
+)
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class Part(Loose):
+    """A part of a message. Only text is read; images, sounds and files are refused."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCalled(Loose):
+    name: str
+    arguments: str | Object = "{}"
+
+
+class ToolCalled(Loose):
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCalled
+
+
+class ChatMessage(Loose):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCalled] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(Loose):
+    """What a model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
+
+
+class Tool(Loose):
+    type: str
+    function: Function | None = None
+
+
+class Named(Given):
+    name: str
+
+
+class ToolChosen(Loose):
+    """The one function that is to be called."""
+
+    type: Literal["function"]
+    function: Named
+
+
+class ChatRequest(Sampling):
+    """A conversation that is to be answered."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChosen | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+
+
+class FunctionOut(Answered):
+    name: str
+    arguments: str
+
+
+class ToolCallOut(Answered):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionOut
+
+
+class ToolCallDelta(ToolCallOut):
+    index: int
+
+
+class AnswerMessage(Answered):
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = absent()
+    tool_calls: list[ToolCallOut] | None = absent()
+
+
+class ChatChoice(Answered):
+    index: int
+    message: AnswerMessage
+    logprobs: Object | None = None
+    finish_reason: Finish
+
+
+class ChatCompletion(Answered):
+    """The whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings
+    outrider: Outrider
+
+
+class Delta(Answered):
+    """What is new; only what there is of it is sent."""
+
+    role: Literal["assistant"] | None = absent()
+    content: str | None = absent()
+    reasoning_content: str | None = absent()
+    tool_calls: list[ToolCallDelta] | None = absent()
+
+
+class ChunkChoice(Answered):
+    index: int
+    delta: Delta
+    logprobs: Object | None = None
+    finish_reason: Finish | None = None
+
+
+class ChatChunk(Answered):
+    """An event of a stream. Timings come with a choice's end; usage, if wanted, in a last event without choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = absent()
+    timings: Timings | None = absent()
+    outrider: Outrider | None = absent()

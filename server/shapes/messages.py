@@ -1,0 +1,145 @@
+"""Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from outrider.server.shapes.base import (
+    MOST_MESSAGES,
+    Answered,
+    Given,
+    Loose,
+    Object,
+    Outrider,
+    Speculation,
+    Stops,
+    Timings,
+    absent,
+)
+
+
+class Block(Loose):
+    """A part of a message: text, thinking, tool_use or tool_result. Images and documents are refused."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Object | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+
+
+class Turn(Loose):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ClientTool(Loose):
+    """A tool that the caller runs; `input_schema` is a JSON schema. Anthropic's own tools are refused."""
+
+    type: str | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    input_schema: Object | None = None
+
+
+class ToolChoice(Loose):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Loose):
+    type: str
+
+
+class Counted(Given):
+    """What is counted: all that becomes a prompt."""
+
+    model: str | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES)]
+    system: str | list[Block] | None = None
+    tools: list[ClientTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: Object | None = None
+    mcp_servers: Any = None
+    output_config: Object | None = None
+    output_format: Any = None
+    # Ignored: nothing of the answer depends on them.
+    cache_control: Any = None
+    context_management: Any = None
+    speed: Any = None
+
+
+class MessagesRequest(Counted):
+    """A conversation that is to be answered with at most `max_tokens`."""
+
+    max_tokens: int
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    speculation: Speculation | None = None
+    # Ignored, too.
+    metadata: Any = None
+    service_tier: Any = None
+    container: Any = None
+    inference_geo: Any = None
+
+
+class TextBlock(Answered):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ThinkingBlock(Answered):
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Answered):
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: Object
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessagesUsage(Answered):
+    """Tokens; what was read from the cache is not in `input_tokens`."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class MessageAnswer(Answered):
+    """The whole answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+    timings: Timings | None = absent()
+    outrider: Outrider | None = absent()
+
+
+class TokenCount(Answered):
+    input_tokens: int

@@ -1,0 +1,101 @@
+"""The small paths: models, tokens, health, and errors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from outrider.server.shapes.base import Answered, Given, Object, absent
+from outrider.server.shapes.chat import ChatMessage, Tool
+
+
+class Model(Answered):
+    """Has what OpenAI's and Anthropic's clients look for."""
+
+    id: str
+    object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    created: int
+    created_at: str
+    owned_by: str = "outrider"
+    display_name: str
+    max_model_len: int | None
+
+
+class Models(Answered):
+    object: Literal["list"] = "list"
+    data: list[Model]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+
+
+class TokenizeRequest(Given):
+    """`content` (llama.cpp's) and `prompt` (vLLM's) are a text; `messages` a conversation."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool = True
+    add_special: bool = Field(True, description="what the tokenizer puts around a text")
+    add_special_tokens: bool | None = None
+
+
+class Tokenized(Answered):
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+
+
+class DetokenizeRequest(Given):
+    model: str | None = None
+    tokens: Annotated[list[int], Field(max_length=10_000_000)]
+
+
+class Detokenized(Answered):
+    """The same text in llama.cpp's field and in vLLM's."""
+
+    content: str
+    prompt: str
+
+
+class Health(Answered):
+    status: Literal["ok"] = "ok"
+
+
+class Ready(Answered):
+    """Whether requests are completed now; `workers` by name and state."""
+
+    status: Literal["ready", "starting", "unreachable"]
+    workers: dict[str, str] = Field(default_factory=dict)
+
+
+class OpenAIError(Answered):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIProblem(Answered):
+    """An error as OpenAI writes it."""
+
+    error: OpenAIError
+    request_id: str | None = absent()
+
+
+class AnthropicError(Answered):
+    type: str
+    message: str
+
+
+class AnthropicProblem(Answered):
+    """An error as Anthropic writes it."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicError
+    request_id: str

@@ -1,0 +1,173 @@
+"""OpenAI's responses, text and tools: POST /v1/responses. Nothing is stored, so each request has it all."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from outrider.server.shapes.base import (
+    MOST_MESSAGES,
+    Answered,
+    CachedTokens,
+    Given,
+    Loose,
+    Object,
+    Outrider,
+    Speculation,
+    Timings,
+    absent,
+)
+
+
+class Content(Loose):
+    """A part of a message: input_text and output_text are read."""
+
+    type: str
+    text: str | None = None
+
+
+class Item(Loose):
+    """A message, a call of a function, its output, or earlier reasoning."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Content] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Content] | None = None
+
+
+class FunctionTool(Loose):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
+
+
+class FunctionChosen(Loose):
+    type: Literal["function"]
+    name: str
+
+
+class Reasoning(Loose):
+    effort: str | None = None
+
+
+class ResponsesRequest(Given):
+    """An input that is to be answered."""
+
+    model: str | None = None
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
+    instructions: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChosen | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    text: Object | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: Object | None = None
+    speculation: Speculation | None = None
+    top_logprobs: int | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    truncation: str | None = None
+    max_tool_calls: int | None = None
+    # Ignored: nothing of the answer depends on them.
+    include: Any = None
+    metadata: Any = None
+    store: Any = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    stream_options: Any = None
+    client_metadata: Any = None
+
+
+class OutputText(Answered):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Object] = Field(default_factory=list)
+
+
+class OutputMessage(Answered):
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: str
+    content: list[OutputText]
+
+
+class OutputCall(Answered):
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+class ReasoningText(Answered):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(Answered):
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    summary: list[Object] = Field(default_factory=list)
+    content: list[ReasoningText]
+    status: str
+
+
+Output = OutputMessage | OutputCall | OutputReasoning
+
+
+class ReasoningTokens(Answered):
+    reasoning_tokens: int = 0
+
+
+class ResponsesUsage(Answered):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class ResponseObject(Answered):
+    """The answer, and how far it is."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[Output]
+    error: Object | None = None
+    incomplete_details: Object | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    store: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    tool_choice: str | Object
+    tools: list[Object]
+    metadata: Object = Field(default_factory=dict)
+    usage: ResponsesUsage | None = None
+    timings: Timings | None = absent()
+    outrider: Outrider | None = absent()

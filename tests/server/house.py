@@ -1,0 +1,77 @@
+"""A running HTTP server before a cluster, for tests: where it is, and the Python client beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from outrider.orchestrator import Client, LocalCluster
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.machine.http_process import HttpProcess, Listener
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pair.model_files import find_model
+
+START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """`url` without a slash at its end."""
+
+    url: str
+    client: Client
+    process: HttpProcess | None = None
+
+
+@contextmanager
+def serving(cluster: LocalCluster, model: Path, folder: Path, **settings: object) -> Iterator[House]:
+    """HTTP for a cluster that runs already."""
+    listener = Listener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
+    process = listener.serve(cluster.endpoint, find_model(str(model)), folder, "warning")
+    try:
+        wait_until_up(listener.url, process)
+        yield House(listener.url, cluster.client(), process)
+    finally:
+        process.close()
+        listener.close()
+
+
+@contextmanager
+def command() -> Iterator[House]:
+    """`outrider serve` with the embedded pair, as a person starts it; it ends in order, and HTTP with it."""
+    line = python("-m", "outrider", "serve", "--port", "0")
+    process = subprocess.Popen(line, env=child_environment(), stdout=subprocess.PIPE, text=True)
+    told = dict(process.stdout.readline().strip().split(": ", 1) for _ in range(3)) if process.stdout else {}
+    try:
+        wait_until_up(told["HTTP"])
+        yield House(told["HTTP"], Client(told["clients"]))
+    finally:
+        process.terminate()
+        ended = process.wait(START_SECONDS)
+    if ended != 0 or answers(told["HTTP"]):
+        raise RuntimeError(f"outrider serve ended with {ended}, and HTTP {'after' if ended else 'not with'} it")
+
+
+def answers(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health", timeout=5)
+    except httpx.TransportError:
+        return False
+    return True
+
+
+def wait_until_up(url: str, process: HttpProcess | None = None) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        if process is not None:
+            process.check()
+        if answers(url):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing answers at {url}")

@@ -1,0 +1,380 @@
+"""The APIs as their own clients speak them, before real clusters: a scripted chat model and the embedded pair."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from outrider.orchestrator import EndpointError, LocalCluster, SamplingParams, WorkerError
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.machine import http_process
+from outrider.orchestrator.machine.http_process import Listener
+from outrider.server.mapping.manner import seed_of
+from tests.server.house import House, command, serving, wait_until_up
+from tests.server.scripted import ANSWER, PLAIN, text_of, write_scripted
+
+PROMPT = "def fibonacci(n):"
+HELLO = [{"role": "user", "content": "hi"}]
+WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {"type": "function", "function": WEATHER}
+PARIS = {"city": "Paris"}
+
+
+@pytest.fixture(scope="module")
+def houses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, House]]:
+    """That of the chat model, and that of the embedded pair; they start side by side."""
+    folder = tmp_path_factory.mktemp("http")
+    chatty = write_scripted(folder / "chatty")
+
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+
+        def attached() -> House:
+            cluster = stack.enter_context(LocalCluster(model=chatty, draft_model=chatty))
+            return stack.enter_context(serving(cluster, chatty, folder))
+
+        waiting = [pool.submit(attached), pool.submit(lambda: stack.enter_context(command()))]
+        one, two = (future.result() for future in waiting)
+        yield one, two
+
+
+@pytest.fixture(scope="module")
+def chat(houses: tuple[House, House]) -> House:
+    return houses[0]
+
+
+@pytest.fixture(scope="module")
+def pair(houses: tuple[House, House]) -> House:
+    return houses[1]
+
+
+@pytest.fixture(scope="module")
+def ai(chat: House) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(chat: House) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=chat.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def post(house: House, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{house.url}{path}", json=body, timeout=60)
+
+
+def events(house: House, path: str, **body: Any) -> list[Any]:
+    """The data of a stream's events."""
+    with httpx.stream("POST", f"{house.url}{path}", json={**body, "stream": True}, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+# --- the text is the Python client's --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_is_the_one_that_the_python_client_gets(pair: House, path: str, stream: bool) -> None:
+    """A model without a chat template reads the message itself."""
+    sampling = SamplingParams(max_tokens=24, temp=0.8, top_p=0.95, seed=11, repetition_penalty=1.1)
+    expected = pair.client.generate(PROMPT, sampling, mode="ar")
+    said = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    asked = {**said, "max_tokens": 24, "temperature": 0.8, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.1}
+    if stream:
+        told = events(pair, path, **asked)
+        text = "".join(c.get("text", "") or c.get("delta", {}).get("content", "") for e in told for c in e["choices"])
+        last = told[-1]
+    else:
+        last = post(pair, path, **asked).json()
+        text = last["choices"][0].get("text") or last["choices"][0]["message"]["content"]
+    assert text == expected.text
+    assert last["choices"][0]["finish_reason"] == "length"
+    times = last["timings"]
+    assert times["predicted_n"] == 24 and times["prompt_n"] + times["cache_n"] == expected.prompt_tokens
+    assert last["outrider"]["seed"] == 11
+
+
+def test_choices_have_seeds_of_their_own_and_prompts_follow_one_another(pair: House) -> None:
+    asked = post(pair, "/v1/completions", prompt=[PROMPT, [5, 6, 7]], n=2, seed=3, temperature=1.0, max_tokens=6).json()
+    seeds = [seed_of(3, index) for index in range(2)]
+    sampling = [SamplingParams(max_tokens=6, temp=1.0, seed=seed) for seed in seeds]
+    expected = [pair.client.generate(prompt, one).text for prompt in (PROMPT, [5, 6, 7]) for one in sampling]
+    assert [choice["text"] for choice in asked["choices"]] == expected
+    assert [choice["index"] for choice in asked["choices"]] == [0, 1, 2, 3] and seeds[0] == 3 != seeds[1]
+    assert asked["usage"]["completion_tokens"] == 24
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+def test_speculation_as_asked_leaves_the_text(pair: House, mode: str) -> None:
+    speculation = {"mode": mode, "num_draft_tokens": 3, "branches": 8}
+    answer = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=16, speculation=speculation).json()
+    assert answer["choices"][0]["text"] == pair.client.generate(PROMPT, SamplingParams(max_tokens=16)).text
+    assert answer["outrider"]["mode"] == mode
+    assert (answer["timings"]["draft_n"] > 0) == (mode != "ar")
+
+
+def test_stop_bias_echo_and_eos_are_heeded(pair: House) -> None:
+    whole = pair.client.generate(PROMPT, SamplingParams(max_tokens=24)).text
+    stopped = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=24, stop=[whole[9:12]], echo=True).json()
+    assert stopped["choices"][0]["text"] == PROMPT + whole[: whole.index(whole[9:12])]
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    biased = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=3, logit_bias={"77": 1000}).json()
+    assert biased["choices"][0]["text"] == pair.client.generate(
+        PROMPT, SamplingParams(max_tokens=3, logit_bias=((77, 1000.0),))
+    ).text  # fmt: skip
+
+
+# --- OpenAI's client ------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_read_with_the_models_template(ai: openai.OpenAI, chat: House) -> None:
+    answer = ai.chat.completions.create(model="chatty", messages=HELLO, max_completion_tokens=20)
+    assert answer.choices[0].message.content == text_of(PLAIN) == chat.client.generate("hi").text
+    assert answer.choices[0].finish_reason == "stop" and answer.model == "chatty"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+    again = ai.chat.completions.create(model="chatty", messages=parts)
+    assert again.usage is not None and answer.usage is not None and again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens == answer.usage.prompt_tokens
+    assert again.usage.prompt_tokens_details.cached_tokens == again.model_extra["timings"]["cache_n"] > 0
+
+
+def test_a_stream_ends_with_its_usage(ai: openai.OpenAI) -> None:
+    options = {"include_usage": True}
+    told = list(ai.chat.completions.create(model="chatty", messages=HELLO, stream=True, stream_options=options))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in told[:-1]) == text_of(PLAIN)
+    assert told[0].choices[0].delta.role == "assistant" and told[-2].choices[0].finish_reason == "stop"
+    assert told[-1].choices == [] and told[-1].usage is not None and told[-1].usage.completion_tokens == 5
+    assert len({chunk.id for chunk in told}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_are_called_and_their_results_read(ai: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "chatty", "messages": HELLO, "tools": [TOOL]}
+    if stream:
+        chunks = list(ai.chat.completions.create(**asked, stream=True))
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+        said, finish = "".join(delta.content or "" for delta in deltas), chunks[-1].choices[0].finish_reason
+    else:
+        answer = ai.chat.completions.create(**asked)
+        (call,) = answer.choices[0].message.tool_calls or ()
+        said, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", PARIS)
+    assert said == "I look." and finish == "tool_calls"
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    called = {"role": "assistant", "content": said,
+              "tool_calls": [{"id": call.id, "type": "function", "function": function}]}  # fmt: skip
+    result = {"role": "tool", "tool_call_id": call.id, "content": "22 C"}
+    answered = ai.chat.completions.create(model="chatty", messages=[*HELLO, called, result], tools=[TOOL])
+    assert answered.choices[0].message.content == text_of(ANSWER)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_required_call_is_begun_for_the_model(ai: openai.OpenAI, choice: Any) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    answer = ai.chat.completions.create(model="chatty", messages=HELLO, tools=[other, TOOL], tool_choice=choice)
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert json.loads(call.function.arguments) == PARIS and answer.choices[0].message.content is None
+
+
+def test_no_tool_is_called_where_none_may_be(ai: openai.OpenAI) -> None:
+    answer = ai.chat.completions.create(model="chatty", messages=HELLO, tools=[TOOL], tool_choice="none")
+    assert answer.choices[0].message.content == text_of(PLAIN) and answer.choices[0].message.tool_calls is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_no_words(chat: House, stream: bool) -> None:
+    asked = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
+    if stream:
+        deltas = [c["delta"] for e in events(chat, "/v1/chat/completions", **asked) for c in e["choices"]]
+        thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        said = "".join(delta.get("content", "") for delta in deltas)
+    else:
+        message = post(chat, "/v1/chat/completions", **asked).json()["choices"][0]["message"]
+        thought, said = message["reasoning_content"], message["content"]
+    assert (thought.strip(), said) == ("Hmm, let me see.", "It is four.")
+
+
+def test_a_turn_of_the_assistants_is_gone_on_with(chat: House) -> None:
+    talk = [*HELLO, {"role": "assistant", "content": "<|plain|>Hello there"}]
+    answer = post(chat, "/v1/chat/completions", messages=talk, continue_final_message=True).json()
+    assert answer["choices"][0]["message"]["content"] == ", dear friend!"
+
+
+def test_responses_tell_text_and_calls(ai: openai.OpenAI) -> None:
+    answer = ai.responses.create(model="chatty", input="hi", instructions="Be kind.")
+    assert answer.output_text == text_of(PLAIN) and answer.status == "completed"
+    tool: Any = {"type": "function", "strict": False, **WEATHER}
+    called = ai.responses.create(model="chatty", input="hi", tools=[tool])
+    call = called.output[-1]
+    assert call.type == "function_call" and json.loads(call.arguments) == PARIS
+    talk: Any = [{"role": "user", "content": "hi"}, call.model_dump(),
+                 {"type": "function_call_output", "call_id": call.call_id, "output": "22 C"}]  # fmt: skip
+    assert ai.responses.create(model="chatty", input=talk, tools=[tool]).output_text == text_of(ANSWER)
+
+
+def test_a_streamed_response_is_built_up_by_openais_own_client(ai: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "strict": False, **WEATHER}
+    with ai.responses.stream(model="chatty", input="hi", tools=[tool]) as stream:
+        told = list(stream)
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == ["message", "function_call"]
+    assert final.output_text == "I look." and final.usage is not None and final.usage.output_tokens == 7
+    assert [event.sequence_number for event in told] == sorted({event.sequence_number for event in told})
+    cut = ai.responses.create(model="chatty", input="hi", max_output_tokens=2)
+    assert cut.status == "incomplete" and cut.output_text == "Hello there"
+
+
+# --- Anthropic's client ---------------------------------------------------------------------------------------------
+
+
+def test_messages_are_answered(claude: anthropic.Anthropic) -> None:
+    answer = claude.messages.create(model="chatty", max_tokens=20, messages=HELLO, system="Be kind.")
+    assert [block.text for block in answer.content if block.type == "text"] == [text_of(PLAIN)]
+    assert answer.stop_reason == "end_turn" and answer.usage.output_tokens == 5
+    counted = claude.messages.count_tokens(model="chatty", messages=HELLO, system="Be kind.")
+    assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+    stopped = claude.messages.create(model="chatty", max_tokens=20, messages=HELLO, stop_sequences=["zzz", ", dear"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", ", dear")
+    assert claude.messages.create(model="chatty", max_tokens=2, messages=HELLO).stop_reason == "max_tokens"
+
+
+def test_a_tool_is_used_in_a_stream_that_anthropics_client_builds_up(claude: anthropic.Anthropic) -> None:
+    tool: Any = {"name": "get_weather", "input_schema": WEATHER["parameters"]}
+    with claude.messages.stream(model="chatty", max_tokens=40, messages=HELLO, tools=[tool]) as stream:
+        final = stream.get_final_message()
+    said, use = final.content
+    assert said.type == "text" and said.text == "I look."
+    assert use.type == "tool_use" and (use.name, use.input) == ("get_weather", PARIS)
+    assert final.stop_reason == "tool_use" and final.usage.output_tokens == 7
+    result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "22 C"}]}
+    talk: Any = [*HELLO, {"role": "assistant", "content": [use.model_dump()]}, {"role": "user", "content": [result]}]
+    answer = claude.messages.create(model="chatty", max_tokens=40, messages=talk, tools=[tool])
+    assert [block.text for block in answer.content if block.type == "text"] == [text_of(ANSWER)]
+
+
+def test_thinking_comes_in_blocks_of_its_own(claude: anthropic.Anthropic) -> None:
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+    with claude.messages.stream(model="chatty", max_tokens=40, messages=HELLO, thinking=thinking) as stream:
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text"]
+
+
+# --- who asks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_who_leaves_ends_the_request(chat: House) -> None:
+    """Whether it was streamed or not: the place is free again, long before the text would have ended."""
+    endless = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 1_000_000}
+    for stream in (True, False):
+        before = chat.client.stats().finished
+        body = json.dumps({**endless, "stream": stream}).encode()
+        with raw(chat, body) as connection:
+            until(lambda: chat.client.stats().active == 1)
+            if stream:
+                assert b"200" in connection.recv(100)
+        until(lambda: chat.client.stats().active == 0)
+        assert chat.client.stats().finished == before + 1
+
+
+def test_a_reader_who_takes_nothing_holds_nobody_up(chat: House) -> None:
+    endless = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 300, "stream": True}
+    with raw(chat, json.dumps(endless).encode()):
+        answers = [post(chat, "/v1/chat/completions", messages=HELLO).json() for _ in range(3)]
+    assert {answer["choices"][0]["message"]["content"] for answer in answers} == {text_of(PLAIN)}
+
+
+def raw(house: House, body: bytes) -> socket.socket:
+    """A connection on which a chat was asked for, and nothing read."""
+    host, _, port = house.url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def until(holds: Any, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            raise TimeoutError("it never came to hold")
+        time.sleep(0.01)
+
+
+# --- the small paths ------------------------------------------------------------------------------------------------
+
+
+def test_models_tokens_and_health(ai: openai.OpenAI, claude: anthropic.Anthropic, chat: House, pair: House) -> None:
+    assert next(iter(ai.models.list())).id == "chatty" == ai.models.retrieve("chatty").id
+    assert next(iter(claude.models.list())).id == "chatty"
+    tokens = post(pair, "/tokenize", content=PROMPT).json()["tokens"]
+    assert len(tokens) == pair.client.generate(PROMPT, SamplingParams(max_tokens=1)).prompt_tokens
+    plain = post(pair, "/tokenize", prompt=PROMPT, add_special_tokens=False).json()["tokens"]
+    assert post(pair, "/detokenize", tokens=plain).json()["content"] == PROMPT
+    talk = post(chat, "/tokenize", messages=HELLO).json()
+    assert talk["count"] == post(chat, "/v1/chat/completions", messages=HELLO).json()["usage"]["prompt_tokens"]
+    assert httpx.get(f"{chat.url}/ready").json()["workers"] == {"target-0": "ready", "draft-0": "ready"}
+
+
+def test_metrics_count_what_was_answered(chat: House) -> None:
+    post(chat, "/v1/chat/completions", messages=HELLO)
+    text = httpx.get(f"{chat.url}/metrics").text
+    told = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(told['outrider:http_requests_total{path="/v1/chat/completions",status="200"}']) >= 1
+    assert float(told["outrider:generation_tokens_total"]) >= 5
+    assert float(told['outrider:http_choices_running{model_name="chatty"}']) == 0
+
+
+def test_what_the_orchestrator_refuses_has_its_status_in_a_stream_too(pair: House, ai: openai.OpenAI) -> None:
+    for stream in (False, True):
+        refused = post(pair, "/v1/completions", prompt=[5] * 1024, stream=stream)
+        assert refused.status_code == 400 and "the prompt has 1024 tokens" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="mode is 'fast'"):
+        ai.chat.completions.create(model="chatty", messages=HELLO, extra_body={"speculation": {"mode": "fast"}})
+
+
+def test_a_template_that_refuses_is_told(claude: anthropic.Anthropic, chat: House) -> None:
+    answer = post(chat, "/v1/chat/completions", messages=HELLO, chat_template_kwargs={"messages": []})
+    assert answer.status_code == 400 and "keyword of the chat template" in answer.json()["error"]["message"]
+    with pytest.raises(anthropic.NotFoundError, match="'other' is not served here"):
+        claude.messages.create(model="other", max_tokens=5, messages=HELLO)
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_lost_is_started_again_at_the_same_place(
+    chat: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = chat.process
+    assert process is not None
+    before = process.pid
+    monkeypatch.setattr(http_process, "TOO_SOON_SECONDS", math.inf)
+    os.kill(before, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="ended with code -9"):  # one that has only just begun would end again
+        until(lambda: process.check() is not None)
+    monkeypatch.setattr(http_process, "TOO_SOON_SECONDS", 0.0)
+    process.check()
+    wait_until_up(chat.url, process)
+    assert process.pid != before
+    assert post(chat, "/v1/chat/completions", messages=HELLO).json()["choices"][0]["message"]["content"]
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(chat: House) -> None:
+    with pytest.raises(EndpointError, match="the port is taken; choose another with --port, or --no-http"):
+        Listener(HttpSettings(port=int(chat.url.rpartition(":")[2])))

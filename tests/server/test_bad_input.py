@@ -1,0 +1,264 @@
+"""What can't be is refused with the right status, in the API's own words, and never with a traceback. No cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.protocol.errors import InvalidRequest
+from outrider.server.app import application
+from outrider.server.model.served import ServedModel, load_served
+from tests.server.scripted import write_scripted
+
+NOBODY = "ipc:///tmp/outrider-test-nobody-serves-this"
+CHAT, TEXT, RESPOND, CLAUDE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+SAID = {"messages": [{"role": "user", "content": "hi"}]}
+OPENAI_PATHS = {CHAT: SAID, TEXT: {"prompt": "x"}, RESPOND: {"input": "x"}}
+PATHS = {**OPENAI_PATHS, CLAUDE: {**SAID, "max_tokens": 5}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+Ask = Callable[..., httpx.Response]
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return load_served("chatty", write_scripted(tmp_path_factory.mktemp("bad") / "chatty"), ("chatty",))
+
+
+@pytest.fixture
+def ask(chatty: ServedModel) -> Ask:
+    return asking(chatty)
+
+
+def asking(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: Any) -> Ask:
+    """`ask(path, method="POST", **httpx arguments)` of an application in this process."""
+    app = application(model, NOBODY, HttpSettings(**settings))
+
+    def ask(path: str, method: str = "POST", **arguments: Any) -> httpx.Response:
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url=base) as client:
+                return await client.request(method, path, **arguments)
+
+        return asyncio.run(call())
+
+    return ask
+
+
+def complaint(answer: httpx.Response, anthropic: bool = False) -> str:
+    """The sentence of an error, which has its API's shape and names its request."""
+    told = answer.json()
+    assert "Traceback" not in answer.text and answer.headers["x-request-id"]
+    if anthropic:
+        assert told["type"] == "error" and set(told["error"]) == {"type", "message"} and told["request_id"]
+    else:
+        assert set(told["error"]) == {"message", "type", "param", "code"}
+    return str(told["error"]["message"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{", b"", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"a": "\xff"}', b'{"temperature": NaN}',
+        b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"model": "\\ud800"}',
+    ],
+    ids=["cut", "empty", "list", "null", "text", "bytes", "not utf-8", "nan", "deep", "deep objects", "half a pair"],
+)  # fmt: skip
+def test_a_body_that_is_no_request(ask: Ask, path: str, body: bytes) -> None:
+    answer = ask(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert complaint(answer, anthropic=path == CLAUDE)
+
+
+WRONG = [
+    ({"temprature": 1}, "temprature: no such field"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": -1}, "temp is -1"),
+    ({"top_p": 2}, "top_p is 2"),
+    ({"seed": -1}, "seed is -1"),
+    ({"speculation": {"mode": 7}}, "speculation.mode"),
+    ({"speculation": {"depth": 7}}, "speculation.depth: no such field"),
+    ({"stream": "yes"}, "stream"),
+]
+WRONG_OF_TWO = [
+    ({"n": 1000}, "n: "),
+    ({"n": 0}, "n: "),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 5000}, "stop"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"response_format": {"type": "json_object"}}, "can't be held to json_object"),
+    ({"grammar": "root ::= x"}, "grammar"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("wrong", "words"), WRONG)
+def test_a_field_that_cannot_be(ask: Ask, path: str, wrong: dict[str, Any], words: str) -> None:
+    answer = ask(path, json={**PATHS[path], **wrong})
+    assert answer.status_code == 400 and words in complaint(answer, anthropic=path == CLAUDE)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(("wrong", "words"), WRONG_OF_TWO)
+def test_a_field_of_the_older_apis_that_cannot_be(ask: Ask, path: str, wrong: dict[str, Any], words: str) -> None:
+    answer = ask(path, json={**PATHS[path], **wrong})
+    assert answer.status_code == 400 and words in complaint(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "'image_url' can't be read here"),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {**SAID, "tool_choice": "required"}, "requires a call, and there are no tools"),
+        (CHAT, {**SAID, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "'g'"),
+        (CHAT, {**SAID, "tools": [{"type": "web_search"}]}, "only functions"),
+        (CHAT, {**SAID, "max_tokens": 5, "max_completion_tokens": 6}, "expected one of them"),
+        (CHAT, {**SAID, "logprobs": True}, "logprobs"),
+        (CHAT, {**SAID, "continue_final_message": True}, "not the assistant's"),
+        (CHAT, {**SAID, "chat_template_kwargs": {"tools": 1}}, "keyword of the chat template"),
+        (TEXT, {"prompt": ""}, "the prompt is empty"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": [-1]}, "out of range"),
+        (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
+        (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
+        (TEXT, {"prompt": ["x"] * 100, "n": 2}, "100 prompts"),
+        (RESPOND, {"input": "x", "previous_response_id": "resp_1"}, "no response is stored"),
+        (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (RESPOND, {"input": [{"type": "computer_call"}]}, "'computer_call'"),
+        (CLAUDE, SAID, "max_tokens"),
+        (CLAUDE, {**SAID, "max_tokens": 5, "tools": [{"type": "web_search_1", "name": "w"}]}, "runs at Anthropic"),
+        (CLAUDE, {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5}, "'image'"),
+        ("/tokenize", {}, "one of them only"),
+        ("/detokenize", {"tokens": [999999]}, "999999 is no token"),
+    ],
+)
+def test_what_this_api_cannot_do(ask: Ask, path: str, body: dict[str, Any], words: str) -> None:
+    answer = ask(path, json=body)
+    assert answer.status_code == 400 and words in complaint(answer, anthropic=path == CLAUDE)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_statuses_that_are_not_400(ask: Ask, path: str) -> None:
+    mine = path == CLAUDE
+    other = ask(path, json={**PATHS[path], "model": "gpt-5"})
+    assert other.status_code == 404 and "'gpt-5' is not served here" in complaint(other, mine)
+    assert ask(path, "GET").status_code == 405
+    assert ask(path, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    silent = ask(path, json=PATHS[path])
+    assert silent.status_code == 503 and silent.headers["retry-after"] and complaint(silent, mine)
+    assert ask("/v1/nothing").status_code in (404, 415)
+
+
+def test_what_is_harmless_is_accepted(ask: Ask) -> None:
+    """It goes as far as to the orchestrator, which is not there."""
+    more = {"user": "u", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "logprobs": False}
+    assert ask(CHAT, json={**SAID, **more, "response_format": {"type": "text"}}).status_code == 503
+    assert ask(RESPOND, json={"input": "x", "store": True, "include": ["x"], "metadata": {}}).status_code == 503
+    cached = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    said = {"messages": [{"role": "user", "content": [cached]}], "system": [cached], "max_tokens": 5}
+    assert ask(CLAUDE, json={**said, "metadata": {"user_id": "u"}, "context_management": {}}).status_code == 503
+
+
+def test_a_large_body_is_not_read(chatty: ServedModel) -> None:
+    ask = asking(chatty, max_body_mb=1)
+    answer = ask(TEXT, json={"prompt": "x" * 2**21})
+    assert answer.status_code == 413 and "larger than 1 MB" in complaint(answer)
+
+
+def test_keys_are_asked_for(chatty: ServedModel) -> None:
+    ask = asking(chatty, api_keys=("one", "two"))
+    for headers in (
+        {},
+        {"authorization": "Bearer three"},
+        {"x-api-key": "onetwo"},
+        {"authorization": "Bearer é".encode()},
+    ):
+        refused = ask("/v1/models", "GET", headers=headers)
+        assert refused.status_code == 401 and "API key" in complaint(refused)
+    for headers in ({"authorization": "Bearer one"}, {"x-api-key": "two"}):
+        assert ask("/v1/models", "GET", headers=headers).status_code == 200
+    assert ask("/health", "GET").status_code == 200
+    assert ask(CLAUDE, json={}).json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8080", 200),
+        ("localhost", 200),
+        ("[::1]:8080", 200),
+        ("evil.example", 403),
+        ("evil.example:8080", 403),
+    ],
+)
+def test_a_page_whose_name_points_here_is_not_let_in(chatty: ServedModel, host: str, status: int) -> None:
+    assert asking(chatty)("/health", "GET", headers={"host": host}).status_code == status
+
+
+def test_other_pages_may_ask_when_they_are_named(chatty: ServedModel) -> None:
+    origin = {"origin": "https://page.example"}
+    assert "access-control-allow-origin" not in asking(chatty)("/health", "GET", headers=origin).headers
+    named = asking(chatty, cors_origins=("https://page.example",), api_keys=("k",))
+    assert named("/health", "GET", headers=origin).headers["access-control-allow-origin"] == "https://page.example"
+    before = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    assert named(CHAT, "OPTIONS", headers=before).status_code == 200
+
+
+def test_a_request_keeps_its_id(ask: Ask) -> None:
+    assert ask("/health", "GET", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    assert ask("/health", "GET", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req_")
+
+
+def test_a_model_without_a_template_says_what_it_lacks() -> None:
+    ask = asking(load_served(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
+    for path, tools in ((CHAT, [TOOL]), (CLAUDE, [{"name": "f"}]), (RESPOND, [{"type": "function", "name": "f"}])):
+        refused = ask(path, json={**PATHS[path], "tools": tools})
+        assert refused.status_code == 400 and "no template" in complaint(refused, path == CLAUDE)
+
+
+def test_the_description_has_every_path_and_its_errors(ask: Ask) -> None:
+    described = json.loads(ask("/openapi.json", "GET").text)
+    assert set(described["paths"]) == {
+        *PATHS, f"{CLAUDE}/count_tokens", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize", "/health",
+        "/ready", "/metrics",
+    }  # fmt: skip
+    for path in PATHS:
+        assert {"200", "400", "401", "404", "413", "429", "503"} <= set(described["paths"][path]["post"]["responses"])
+    assert "422" not in json.dumps(described)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host": "0.0.0.0"}, "there is no API key"),
+        ({"host": "example.com"}, "there is no API key"),
+        ({"port": 70000}, "port is 70000"),
+        ({"api_keys": ("a b",)}, "one word in ASCII"),
+        ({"tls_cert": "x"}, "both --tls-cert and --tls-key"),
+        ({"tls_cert": "/no/such", "tls_key": "/no/such"}, "no such path"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        HttpSettings(**settings)
+
+
+def test_settings_travel_whole(tmp_path: Path) -> None:
+    from outrider.orchestrator.http_settings import HttpOrder
+
+    settings = HttpSettings(api_keys=("a", "b"), cors_origins=("*",), model_names=("m",))
+    order = HttpOrder(settings, "ipc:///x", "m", str(tmp_path), 7)
+    assert HttpOrder.from_json(order.to_json()) == order

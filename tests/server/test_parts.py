@@ -1,0 +1,102 @@
+"""A text is split into thoughts, words and calls by the model's marks, however it is cut on its way."""
+
+from __future__ import annotations
+
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
+
+from outrider.server.answers.parts import Said, Splitter, State, Thought
+from outrider.server.mapping.toolbox import Toolbox
+from outrider.server.model.thinking import Tags, thinking_tags
+from outrider.server.model.tool_format import ToolCall, ToolFormat, infer, tool_format
+
+THINK = Tags("<think>", "</think>")
+BOX = Toolbox(tools=({"type": "function", "function": {"name": "f", "parameters": {}}},))
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
+TEXT = f"<think>\nI <see> it</think>\n\nWell, a < b. {CALL}\n{CALL}"
+PARTS = [("T", "I <see> it"), ("S", "Well, a < b. "), ("C", '{"x": "<b>"}'), ("C", '{"x": "<b>"}')]
+MARKS = (
+    "<minimax:tool_call>", "<|tool_call>", "<tool_call|>", "<start_function_call>", "<longcat_tool_call>", "<arg_key>",
+    "<|tool_list_start|>", "<|tool_call_start|>", "<tool_call>\\n<function=", "<tool_call>\n<function=",
+    "<|tool_calls_section_begin|>", '<function name="', '<param name="', "[TOOL_CALLS]", "<atem:function_calls>",
+    "<tool_call>", "tool_call.name",
+)  # fmt: skip
+TOKENS = (
+    "<think>", "</think>", "<longcat_think>", "</longcat_think>", "<|think:start|>", "<|think:end|>", "<|channel>",
+    "<channel|>", "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "<|tool_call_start|>", "<|tool_call_end|>",
+)  # fmt: skip
+
+
+def json_tools() -> ToolFormat:
+    found = tool_format(None, (), "json_tools")
+    assert found is not None
+    return found
+
+
+def joined(parts: list[Any]) -> list[tuple[str, str]]:
+    """Stretches of one kind are one; a call is one each."""
+    found: list[tuple[str, str]] = []
+    for part in parts:
+        kind = {Said: "S", Thought: "T", ToolCall: "C"}[type(part)]
+        text = part.arguments if isinstance(part, ToolCall) else part.text
+        if found and found[-1][0] == kind != "C":
+            found[-1] = (kind, found[-1][1] + text)
+        else:
+            found.append((kind, text))
+    return found
+
+
+def test_parts_are_the_same_however_a_text_is_cut() -> None:
+    random = Random(1)
+    for _ in range(200):
+        splitter, parts, at = Splitter(THINK, json_tools(), BOX), [], 0
+        while at < len(TEXT):
+            size = random.randint(1, 12)
+            parts += splitter.feed(TEXT[at : at + size])
+            at += size
+        assert joined(parts + splitter.finish()) == PARTS
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "expected"),
+    [
+        ("it</think> yes", State.THINKING, [("T", "it"), ("S", "yes")]),
+        ("it never ends", State.THINKING, [("T", "it never ends")]),
+        ('{"name": "f", "arguments": {}}</tool_call>', State.CALLING, [("C", "{}")]),
+        ('<tool_call>{"name": "f", "argu', State.SAYING, [("S", '<tool_call>{"name": "f", "argu')]),
+        ("<tool_call>nonsense</tool_call> so", State.SAYING, [("S", "<tool_call>nonsense</tool_call>so")]),
+        ("a <tool_", State.SAYING, [("S", "a <tool_")]),
+        ("</think> alone", State.SAYING, [("S", "</think> alone")]),
+    ],
+)
+def test_what_is_cut_off_or_cannot_be_read_is_not_lost(text: str, state: State, expected: Any) -> None:
+    splitter = Splitter(THINK, json_tools(), BOX, state)
+    assert joined(splitter.feed(text) + splitter.finish()) == expected
+
+
+def test_marks_that_nobody_asked_for_are_words() -> None:
+    splitter = Splitter(None, json_tools(), Toolbox())
+    assert joined(splitter.feed(TEXT) + splitter.finish()) == [("S", TEXT)]
+
+
+def test_a_format_without_an_end_goes_on_to_the_end_of_the_text() -> None:
+    splitter = Splitter(None, tool_format(None, (), "mistral"), BOX)
+    parts = splitter.feed('So [TOOL_CALLS]f[ARGS]{"x": 1}f[ARGS]{}')
+    assert joined(parts + splitter.finish()) == [("S", "So "), ("C", '{"x": 1}'), ("C", "{}")]
+
+
+def test_formats_and_thoughts_are_told_as_mlx_lm_tells_them() -> None:
+    random = Random(2)
+    for _ in range(2000):
+        template = " ".join(random.sample(MARKS, random.randint(0, 3)))
+        vocabulary = {token: i for i, token in enumerate(random.sample(TOKENS, random.randint(0, 9)))}
+        theirs = SimpleNamespace(
+            chat_template=template, get_vocab=lambda found=vocabulary: found, encode=lambda *a, **b: []
+        )
+        assert infer(template, vocabulary) == _infer_tool_parser(theirs)
+        start, end, *_ = _infer_thinking(theirs)
+        assert thinking_tags(vocabulary) == (Tags(start, end) if start is not None else None)
