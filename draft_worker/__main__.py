@@ -15,6 +15,7 @@ from outrider.drafting.paced import PacedDrafter
 from outrider.drafting.replay import ReplayDrafter
 from outrider.engine.memory import Peak
 from outrider.engine.pace import Pace
+from outrider.grammar.compiler import TOKENIZER, Compiler
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
@@ -59,7 +60,9 @@ def main() -> int:
         except OutriderError as error:
             return link.failed(error)
         memory = Peak() if options.backend == "mlx" else None
-        DraftWorker(far, drafter, POLICIES[options.fan_out], memory).run()
+        folder = Path(options.model)
+        compiler = Compiler(folder) if (folder / TOKENIZER).is_file() else None
+        DraftWorker(far, drafter, POLICIES[options.fan_out], memory, compiler).run()
     return 0
 
 

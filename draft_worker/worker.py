@@ -19,6 +19,8 @@ from outrider.drafting.drafter import Drafter
 from outrider.drafting.fan_out import FanOut
 from outrider.drafting.together import Together
 from outrider.drafting.work_ahead import WorkAhead
+from outrider.grammar.compiler import Compiler
+from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.guard import named_errors
@@ -81,12 +83,21 @@ class Drafting:
 class DraftWorker:
     """Serves requests from `link` with `drafter` until told to shut down."""
 
-    def __init__(self, link: Link, drafter: Drafter, fan_out: FanOut, memory: Memory | None = None) -> None:
-        """`memory`: where the drafter's is, if it can be measured."""
+    def __init__(
+        self,
+        link: Link,
+        drafter: Drafter,
+        fan_out: FanOut,
+        memory: Memory | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        """`memory`: where the drafter's is, if it can be measured. `compiler`: of its model's tokens; without one it
+        may draft what a grammar rules out."""
         self._link = link
         self._drafter = drafter
         self._fan_out = fan_out
         self._memory = memory
+        self._compiler = compiler
         self._calibration = Calibration()
         self._together = Together(drafter, self._calibration)
         self._drafting: dict[str, Drafting] = {}
@@ -160,6 +171,7 @@ class DraftWorker:
                 self._calibration,
                 cached=max(round(message.branches / (message.depth + 1)), 1),
                 progress=progress,
+                constraint=self._constraint(message),
             )
         except _Unwanted:
             return
@@ -187,6 +199,11 @@ class DraftWorker:
             branches=message.branches,
         )
         self._drafting[message.request] = Drafting(work, message.epoch, newest, committed_ns=clock.now())
+
+    def _constraint(self, message: Open) -> Constraint | None:
+        if self._compiler is None:
+            return None
+        return self._compiler.constraint(message.sampling.grammar, message.eos, message.prompt_len)
 
     def _let_others_work(self, request: str) -> None:
         """Between two pieces of this request's prompt: the trees of others grow until they are done.

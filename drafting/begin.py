@@ -8,6 +8,7 @@ from outrider.drafting.calibration import Calibration
 from outrider.drafting.drafter import Drafter, DrafterFault, DrawingDrafter
 from outrider.drafting.fan_out import FanOut
 from outrider.drafting.work_ahead import WorkAhead
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -21,12 +22,14 @@ def begin(
     *,
     cached: int = 1,
     progress: Callable[[int, int], None] | None = None,
+    constraint: Constraint | None = None,
 ) -> WorkAhead:
     """Reads `tokens`. Continuations are drawn where residual sampling wants it and the drafter can.
 
     Args:
         cached: of how many continuations of a node Saguaro's factor lowers the weight.
         progress: called as (tokens done, tokens in all); may raise to end the call.
+        constraint: what the text's grammar allows, so that nothing else is proposed.
 
     Raises:
         DrafterFault: the drafter can't have these tokens.
@@ -38,9 +41,9 @@ def begin(
             " request"
         )
     if sampling.is_residual and isinstance(drafter, DrawingDrafter):
-        drawing = drafter.open_drawing(tokens, sampling, cached, progress)
+        drawing = drafter.open_drawing(tokens, sampling, cached, progress, constraint)
         return WorkAhead(drawing, eos, fan_out, calibration, drawing)
-    return WorkAhead(drafter.open(tokens, sampling, progress), eos, fan_out, calibration)
+    return WorkAhead(drafter.open(tokens, sampling, progress, constraint), eos, fan_out, calibration)
 
 
 def check_known(drafter: Drafter, tokens: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from outrider.engine.candidate import Candidate
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.tree_feed import TreeFeed
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
@@ -130,9 +131,16 @@ class Drafter(Protocol):
         ...
 
     def open(
-        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
     ) -> TokenTree:
-        """Prefills `tokens` (at least one) and returns the tree whose root is the last of them."""
+        """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
+
+        What `constraint` rules out scores -inf; a drafter without scores may leave it out, for the target has it too.
+        """
         ...
 
 
@@ -161,6 +169,7 @@ class DrawingDrafter(Drafter, Protocol):
         sampling: SamplingParams,
         cached: int,
         progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
     ) -> DrawingTree:
         """As `open`. `cached`: of how many continuations of a node Saguaro's factor lowers the weight."""
         ...

@@ -13,6 +13,7 @@ from outrider.engine.open_tree import open_tree, tree_cost, tree_form
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.reading import PromptReader
 from outrider.engine.tree import Tree, feed_together
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -46,9 +47,13 @@ class MlxDrafter:
         return cls(model, reader, "" if reader is None else reader.note)
 
     def open(
-        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
     ) -> TokenTree:
-        return open_tree(self.model, tokens, sampling, progress, reader=self._reader, cache=self.prompt_cache)
+        return open_tree(self.model, tokens, sampling, progress, None, self._reader, self.prompt_cache, constraint)
 
     def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
         return feed_together(cast(Sequence[Tree], trees), feeds)
@@ -59,6 +64,7 @@ class MlxDrafter:
         sampling: SamplingParams,
         cached: int,
         progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
     ) -> DrawingTree:
         draws = Draws.of(sampling, cached)
-        return open_tree(self.model, tokens, sampling, progress, draws, self._reader, self.prompt_cache)
+        return open_tree(self.model, tokens, sampling, progress, draws, self._reader, self.prompt_cache, constraint)

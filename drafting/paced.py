@@ -7,6 +7,7 @@ from typing import cast
 
 from outrider.drafting.drafter import Candidate, Drafter, JoiningDrafter, TokenTree, TreeFeed
 from outrider.engine.pace import Pace
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -26,9 +27,13 @@ class PacedDrafter:
         self.note = drafter.note
 
     def open(
-        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
     ) -> TokenTree:
-        return PacedTree(self._drafter.open(tokens, sampling, progress), self._pace, self._ready)
+        return PacedTree(self._drafter.open(tokens, sampling, progress, constraint), self._pace, self._ready)
 
     def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
         """One forward of the profile's machine, whatever makes it here."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from outrider.drafting.drafter import Candidate, TokenTree
 from outrider.engine.prompt_cache import PromptCache
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.kv import KvCost
 from outrider.protocol.profile import Profile
@@ -97,7 +98,11 @@ class ReplayDrafter:
         return ReplayDrafter(script)
 
     def open(
-        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
     ) -> TokenTree:
         start = tuple(tokens)
         text = next((text for text in self._script.texts if text[: len(start)] == start), start)

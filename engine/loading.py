@@ -38,6 +38,7 @@ class LoadedModel:
     """A model in memory. `vocab_size` is the width of its logits, padding included; sizes are in bytes as held now.
 
     `attention_only`: all it remembers of a text is keys and values, so any token can be rolled back or masked out.
+    `folder` is where it was read from; None: nowhere.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class LoadedModel:
     parameters: int
     weight_bytes: int
     attention_only: bool
+    folder: Path | None = None
 
 
 def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None) -> LoadedModel:
@@ -81,6 +83,7 @@ def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = N
         parameters=parameters,
         weight_bytes=weight_bytes,
         attention_only=all(is_attention(leaf) for cache in make_prompt_cache(model) for leaf in leaves_of(cache)),
+        folder=path,
     )
 
 

@@ -18,6 +18,7 @@ from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
 from outrider.engine.selfcheck import agrees, agrees_in_company
 from outrider.engine.tree import Tree
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, InvalidRequest, ModelError
 from outrider.protocol.guard import first_line, named_errors
 from outrider.protocol.kv import KvCost
@@ -38,6 +39,7 @@ def open_tree(
     draws: Draws | None = None,
     reader: PromptReader | None = None,
     cache: PromptCache | None = None,
+    constraint: Constraint | None = None,
 ) -> Tree:
     """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
 
@@ -46,6 +48,7 @@ def open_tree(
         draws: how nodes' own continuations are drawn, for residual sampling; None: they are the best.
         reader: reads prompts in the model's place where it says so.
         cache: what it has of the tokens is not read, and what the tree has read goes there in the end.
+        constraint: what the text's grammar allows, if it has one.
 
     Raises:
         InvalidRequest: no tokens, or one the model does not have.
@@ -55,7 +58,7 @@ def open_tree(
         raise InvalidRequest("the prompt has no tokens; expected at least one")
     if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
         raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the draft's vocabulary")
-    return _open(model, tree_form(model), params, progress, tokens, draws, reader, cache)
+    return _open(model, tree_form(model), params, progress, tokens, draws, reader, cache, constraint)
 
 
 def tree_form(model: LoadedModel) -> Form:
@@ -111,8 +114,9 @@ def _open(
     draws: Draws | None = None,
     reader: PromptReader | None = None,
     cache: PromptCache | None = None,
+    constraint: Constraint | None = None,
 ) -> Tree:
-    sampler = Sampler(params, model.vocab_size, normalised=False)
+    sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
     return Tree(_columns(model, form, reader), sampler, model.context_length, tokens, progress, draws, cache)
 
 

@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.noise import Purpose, exponential_numpy, gumbel_numpy, stream
-from outrider.engine.sampling import History, Sampler, warp
+from outrider.engine.sampling import History, Sampler
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
@@ -25,8 +26,8 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 class ResidualSampler(Sampler):
     """A target's sampler: its scores' argmax is a draw from p; `accepted` and `instead` rule on chains."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
-        super().__init__(params, vocab_size)
+    def __init__(self, params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> None:
+        super().__init__(params, vocab_size, constraint=constraint)
         seed = params.seed or 0
         self._noise_seed = stream(seed, Purpose.RESAMPLE)
         self._accept_seed = stream(seed, Purpose.ACCEPT)
@@ -38,7 +39,7 @@ class ResidualSampler(Sampler):
     def log_p(self, logits: mx.array, histories: Sequence[History] | None = None) -> Floats:
         """The target's own log-probabilities, as warped, normalised, [R, V]. Waits."""
         if self.filters:
-            warped = warp(logits, histories, self.params)
+            warped = self.warped(logits, histories)
         else:
             warped = self.penalise(logits, histories) * (1.0 / self.params.temp)
         if mx.default_device().type == mx.cpu:  # where numpy is ten times quicker
@@ -94,8 +95,9 @@ def _normalised(scores: Floats) -> Floats:
     return normalised
 
 
-def target_sampler(params: SamplingParams, vocab_size: int) -> Sampler:
+def target_sampler(params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> Sampler:
     """The sampler by which a target chooses tokens for these parameters."""
     if params.is_residual:
-        return ResidualSampler(params, vocab_size)
-    return Sampler(params, vocab_size, normalised=params.temp == 0)  # greedy choices round as mlx-lm's do
+        return ResidualSampler(params, vocab_size, constraint)
+    greedy = params.temp == 0  # such choices round as mlx-lm's do
+    return Sampler(params, vocab_size, normalised=greedy, constraint=constraint)

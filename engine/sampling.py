@@ -1,25 +1,28 @@
 """The sampling contract: `warp` makes log-probabilities of logits, `Sampler` adds the request's noise.
 
 Both workers choose a token as the argmax of `Sampler.scores`, so verification is equality. The order of steps and the
-steps themselves are mlx-lm's (penalties and bias, log-softmax, top-p, min-p, top-k, temperature). With a temperature
-all of it is in float32, whatever the logits are in: half precision's steps are as large as the noise that decides.
-Greedy choices are made in the logits' own format and bit-identical with `mlx_lm.generate`. Knows nothing of models,
-caches or where a logit row comes from.
+steps themselves are mlx-lm's (penalties and bias, log-softmax, top-p, min-p, top-k, temperature); a grammar rules out
+tokens before the log-softmax. With a temperature all of it is in float32, whatever the logits are in: half precision's
+steps are as large as the noise that decides. Greedy choices are made in the logits' own format and bit-identical with
+`mlx_lm.generate`. Knows nothing of models, caches or where a logit row comes from.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
+from outrider.engine.mask import masked
 from outrider.engine.noise import gumbel, gumbel_numpy
+from outrider.grammar.constraint import Constraint, Words
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
@@ -55,11 +58,19 @@ class Sampler:
     `engine.residual`'s, and draws by its own (`engine.draws`).
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, *, normalised: bool = True) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        *,
+        normalised: bool = True,
+        constraint: Constraint | None = None,
+    ) -> None:
         """
         Args:
             params: `seed` must be set when `temp` is above 0.
             vocab_size: width of the logit rows; the noise of a token does not depend on it.
+            constraint: what the text's grammar allows, if it has one.
 
         Raises:
             InvalidRequest: there is a temperature and no seed.
@@ -68,14 +79,16 @@ class Sampler:
             raise InvalidRequest("seed is None; expected a number once temp is above 0: draw one before sampling")
         self.params = params
         self.vocab_size = vocab_size
+        self.constraint = constraint
         self._normalised = normalised or (params.temp > 0 and (params.top_p < 1 or params.min_p > 0))
         self._noise_seed = params.seed or 0
         # The same bits either way; on the CPU numpy is several times quicker.
         self._xp: Any = np if mx.default_device().type == mx.cpu else mx
         self._blocks: dict[int, Any] = {}
-        alike = replace(params, seed=None, max_tokens=1, stop=(), ignore_eos=False)
-        self.kind = (type(self), self._normalised, alike)
-        """Samplers of the same kind differ in nothing but their noise: their rows can be scored together."""
+        alike = replace(params, seed=None, max_tokens=1, stop=(), ignore_eos=False, grammar=None, logprobs=None)
+        self.kind = (type(self), self._normalised, alike, constraint is not None)
+        """Samplers of the same kind differ in nothing but their noise and in what their grammars allow: their rows can
+        be scored together."""
 
     @property
     def noisy(self) -> bool:
@@ -84,8 +97,8 @@ class Sampler:
 
     @property
     def needs_history(self) -> bool:
-        """True when `scores` must be given histories."""
-        return self.params.has_penalties
+        """True when `scores` must be given histories; of known tokens, where there is a grammar."""
+        return self.params.has_penalties or self.constraint is not None
 
     @property
     def filters(self) -> bool:
@@ -95,8 +108,8 @@ class Sampler:
 
     @property
     def reach(self) -> int:
-        """How many of the tokens before it a choice can depend on through penalties."""
-        return _reach(self.params)
+        """How many of the tokens before it a choice can depend on, other than through the model."""
+        return _reach(self.params) if self.constraint is None else sys.maxsize
 
     def scores(
         self, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None = None
@@ -111,16 +124,29 @@ class Sampler:
         scores = self.warped(logits, histories)
         return scores + self.noise(positions) if self.noisy else scores
 
-    def warped(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
-        """`scores` without the noise. Lazy."""
-        logits = self.penalise(logits, histories)
+    def warped(
+        self, logits: mx.array, histories: Sequence[History] | None = None, words: Words | None = None
+    ) -> mx.array:
+        """`scores` without the noise; `words` as in `penalise`. Lazy."""
+        return self.filtered(self.penalise(logits, histories, words))
+
+    def filtered(self, logits: mx.array) -> mx.array:
+        """`warped` of what `penalise` has made. Lazy."""
         if self._normalised:
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return _filter(logits, self.params)
 
-    def penalise(self, logits: mx.array, histories: Sequence[History] | None = None) -> mx.array:
-        """`logits` after penalties and bias, the first step of `scores`; float32 if there is a temperature. Lazy."""
-        return _penalise(logits, histories, self.params)
+    def penalise(
+        self, logits: mx.array, histories: Sequence[History] | None = None, words: Words | None = None
+    ) -> mx.array:
+        """`logits` after penalties, bias and grammar, the first step of `scores`; float32 if there is a temperature.
+
+        `words`: what grammars allow, where the rows are of several samplers (`joint_words`). Lazy, but for that.
+        """
+        penalised = _penalise(logits, histories, self.params)
+        if words is None:
+            words = joint_words([(self, histories)])
+        return penalised if words is None else masked(penalised, words)
 
     def noise(self, positions: Sequence[int]) -> mx.array:
         """G at these positions, float32 [P, V]; made once a position and kept a while."""
@@ -148,6 +174,17 @@ class Sampler:
             positions = range(block * _BLOCK, (block + 1) * _BLOCK)
             self._blocks[block] = make(self._noise_seed, positions, self.vocab_size)
         return self._blocks[block]
+
+
+def joint_words(own: Sequence[tuple[Sampler, Sequence[History] | None]]) -> Words | None:
+    """What the grammars of samplers of one kind allow after their histories, one after the other; None for none."""
+    found = []
+    for sampler, histories in own:
+        if sampler.constraint is not None:
+            if histories is None:
+                raise InvalidRequest("a grammar needs the tokens before each row; got none")
+            found.append(sampler.constraint.allowed(cast("Sequence[Sequence[int]]", histories)))
+    return np.concatenate(found) if found else None
 
 
 def joint_noise(wanted: Sequence[tuple[Sampler, Sequence[int]]]) -> mx.array:

@@ -15,6 +15,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.residual import target_sampler
 from outrider.engine.texts import Feed, SeparateTexts, Texts
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
@@ -24,8 +25,16 @@ PREFILL = 512  # tokens a forward while a prompt is read
 class Slot:
     """`tokens` are committed; the model has been fed the first `fed` of them, always fewer than all between calls."""
 
-    def __init__(self, model: LoadedModel, texts: Texts, tokens: Sequence[int], params: SamplingParams) -> None:
-        """
+    def __init__(
+        self,
+        model: LoadedModel,
+        texts: Texts,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """`constraint`: what the text's grammar allows, if it has one.
+
         Raises:
             InvalidRequest: no tokens, or a token the model doesn't have.
         """
@@ -34,7 +43,7 @@ class Slot:
         if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
             raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
         self.tokens = list(tokens)
-        self.sampler = target_sampler(params, model.vocab_size)
+        self.sampler = target_sampler(params, model.vocab_size, constraint)
         self.texts = texts
         self.text: Any = texts.open()
 

@@ -17,7 +17,7 @@ import numpy as np
 from outrider.engine import filters
 from outrider.engine.candidate import Candidate
 from outrider.engine.filters import Floats
-from outrider.engine.sampling import History, Sampler, joint_noise
+from outrider.engine.sampling import History, Sampler, joint_noise, joint_words
 
 _FEW = 24  # candidates found by as many argmaxes; more by a sort
 
@@ -132,10 +132,11 @@ def score(asked: Sequence[Asked], logits: mx.array, make: Make = Step, *, at_onc
     """
     sampler = asked[0].sampler
     histories = [h for one in asked for h in one.histories or ()] if sampler.needs_history else None
+    words = joint_words([(one.sampler, one.histories) for one in asked])
     by_host = sampler.filters or (at_once and sampler.params.temp > 0)
     if by_host and mx.default_device().type == mx.cpu:
-        return make(sampler.penalise(logits, histories), partial(_finish, asked))
-    scores = sampler.warped(logits, histories)
+        return make(sampler.penalise(logits, histories, words), partial(_finish, asked))
+    scores = sampler.warped(logits, histories, words)
     if sampler.noisy:
         scores = scores + joint_noise([(one.sampler, one.positions) for one in asked])
     return make(scores, None)

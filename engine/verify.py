@@ -9,18 +9,20 @@ a coupled text does not depend on it, nor on who shares a forward. A chain that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
+from outrider.engine.logprobs import RowLogprobs
 from outrider.engine.residual import ResidualSampler
-from outrider.engine.sampling import History, Sampler, joint_noise
+from outrider.engine.sampling import History, Sampler, joint_noise, joint_words
 from outrider.engine.slots import Slot
 from outrider.engine.texts import Feed, Texts
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.guard import ModelFault
+from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.sparse import SparseQ
 
 _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again before its next chain
@@ -28,10 +30,14 @@ _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The first `accepted` tokens of a chain hold; `bonus` is the target's own token after them."""
+    """The first `accepted` tokens of a chain hold; `bonus` is the target's own token after them.
+
+    `logprobs` are theirs, if the slot's request asked for them.
+    """
 
     accepted: int
     bonus: int
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class Forward:
             self._begins.append(self._begins[-1] + len(ask.chain) + 1)
         self._index_of = {id(ask.slot): index for index, ask in enumerate(asks)}
         self.chosen: mx.array | None = None
+        self._logprobs: dict[int, RowLogprobs] = {}
 
     @property
     def is_plain(self) -> bool:
@@ -76,47 +83,73 @@ class Forward:
         index = self._index_of[id(slot)]
         return cast(mx.array, self.chosen)[index : index + 1]
 
+    def read_token_of(self, slot: Slot) -> int:
+        """The same, read: waits for this forward, not for one that was begun behind it."""
+        return self._read()[self._index_of[id(slot)]]
+
+    def _read(self) -> list[int]:
+        # The whole array and no piece of it: making one would stand in line behind the next forward.
+        return cast(list[int], cast(mx.array, self.chosen).tolist())
+
     def verdicts(self) -> list[Verdict | OutriderError]:
         """Waits; commits what holds to each slot and forgets the rest. One that fails says why in its own place."""
         if self.chosen is None:
             mx.eval(self._texts.state())
             return []
-        choices = cast(list[int], self.chosen.tolist())
+        choices = self._read()
         return [self._settled(index, ask, choices) for index, ask in enumerate(self.asks)]
 
-    def choose(self, unread: Sequence[mx.array | None]) -> None:
-        """Queues the choice of every row; slots that ask for the same are scored together.
+    def choose(self, after: Forward | None) -> None:
+        """Puts the choice of every row under way; slots that ask for the same are scored together.
 
         Args:
-            unread: the token of each ask that is fed but not committed yet, if any.
+            after: the forward whose tokens are fed but not committed yet, if any.
         """
+        if any(ask.slot.sampler.constraint is not None for ask in self.asks):
+            mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile what is allowed is found out
+        self.chosen = self._choices(after)
+        wanted = [array for rows in self._logprobs.values() for array in rows.pending]
+        mx.async_eval(self.chosen, *wanted)  # type: ignore[no-untyped-call]
+
+    def _choices(self, after: Forward | None) -> mx.array:
         groups: dict[object, list[int]] = {}
         for index, ask in enumerate(self.asks):
             groups.setdefault(ask.slot.sampler.kind, []).append(index)
-        parts = [self._scored(members, unread) for members in groups.values()]
+        parts = [self._scored(members, after) for members in groups.values()]
         if len(parts) == 1:
-            self.chosen = parts[0]
-            return
+            return parts[0]
         order = [row for members in groups.values() for index in members for row in self._rows(index)]
         back = sorted(range(len(order)), key=order.__getitem__)
-        self.chosen = mx.take(mx.concatenate(parts), mx.array(back, mx.int32))
+        return mx.take(mx.concatenate(parts), mx.array(back, mx.int32))
 
     def _rows(self, index: int) -> range:
         return range(self._begins[index], self._begins[index + 1])
 
-    def _scored(self, members: Sequence[int], unread: Sequence[mx.array | None]) -> mx.array:
+    def _scored(self, members: Sequence[int], after: Forward | None) -> mx.array:
         rows = [row for index in members for row in self._rows(index)]
         whole = len(rows) == self._begins[-1]
         logits = self._logits if whole else mx.take(self._logits, mx.array(rows, mx.int32), axis=0)
         sampler = self.asks[members[0]].slot.sampler
-        histories = None
+        histories, words = None, None
         if sampler.needs_history:
-            histories = [h for index in members for h in _histories(self.asks[index], unread[index])]
-        scores = sampler.warped(logits, histories)
+            each = [(self.asks[index].slot.sampler, _histories(self.asks[index], after)) for index in members]
+            histories, words = [h for _, own in each for h in own], joint_words(each)
+        logits = sampler.penalise(logits, histories, words)
+        self._note(members, logits)
+        scores = sampler.filtered(logits)
         if sampler.noisy:
             own = [(self.asks[i].slot.sampler, self._places(i)) for i in members]
             scores = scores + joint_noise(own)
         return _choices(scores)
+
+    def _note(self, members: Sequence[int], logits: mx.array) -> None:
+        """Queues the log-probabilities of those members' rows that ask for them; the rows of `logits` are theirs."""
+        begin = 0
+        for index in members:
+            end, count = begin + len(self._rows(index)), self.asks[index].slot.sampler.params.logprobs
+            if count is not None:
+                self._logprobs[index] = RowLogprobs(logits[begin:end], count)
+            begin = end
 
     def _places(self, index: int) -> list[int]:
         first = self._positions[index]
@@ -130,7 +163,12 @@ class Forward:
                 verdict = self._by_residual(slot.sampler, ask, rows, self._places(index))
             else:
                 verdict = _by_equality(slot.sampler, ask, choices[rows.start : rows.stop])
-            slot.tokens += [*chain[: verdict.accepted], verdict.bonus]
+            new = [*chain[: verdict.accepted], verdict.bonus]
+            if slot.sampler.constraint is not None:
+                slot.sampler.constraint.check([*slot.tokens, *new[:-1]])
+            if index in self._logprobs:
+                verdict = replace(verdict, logprobs=self._logprobs[index].of(new))
+            slot.tokens += new
             if verdict.accepted < len(chain):  # else nothing is to be forgotten, and the next step may be under way
                 slot.text.roll_back(len(slot.tokens) - 1)
         except OutriderError as error:
@@ -156,7 +194,6 @@ def begin(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward 
         after: a forward of plain steps that is not read yet; every ask is then a plain step behind its own.
     """
     feeds: list[Feed] = []
-    unread: list[mx.array | None] = []
     positions: list[int] = []
     for ask in asks:
         slot = ask.slot
@@ -164,10 +201,9 @@ def begin(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward 
             slot.feed_all_but(1)
         if ask.chain or after is not None:
             slot.text.mark()
-        unread.append(after.token_of(slot) if after is not None else None)
         # A drafter may know tokens that the target does not; such a one can't hold, nor can what stands after it.
         known = [token if token < slot.sampler.vocab_size else 0 for token in ask.chain]
-        behind = unread[-1]
+        behind = after.token_of(slot) if after is not None else None
         feeds.append(Feed(slot.text, slot.unfed + known if behind is None else behind, len(ask.chain) + 1))
         positions.append(slot.fed + feeds[-1].count - len(ask.chain))
     for reading in readings:
@@ -177,8 +213,7 @@ def begin(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward 
     logits = texts.forward(feeds)
     forward = Forward(texts, asks, logits, positions, sum(feed.count for feed in feeds))
     if asks:
-        forward.choose(unread)
-        mx.async_eval(forward.chosen)  # type: ignore[no-untyped-call]
+        forward.choose(after)
     else:
         mx.async_eval(texts.state())  # type: ignore[no-untyped-call]
     return forward
@@ -220,11 +255,13 @@ def _choices(scores: mx.array) -> mx.array:
     return mx.where(score > -mx.inf, best.astype(mx.int32), -1)
 
 
-def _histories(ask: Ask, unread: mx.array | None) -> list[History]:
-    """What penalties look at, a row each: the committed text and the chain before the row's own choice."""
+def _histories(ask: Ask, after: Forward | None) -> list[History]:
+    """What penalties and grammar look at, a row each: the committed text and the chain before the row's own choice."""
     reach = ask.slot.sampler.reach
     line = [*ask.slot.tokens[-reach:], *ask.chain]
-    if unread is not None:
-        return [mx.concatenate([mx.array(line, mx.int32), unread.astype(mx.int32)])]
+    if after is not None and ask.slot.sampler.constraint is not None:
+        return [[*line, after.read_token_of(ask.slot)]]
+    if after is not None:
+        return [mx.concatenate([mx.array(line, mx.int32), after.token_of(ask.slot).astype(mx.int32)])]
     ends = range(len(line) - len(ask.chain), len(line) + 1)
     return [line[max(end - reach, 0) : end] for end in ends]

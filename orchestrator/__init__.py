@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from outrider.orchestrator.client.async_client import AsyncClient
     from outrider.orchestrator.client.client import Client
     from outrider.orchestrator.client.cluster import LocalCluster
-    from outrider.orchestrator.client.result import Chunk, GenerationResult
+    from outrider.orchestrator.client.result import Chunk, GenerationResult, TokenLogprob
+    from outrider.protocol.grammar import Grammar
     from outrider.protocol.sampling import SamplingParams
 
 _LATER = {
@@ -27,8 +28,10 @@ _LATER = {
     "Chunk": "outrider.orchestrator.client.result",
     "Client": "outrider.orchestrator.client.client",
     "GenerationResult": "outrider.orchestrator.client.result",
+    "Grammar": "outrider.protocol.grammar",
     "LocalCluster": "outrider.orchestrator.client.cluster",
     "SamplingParams": "outrider.protocol.sampling",
+    "TokenLogprob": "outrider.orchestrator.client.result",
 }
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "Client",
     "EndpointError",
     "GenerationResult",
+    "Grammar",
     "InvalidRequest",
     "LocalCluster",
     "ModelError",
@@ -44,6 +48,7 @@ __all__ = [
     "ProtocolError",
     "SamplingParams",
     "ServerBusy",
+    "TokenLogprob",
     "WorkerError",
 ]
 

@@ -30,8 +30,11 @@ def certify(
     generated: Sequence[int],
     sampling: SamplingParams,
     progress: Callable[[str], None],
+    ends: Iterable[int] = (),
 ) -> Report:
     """Replays `generated`, said to follow `tokens`, through the model in `folder`. `progress` hears the stages.
+
+    `ends` are the tokens that may end a grammar's text.
 
     Raises:
         OutriderError: of the class the process named; WorkerError when it ends without a word.
@@ -41,6 +44,7 @@ def certify(
         "tokens": list(tokens),
         "generated": list(generated),
         "sampling": dataclasses.asdict(sampling),
+        "ends": list(ends),
     }
     environment = blas.environment(child_environment(), THREADS)
     command = python("-m", "outrider.target_worker.certificate")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outrider.orchestrator.kv_room import KvRoom
+from outrider.protocol.logprobs import Logprobs, joined
 from outrider.protocol.messages import Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
@@ -79,10 +80,16 @@ class PrefillAt:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """These tokens are final, EOS included if it ended the text."""
+    """These tokens are final, EOS included if it ended the text; `logprobs` are theirs, if they were asked for."""
 
     request: str
     tokens: tuple[int, ...]
+    logprobs: Logprobs | None = None
+
+    def and_then(self, later: Committed) -> Committed:
+        """Both in one."""
+        told = [one.logprobs for one in (self, later) if one.logprobs is not None]
+        return Committed(self.request, self.tokens + later.tokens, joined(told) if told else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +124,11 @@ def together(events: Iterable[ToFront]) -> list[ToFront]:
     latest: dict[str, int] = {}
     for event in events:
         match event:
-            case Committed(request=request, tokens=tokens):
-                at = latest.setdefault(request, len(found))
+            case Committed():
+                at = latest.setdefault(event.request, len(found))
                 before = found[at : at + 1]
                 if before and isinstance(before[0], Committed):
-                    found[at] = Committed(request, before[0].tokens + tokens)
+                    found[at] = before[0].and_then(event)
                     continue
             case Began() | PrefillAt() | Ended() | Broke():
                 latest.pop(event.request, None)

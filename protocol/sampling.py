@@ -11,9 +11,11 @@ from typing import Any, cast
 
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.grammar import Grammar, as_grammar
 
 MAX_SEED = 2**63 - 1
 LEAST_TEMP = 1e-3
+MOST_LOGPROBS = 20
 RULES = ("coupled", "residual")
 _WHOLE = {
     "max_tokens": (1, 2**31 - 1),
@@ -47,9 +49,14 @@ class SamplingParams:
     sampling a draft proposes from its `q_width` likeliest tokens, with the weight of those that work ahead prepares for
     multiplied by `saguaro` (the C of the SSD paper, definition 14).
 
+    With a `grammar` the generated text is what that allows, as far as it comes; it rules tokens out before temperature
+    and filters, and lets the text end where it may. `logprobs` n: with each token come its log-probability and the n
+    likeliest tokens of its place (0: its own alone; None: nothing). They are the target's own after penalties, bias and
+    grammar, before temperature and filters.
+
     `max_tokens` and context sizes are at least 1, `temp` is 0 to 100, `top_p` and `min_p` 0 to 1, `top_k` at least 0,
     `repetition_penalty` 0.01 to 100, the other penalties -100 to 100, a bias -10^6 to 10^6, `seed` 0 to 2^63-1,
-    `saguaro` 0.01 to 1 (1 is off), `q_width` 1 to 1024.
+    `saguaro` 0.01 to 1 (1 is off), `q_width` 1 to 1024, `logprobs` 0 to 20. A grammar excludes `ignore_eos`.
 
     Numpy's numbers are taken as well; `stop` may be one text or a list of texts, `logit_bias` a dict. They are kept as
     the types below say.
@@ -76,6 +83,8 @@ class SamplingParams:
     rule: str = "coupled"
     saguaro: float = 1.0
     q_width: int = 100
+    grammar: Grammar | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _WHOLE.items():
@@ -89,6 +98,13 @@ class SamplingParams:
         self._keep("logit_bias", _bias(self.logit_bias))
         self._keep("stop", _stops(self.stop))
         self._keep("ignore_eos", values.flag("ignore_eos", self.ignore_eos))
+        if self.logprobs is not None:
+            self._keep("logprobs", values.whole("logprobs", self.logprobs, 0, MOST_LOGPROBS))
+        self._keep("grammar", as_grammar(self.grammar))
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos is True and there is a grammar, which says where the text ends; expected one"
+            )
         self._check_rule()
 
     def _check_rule(self) -> None:

@@ -1,8 +1,8 @@
 """`python -m outrider.target_worker.certificate`: replays an output and says which tokens are the target's own.
 
-Reads one JSON object {model, tokens, generated, sampling} from stdin, writes JSON lines: {stage} and {position, of} as
-it goes, then the report, or {error, kind}. Each token is chosen by a single-step forward over all before it, as plain
-decoding does it; what a difference means is `judgement`'s. Knows one text's tokens.
+Reads one JSON object {model, tokens, generated, sampling, ends} from stdin, writes JSON lines: {stage} and {position,
+of} as it goes, then the report, or {error, kind}. Each token is chosen by a single-step forward over all before it, as
+plain decoding does it; what a difference means is `judgement`'s. Knows one text's tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.slots import Slot
 from outrider.engine.texts import SeparateTexts
+from outrider.grammar.compiler import Compiler
 from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -27,12 +28,13 @@ PROGRESS_EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`generated` is said to be what `model` samples after `tokens` with `sampling`."""
+    """`generated` is said to be what `model` samples after `tokens` with `sampling`; one of `ends` ends a grammar."""
 
     model: str
     tokens: tuple[int, ...]
     generated: tuple[int, ...]
     sampling: SamplingParams
+    ends: tuple[int, ...] = ()
 
 
 def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], None] | None = None) -> Report:
@@ -43,7 +45,8 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     """
     if claim.sampling.is_residual:
         raise InvalidRequest("residual sampling may give another text each time; expected coupled sampling")
-    slot = Slot(model, SeparateTexts(model.model), claim.tokens, claim.sampling)
+    constraint = Compiler(model.folder).constraint(claim.sampling.grammar, claim.ends, len(claim.tokens))
+    slot = Slot(model, SeparateTexts(model.model), claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
     slot.feed_all_but(1)
@@ -72,6 +75,7 @@ def _read_claim(text: str) -> Claim:
             tokens=_whole(fields["tokens"]),
             generated=_whole(fields["generated"]),
             sampling=SamplingParams(**sampling),
+            ends=_whole(fields.get("ends", ())),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(

@@ -15,6 +15,7 @@ from outrider.drafting.drafter import Drafter, DrafterFault
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.together import Together
 from outrider.drafting.work_ahead import Continuation, WorkAhead
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 
@@ -30,23 +31,43 @@ class Colocated:
         self.drafter = drafter
         self.together = Together(drafter)
 
-    def open(self, tokens: Sequence[int], sampling: SamplingParams, progress: Progress | None = None) -> OwnDraft:
+    def open(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+        constraint: Constraint | None = None,
+    ) -> OwnDraft:
         """Reads `tokens` for a request; `progress(done, total)` may raise to end that."""
-        return OwnDraft(self, tokens, sampling, progress)
+        return OwnDraft(self, tokens, sampling, progress, constraint)
 
 
 class OwnDraft:
     """What the drafter knows of one request. Follows the committed tokens whenever it is asked to propose."""
 
     def __init__(
-        self, colocated: Colocated, tokens: Sequence[int], sampling: SamplingParams, progress: Progress | None
+        self,
+        colocated: Colocated,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Progress | None,
+        constraint: Constraint | None = None,
     ) -> None:
         self._drafter, self._together = colocated.drafter, colocated.together
         self._work: WorkAhead | None = None
         # Nothing is prepared for ahead of its time, so there are no tokens whose weight Saguaro's factor would lower.
         even = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
         try:
-            self._work = begin(self._drafter, tokens, even, (), POLICIES["uniform"], Calibration(), progress=progress)
+            self._work = begin(
+                self._drafter,
+                tokens,
+                even,
+                (),
+                POLICIES["uniform"],
+                Calibration(),
+                progress=progress,
+                constraint=constraint,
+            )
         except DrafterFault as error:
             log.warning("%s", error)
 

@@ -144,7 +144,7 @@ class Running:
             request=self.request, epoch=self.epoch, round=number, base_len=base_len, accepted=verdict.accepted,
             bonus=verdict.bonus, work=work, idle_ns=max(idle, 0), onward=() if self.going_on else self.onward,
             rows=rows, peak_bytes=peak, drafted=proposed[0].chain if proposed else None,
-            drafting=proposed[1] if proposed else None,
+            drafting=proposed[1] if proposed else None, logprobs=verdict.logprobs,
         )  # fmt: skip
         self.answers.append(outcome)
         self.ready = 0.0

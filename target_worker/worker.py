@@ -18,6 +18,8 @@ from outrider.engine.open_texts import open_texts, text_cost
 from outrider.engine.pace import Pace
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.slots import PREFILL, Slot
+from outrider.grammar.compiler import Compiler
+from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.kv import CacheUse, KvCost
@@ -64,6 +66,7 @@ class TargetWorker:
         self._colocated = colocated
         self._prompts = Prompts(PromptCache(text_cost(self._texts)), model.context_length)
         self._told_use = CacheUse()
+        self._compiler = Compiler(model.folder)
         self._running: dict[str, Running] = {}
         self._stale = 0
         self._forwards = 0
@@ -151,7 +154,8 @@ class TargetWorker:
         self._close(message.request)
         if not self._running:
             mx.reset_peak_memory()
-        slot = Slot(self._model, self._texts, message.tokens.tolist(), message.sampling)
+        tokens = message.tokens.tolist()
+        slot = Slot(self._model, self._texts, tokens, message.sampling, self._constraint(message))
         running = Running(slot, message, self._drafter_of(message, slot), opened_ns=clock.now())
         running.told(opening(message))
         others = tuple(self._running.values())
@@ -160,12 +164,18 @@ class TargetWorker:
         self._say_cached(running)
         self._report()
 
+    def _constraint(self, message: Open) -> Constraint | None:
+        return self._compiler.constraint(message.sampling.grammar, message.eos, message.prompt_len)
+
     def _drafter_of(self, message: Open, slot: Slot) -> Callable[[], OwnDraft] | None:
         """What opens the own drafter's part of a request; while it reads a long text news are heard."""
         colocated = self._colocated
         if colocated is None:
             return None
-        return lambda: colocated.open(slot.tokens, message.sampling, lambda done, total: self._listen(wait=False))
+        constraint = self._constraint(message)  # the slot's stands elsewhere in the text
+        return lambda: colocated.open(
+            slot.tokens, message.sampling, lambda done, total: self._listen(wait=False), constraint
+        )
 
     def _prepare(self, message: Prepare) -> None:
         running = self._running.get(message.request)

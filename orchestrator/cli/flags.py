@@ -20,6 +20,7 @@ from outrider.orchestrator.settings import (
     ServeSettings,
 )
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.grammar import Grammar
 from outrider.protocol.sampling import RULES, SamplingParams
 
 _DEFAULTS = ServeSettings()
@@ -85,6 +86,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--logit-bias", metavar="JSON", help='token ids and what is added, like {"11": -5.0}')
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
     group.add_argument("--ignore-eos", action="store_true", default=None)
+    only = group.add_mutually_exclusive_group()
+    only.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is JSON by this JSON Schema")
+    only.add_argument("--grammar", dest="lark", type=Path, metavar="FILE", help="the text is by this: Lark's or GBNF")
+    only.add_argument("--regex", metavar="PATTERN", help="the text is matched by this regular expression")
+    group.add_argument("--logprobs", type=int, metavar="N", help="with --json: each token's, and its N likeliest")
     group.add_argument("--sampling", dest="rule", metavar="|".join(RULES), help=f"default {_SAMPLING.rule}")
     group.add_argument("--saguaro", type=float, metavar="C", help="residual: weight of what is prepared for, default 1")
     group.add_argument("--q-width", type=int, metavar="M", help=f"residual: tokens of q, default {_SAMPLING.q_width}")
@@ -110,7 +116,8 @@ def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
     given = _given(options, SamplingParams)
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
-    return given
+    grammar = _grammar(options)
+    return given if grammar is None else {**given, "grammar": grammar}
 
 
 def set_up_logging(options: argparse.Namespace) -> None:
@@ -121,6 +128,22 @@ def set_up_logging(options: argparse.Namespace) -> None:
 def _given(options: argparse.Namespace, record: type[Any]) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(record)]
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
+
+
+def _grammar(options: argparse.Namespace) -> Grammar | None:
+    if getattr(options, "regex", None) is not None:
+        return Grammar("regex", options.regex)
+    for kind, path in (("json_schema", options.json_schema), ("grammar", options.lark)):
+        if path is not None:
+            return Grammar(kind, _file(path))
+    return None
+
+
+def _file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} can't be read ({error}); expected a text file") from None
 
 
 def _bias(text: str) -> tuple[tuple[int, float], ...]:

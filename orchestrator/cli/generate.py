@@ -126,6 +126,7 @@ def as_json(result: GenerationResult, wish: Wish) -> dict[str, Any]:
         "chat_template": wish.chat_template,
         "sampling": sampling,
         "timings": _timings(result.timings),
+        **({} if result.logprobs is None else {"logprobs": [dataclasses.asdict(one) for one in result.logprobs]}),
     }
 
 

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             f"the prompt has {len(tokens)} tokens and the output followed {output.prompt_tokens}; expected the prompt"
             " and the model it was made with"
         )
-    report = certify(model.folder, tokens, output.token_ids, output.sampling, screen.show)
+    report = certify(model.folder, tokens, output.token_ids, output.sampling, screen.show, codec.eos)
     found = faults(output, codec, tokens, report.context_length)
     holds = report.holds and not found
     screen.clear()

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from outrider.orchestrator.client.result import Chunk, GenerationResult
+from outrider.orchestrator.client.result import Chunk, GenerationResult, TokenLogprob, token_logprobs
 from outrider.orchestrator.failure import as_error
 from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens
 from outrider.protocol import messages, values
@@ -83,6 +83,7 @@ class Dialogue:
         self._started: Started | None = None
         self._texts: list[str] = []
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._done: Done | None = None
 
     def begin(self) -> None:
@@ -111,17 +112,22 @@ class Dialogue:
                 self._started = message
             case Progress(done=done, total=total) if self._progress is not None:
                 self._progress(done, total)
-            case messages.Chunk(text=text, token_ids=token_ids):
-                tokens = tuple(int(token) for token in token_ids)
-                self._texts.append(text)
-                self._tokens.extend(tokens)
-                return Chunk(text, tokens)
+            case messages.Chunk():
+                return self._grown(message)
             case Done():
                 self._done, self.over = message, True
             case Failed(kind=kind, message=sentence):
                 self.over = True
                 raise as_error(kind, sentence)
         return None
+
+    def _grown(self, message: messages.Chunk) -> Chunk:
+        tokens = tuple(int(token) for token in message.token_ids)
+        logprobs = None if message.logprobs is None else token_logprobs(message.logprobs)
+        self._texts.append(message.text)
+        self._tokens.extend(tokens)
+        self._logprobs.extend(logprobs or ())
+        return Chunk(message.text, tokens, logprobs)
 
     def result(self) -> GenerationResult:
         """The finished completion.
@@ -143,6 +149,7 @@ class Dialogue:
             model=started.model if started else "",
             draft_model=started.draft_model if started else "",
             notes=(*(started.notes if started else ()), *done.notes),
+            logprobs=tuple(self._logprobs) if self.opening.sampling.logprobs is not None else None,
         )
 
 

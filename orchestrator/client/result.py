@@ -7,15 +7,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.protocol.logprobs import NEVER, Logprobs
 from outrider.protocol.messages import Timings
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A generated token's log-probability, and the likeliest tokens of its place with theirs, the likeliest first.
+
+    The target's own, after penalties, bias and grammar, before temperature and filters.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
-    """Text that became final, never cut inside a character, and the tokens committed since the last chunk."""
+    """Text that became final, never cut inside a character, and the tokens committed since the last chunk.
+
+    `logprobs`: one a token, if the request asked for them.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +41,7 @@ class GenerationResult:
 
     `token_ids` are the generated tokens, the one that ended the text included. `finish_reason` is eos, stop, length or
     cancelled. `mode` is what ran, `seed` what gives this text again. `notes` tell why speculation was off, if it was.
+    `logprobs`: one a token, if the request asked for them.
     """
 
     text: str
@@ -36,6 +54,7 @@ class GenerationResult:
     model: str
     draft_model: str
     notes: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     def summary(self) -> str:
         """mlx-lm's statistics lines, one for speculation, and one for each reason why there was none."""
@@ -48,6 +67,15 @@ class GenerationResult:
             f"Speculation: {speculation(times)}",
         ]
         return "\n".join(lines + [f"Note: {note}" for note in self.notes])
+
+
+def token_logprobs(found: Logprobs) -> tuple[TokenLogprob, ...]:
+    """One a row; what could not be said at all is left out of the likeliest."""
+    rows = zip(found.ids.tolist(), found.values.tolist(), strict=True)
+    return tuple(
+        TokenLogprob(ids[0], values[0], tuple((i, v) for i, v in zip(ids[1:], values[1:], strict=True) if v > NEVER))
+        for ids, values in rows
+    )
 
 
 def speculation(times: Timings) -> str:

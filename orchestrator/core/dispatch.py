@@ -140,4 +140,5 @@ def _opening(request: Request, verifying: tuple[int, ...] | None) -> Open:
         depth=request.depth,
         branches=request.branches,
         verifying=verifying,
+        generated=request.generated,
     )

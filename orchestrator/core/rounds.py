@@ -213,7 +213,8 @@ class Rounds:
         request, ended, outcome, kept = settled.request, settled.ended, settled.outcome, settled.kept
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
         self._planner.outcome(request, ended, outcome, len(kept), now_ns)
-        self._tell(Committed(request.id, kept))
+        logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
+        self._tell(Committed(request.id, kept, logprobs))
         if settled.reason is not None:
             self._finish(request, settled.reason)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 
+from outrider.grammar.compiler import check
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.kv_room import KvRoom, in_mb
@@ -16,6 +17,7 @@ from outrider.orchestrator.pair.pairing import PairText
 from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.grammar import Grammar
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import SamplingParams
 
@@ -73,6 +75,8 @@ class Admission:
         self._check_tokens(tokens, asked.sampling)
         sampling, notes = self._fitted(asked.sampling, len(tokens))
         eos = frozenset() if sampling.ignore_eos else self._text.codec.eos
+        if sampling.grammar is not None:
+            self._check_grammar(sampling.grammar)
         admit = Admit(
             request=key,
             tokens=tokens,
@@ -128,6 +132,12 @@ class Admission:
             beyond = next((token for token in ids if not 0 <= token < self.vocab_size), None)
             if beyond is not None:
                 raise InvalidRequest(f"{what} has token {beyond}; expected ids from 0 to {self.vocab_size - 1}")
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        if not self._text.codec.eos:
+            target = self._text.pair.target.name
+            raise InvalidRequest(f"{target} has no end token, so a text by a {grammar.name} could not end")
+        check(grammar)
 
     def _fitted(self, sampling: SamplingParams, prompt_tokens: int) -> tuple[SamplingParams, tuple[str, ...]]:
         """With a seed, and no more tokens than the context has room for."""

@@ -37,6 +37,7 @@ from outrider.orchestrator.kv_room import check_holds
 from outrider.orchestrator.lines import CoreFacts, Lines
 from outrider.orchestrator.pair.pairing import ChosenPair
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy
+from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import (
     Cancel,
     Chunk,
@@ -204,8 +205,8 @@ class Front:
                 self._started(ticket, event)
             case PrefillAt(done=done, total=total):
                 self._tell(ticket, Progress(ticket.name, done, total))
-            case Committed(tokens=tokens):
-                self._committed(ticket, tokens)
+            case Committed():
+                self._committed(ticket, event)
             case Ended():
                 self._ended(ticket, event)
             case Broke(kind=kind, message=message):
@@ -262,11 +263,11 @@ class Front:
             ),
         )
 
-    def _committed(self, ticket: Ticket, tokens: tuple[int, ...]) -> None:
+    def _committed(self, ticket: Ticket, event: Committed) -> None:
         if ticket.ending:
             return
-        piece = ticket.accepted.text.feed(tokens)
-        self._show(ticket, piece)
+        piece = ticket.accepted.text.feed(event.tokens)
+        self._show(ticket, piece, event.logprobs)
         if piece.stopped and not ticket.ending:
             ticket.ending = "stop"
             self._core.put(Stop(ticket.key, "stop"))
@@ -284,11 +285,12 @@ class Front:
 
     # --- to clients -----------------------------------------------------------------------------------------------
 
-    def _show(self, ticket: Ticket, piece: Piece) -> None:
+    def _show(self, ticket: Ticket, piece: Piece, logprobs: Logprobs | None = None) -> None:
         ticket.tokens += len(piece.tokens)
         self.tokens_out += len(piece.tokens)
         if piece.text or piece.tokens:
-            self._tell(ticket, Chunk(ticket.name, piece.text, np.array(piece.tokens, dtype=np.int32)))
+            shown = logprobs.part(0, len(piece.tokens)) if logprobs is not None else None
+            self._tell(ticket, Chunk(ticket.name, piece.text, np.array(piece.tokens, dtype=np.int32), shown))
 
     def _tell(self, ticket: Ticket, message: Message) -> None:
         if not self._clients.send(ticket.sender, message):

@@ -17,6 +17,7 @@ from outrider.protocol.fields import (
     Tokens,
 )
 from outrider.protocol.kv import CacheUse, KvCost
+from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -58,11 +59,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last."""
+    """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last.
+
+    `logprobs`: those of the tokens, if the request asked for them.
+    """
 
     request: RequestId
     text: Text
     token_ids: Tokens
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

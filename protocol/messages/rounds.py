@@ -25,6 +25,7 @@ from outrider.protocol.fields import (
     Token,
     Tokens,
 )
+from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
 
@@ -43,7 +44,8 @@ class Open:
 
     The verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare branches for
     the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are the tokens
-    that end this request (empty when it ignores them): no outcome worth preparing.
+    that end this request (empty when it ignores them): no outcome worth preparing. The last `generated` of the tokens
+    are not the prompt's: a grammar begins with them.
     """
 
     request: RequestId
@@ -55,6 +57,12 @@ class Open:
     depth: Count = 0
     branches: Count = 0
     verifying: Chain | None = None
+    generated: Count = 0
+
+    @property
+    def prompt_len(self) -> int:
+        """How many of the tokens are the prompt's."""
+        return len(self.tokens) - self.generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,7 @@ class Outcome:
     for Verify. `rows`: the tokens of its forward, those of other requests included. `peak_bytes`: the most memory MLX
     has held since the last request that began while no other ran. `drafted` is the chain that the target's own drafter
     had proposed for this round, of which `accepted` tokens hold, and `drafting` when it did; None: it was not asked to.
-    `work` is the verify alone.
+    `work` is the verify alone. `logprobs`: those of the tokens that it makes final, if the request asked for them.
     """
 
     request: RequestId
@@ -145,7 +153,7 @@ class Outcome:
     peak_bytes: Serial = 0
     drafted: Chain | None = None
     drafting: Span | None = None
-    logprobs: Floats | None = None
+    logprobs: Logprobs | None = None
     features: Floats | None = None
 
 

@@ -14,12 +14,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MAY_IMPORT = {
     "protocol": set(),
-    "engine": {"protocol"},
-    "drafting": {"protocol", "engine"},
-    "target_worker": {"protocol", "engine", "drafting"},
-    "draft_worker": {"protocol", "engine", "drafting"},
-    "orchestrator": {"protocol"},
-    "bench": {"protocol", "engine", "drafting", "draft_worker", "orchestrator"},
+    "grammar": {"protocol"},
+    "engine": {"protocol", "grammar"},
+    "drafting": {"protocol", "grammar", "engine"},
+    "target_worker": {"protocol", "grammar", "engine", "drafting"},
+    "draft_worker": {"protocol", "grammar", "engine", "drafting"},
+    "orchestrator": {"protocol", "grammar"},
+    "bench": {"protocol", "grammar", "engine", "drafting", "draft_worker", "orchestrator"},
     "server": {"protocol", "orchestrator"},
     "outrider": {"protocol", "orchestrator"},
 }
@@ -59,7 +60,7 @@ WITHIN = {
 }
 CLOSED = {"drafting/coreml"}
 OUTSIDE = {"launch", "tests", "models", "docs"}
-WITHOUT_MLX = ("protocol", "orchestrator", "server", "outrider")
+WITHOUT_MLX = ("protocol", "grammar", "orchestrator", "server", "outrider")
 MLX = {"mlx", "mlx_lm"}
 BROAD = {"Exception", "BaseException"}
 MAY_PRINT = ("orchestrator/cli/", "bench/")

@@ -75,14 +75,14 @@ def test_verified_text_is_the_decoded_text(loaded: Loaded, family: str, setting:
 def test_penalties_copy_no_more_of_the_text_than_they_see(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = slot_of(loaded("llama"), PENALISED, [2 + 7 * i % 250 for i in range(600)])
     seen: list[int] = []
-    warped = slot.sampler.warped
+    penalise = slot.sampler.penalise
 
-    def watched(logits: mx.array, histories: list[list[int]]) -> mx.array:
+    def watched(logits: mx.array, histories: list[list[int]], words: None) -> mx.array:
         seen.extend(map(len, histories))
         assert histories == [(slot.tokens + [5, 6, 7][:i])[-slot.sampler.reach :] for i in range(4)]
-        return warped(logits, histories)
+        return penalise(logits, histories, words)
 
-    monkeypatch.setattr(slot.sampler, "warped", watched)
+    monkeypatch.setattr(slot.sampler, "penalise", watched)
     verify(slot, [5, 6, 7])
     assert seen == [slot.sampler.reach] * 4
 

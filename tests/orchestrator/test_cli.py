@@ -10,14 +10,17 @@ import socket
 import threading
 from dataclasses import fields
 
+import numpy as np
 import pytest
 
 from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main
 from outrider.orchestrator.cli.serve import status_line
-from outrider.orchestrator.events import Admit
+from outrider.orchestrator.events import Admit, Began, Committed, Ended
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, PACKAGE
 from outrider.protocol.certificate import Report
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
+from outrider.protocol.grammar import Grammar
+from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import Stats, Timings
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import says, worker_stats
@@ -225,17 +228,18 @@ def test_every_sampling_flag_reaches_the_core(run, stand, codec):
         "--repetition-context-size", "4", "--presence-penalty", "0.5", "--frequency-penalty", "0.25",
         "--presence-context-size", "5", "--frequency-context-size", "6", "--logit-bias", '{"11": -5}', "--ignore-eos",
         "--stop", "end", "--stop", "quit", "--sampling", "residual", "--saguaro", "0.5", "--q-width", "50",
-        "--mode", "sd", "--num-draft-tokens", "2", "--branches", "6",
+        "--mode", "sd", "--num-draft-tokens", "2", "--branches", "6", "--logprobs", "3",
     )  # fmt: skip
     admit = stand.core.wait_for(Admit)[0]
     assert admit.sampling == SamplingParams(
         max_tokens=9, temp=0.5, top_p=0.9, min_p=0.1, top_k=7, seed=3, repetition_penalty=1.5,
         repetition_context_size=4, presence_penalty=0.5, presence_context_size=5, frequency_penalty=0.25,
         frequency_context_size=6, logit_bias=((11, -5.0),), ignore_eos=True, stop=("end", "quit"), rule="residual",
-        saguaro=0.5, q_width=50,
+        saguaro=0.5, q_width=50, logprobs=3,
     )  # fmt: skip
     told, usual = admit.sampling, SamplingParams()
-    assert not [f.name for f in fields(told) if getattr(told, f.name) == getattr(usual, f.name)]
+    alike = [f.name for f in fields(told) if getattr(told, f.name) == getattr(usual, f.name)]
+    assert alike == ["grammar"], "which excludes ignore_eos, and has a test of its own"
     assert (admit.mode, admit.num_draft_tokens, admit.branches) == ("sd", 2, 6)
 
 
@@ -274,7 +278,7 @@ def claims(monkeypatch):
     """What is handed to the replay, which finds every token to be the target's."""
     seen = []
 
-    def certify(folder, tokens, generated, sampling, progress):
+    def certify(folder, tokens, generated, sampling, progress, ends):
         seen.append((folder, tuple(tokens), tuple(generated), sampling))
         return Report(len(generated), len(generated), (), (), 1024)
 
@@ -290,6 +294,27 @@ def test_verify_takes_model_prompt_and_sampling_from_the_file(run, codec, output
         temp=0.5, seed=5, logit_bias=((11, -5.0),), stop=("zz",), max_tokens=len(found["token_ids"])
     )
     assert claims == [(EMBEDDED_TARGET, codec.encode("def f("), tuple(found["token_ids"]), expected)]
+
+
+def test_a_grammar_and_log_probabilities_go_there_and_come_back(run, stand, codec, tmp_path, claims):
+    tokens = codec.encode("12", special=False)
+    rows = Logprobs(np.array([[t, t] for t in tokens], np.int32), np.full((len(tokens), 2), -0.25, np.float32))
+    stand.core.play = lambda admit: [
+        Began(admit.request, "ssd"), Committed(admit.request, tokens, rows),
+        Ended(admit.request, "length", Timings(predicted_n=len(tokens))),
+    ]  # fmt: skip
+    file, schema = tmp_path / "output.json", tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}')
+    wish = ("-p", "x", "--connect", stand.endpoint, "--json", "-m", str(len(tokens)), "--logprobs", "1")
+    code, out, _ = run("generate", *wish, "--json-schema", str(schema))
+    first = {"token": tokens[0], "logprob": -0.25, "top": [[tokens[0], -0.25]]}
+    assert code == 0 and json.loads(out)["logprobs"][0] == first
+    file.write_text(out)
+    assert run("verify", "--json-file", str(file))[0] == 0
+    assert claims[0][3].grammar == Grammar.json_schema('{"type": "integer"}') == stand.core.told[0].sampling.grammar
+    run("generate", *wish, "--regex", "[0-9]+")
+    assert stand.core.told[1].sampling.grammar == Grammar("regex", "[0-9]+")
+    assert run("generate", *wish, "--grammar", str(tmp_path / "none"))[0] == 2
 
 
 def test_flags_beside_the_file_take_its_place(run, codec, output, claims):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 
 import msgpack
 import numpy as np
 import pytest
 import zmq
 
+from outrider.orchestrator.client.result import TokenLogprob
 from outrider.orchestrator.client_key import client_key
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, Stop, WorkersChanged
 from outrider.orchestrator.failure import as_error
 from outrider.orchestrator.handshake import Failure, Ready, Stage
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
+from outrider.protocol.grammar import Grammar
+from outrider.protocol.logprobs import NEVER, Logprobs
 from outrider.protocol.messages import Cancel, Chunk, Done, Failed, Generate, Hello, Started, Stats, StatsQuery, Timings
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import says, worker_stats
@@ -104,6 +108,31 @@ def test_a_stop_string_ends_the_text_before_it_and_stops_the_core(stand, codec):
 def test_a_text_that_only_begins_like_a_stop_string_comes_out_whole(stand, codec):
     stand.core.play = says(codec, "abc", "length")
     assert stand.client().generate("x", SamplingParams(stop=("c d",))).text == "abc"
+
+
+def test_log_probabilities_come_with_their_tokens_and_end_with_the_text(stand, codec):
+    tokens = codec.encode("abc def ghi", special=False)
+    ids = np.array([[token, 7, token] for token in tokens], np.int32)
+    values = np.array([[-float(i), NEVER, -0.5] for i in range(len(tokens))], np.float32)
+    stand.core.play = lambda admit: [
+        Began(admit.request, "ssd"),
+        Committed(admit.request, tokens[:2], Logprobs(ids, values).part(0, 2)),
+        Committed(admit.request, tokens[2:], Logprobs(ids, values).part(2, len(tokens))),
+    ]
+    stream = stand.client().stream("x", SamplingParams(stop=("c d",), logprobs=2))
+    chunks = list(stream)
+    kept = stream.result.token_ids
+    assert len(kept) < len(tokens) and [len(c.logprobs) for c in chunks] == [len(c.token_ids) for c in chunks]
+    expected = tuple(TokenLogprob(token, -float(i), ((token, -0.5),)) for i, token in enumerate(kept))
+    assert stream.result.logprobs == expected == sum((c.logprobs for c in chunks), ())
+    stand.core.play = says(codec, "x")
+    assert stand.client().generate("x").logprobs is None
+
+
+def test_a_model_without_an_end_token_takes_no_grammar(stand):
+    stand.admission._text = replace(stand.admission._text, codec=replace(stand.codec, eos=frozenset()))
+    with pytest.raises(InvalidRequest, match="has no end token"):
+        stand.client().generate("x", SamplingParams(grammar=Grammar.json_object()))
 
 
 def test_progress_of_a_long_prompt_is_told(stand, codec):
@@ -305,6 +334,9 @@ def test_stats_tell_workers_totals_and_what_was_dropped(stand, codec):
         (Generate("q", "x", None, SamplingParams(), num_draft_tokens=0), "num_draft_tokens is 0"),
         (Generate("q", "x", None, SamplingParams(), num_draft_tokens=1000), "from 1 to 32"),
         (Generate("q", "x", None, SamplingParams(), branches=100000), "from 1 to 256"),
+        (ask(sampling=SamplingParams(grammar=Grammar.json_schema({"enum": []}))), "Unsatisfiable schema"),
+        (ask(sampling=SamplingParams(grammar=Grammar("regex", "("))), "the regular expression can't be used"),
+        (ask(sampling=SamplingParams(grammar=Grammar("grammar", "start: start"))), "can't be followed"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_in_a_sentence(stand, message, words):

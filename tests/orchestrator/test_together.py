@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Began, Committed, Ended, PrefillAt, ToFront, together
 from outrider.protocol.abilities import Abilities
+from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import Close, Message, Outcome, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 
@@ -83,3 +86,11 @@ def test_tokens_that_wait_behind_each_other_are_one_event_and_nothing_overtakes_
         Began("a", "ar"), Committed("a", (1, 2, 3, 4)), Committed("b", (7,)), PrefillAt("b", 1, 2),
         Committed("b", (8, 9)), Ended("a", "eos", Timings()),
     ]  # fmt: skip
+
+
+def test_log_probabilities_stay_with_their_tokens() -> None:
+    rows = Logprobs(np.array([[1], [2], [3]], np.int32), np.array([[-1], [-2], [-3]], np.float32))
+    first, second = Committed("a", (1,), rows.part(0, 1)), Committed("a", (2, 3), rows.part(1, 3))
+    (told,) = together([first, second])
+    assert isinstance(told, Committed) and told.tokens == (1, 2, 3) and told.logprobs is not None
+    assert told.logprobs.ids.tolist() == rows.ids.tolist() and told.logprobs.values.tolist() == rows.values.tolist()

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from outrider.protocol.sampling import MAX_SEED, RULES, SamplingParams
+from outrider.protocol.grammar import Grammar
+from outrider.protocol.sampling import MAX_SEED, MOST_LOGPROBS, RULES, SamplingParams
 from outrider.protocol.schema import Fixed, Flag, Many, Maybe, Raw, Real, Record, Shape, String, Whole, Word, fields_of
 
 
@@ -44,7 +45,8 @@ def of_shape(shape: Shape) -> st.SearchStrategy[Any]:
         case Maybe(inner):
             return st.none() | of_shape(inner)
         case Record(cls):
-            return sampling() if cls is SamplingParams else of_class(cls)
+            narrow = {SamplingParams: sampling, Grammar: grammars}.get(cls)
+            return of_class(cls) if narrow is None else narrow()
 
 
 def of_class(cls: type[Any]) -> st.SearchStrategy[Any]:
@@ -64,7 +66,14 @@ def sampling() -> st.SearchStrategy[SamplingParams]:
         stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
         ignore_eos=st.booleans(),
         rule=st.sampled_from(RULES),
-    )
+        logprobs=st.none() | st.integers(0, MOST_LOGPROBS),
+    ) | st.builds(SamplingParams, grammar=grammars())
+
+
+def grammars() -> st.SearchStrategy[Grammar]:
+    letters = st.text(min_size=1, max_size=9).filter(str.strip)
+    schemas = st.builds(Grammar.json_schema, st.dictionaries(st.text(max_size=3), st.integers() | st.booleans()))
+    return schemas | st.builds(Grammar, st.sampled_from(("regex", "grammar")), letters)
 
 
 def same(left: object, right: object) -> bool:

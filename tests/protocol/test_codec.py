@@ -75,8 +75,8 @@ UNSAYABLE = {
     "other axes": (Chunk("r", "", np.zeros((1, 2), np.int32)), "Chunk.token_ids"),
     "negative token": (Chunk("r", "", np.array([3, -1], np.int32)), "Chunk.token_ids holds -1"),
     "not finite": (
-        Outcome("r", 1, 2, 3, 0, 4, SPAN, logprobs=np.array([[np.nan]], np.float32)),
-        "Outcome.logprobs holds a number that is not finite",
+        Outcome("r", 1, 2, 3, 0, 4, SPAN, features=np.array([[np.nan]], np.float32)),
+        "Outcome.features holds a number that is not finite",
     ),
     "inside an entry": (
         Branches("r", 1, 2, 3, 4, (Branch((1,), (2,)), Branch((-1,), (2,))), SPAN),

@@ -155,7 +155,7 @@ def test_numbers_that_are_not_finite_are_refused(value):
         decode(framed("Done", {"request": "r", "reason": "eos", "notes": [], "timings": timings}))
     probs = np.array([[value]], "<f4").tobytes()
     with pytest.raises(ProtocolError, match="not finite"):
-        decode(framed("Outcome", {**fields_sent(OUTCOME), "logprobs": ["float32", [1, 1]]}, probs))
+        decode(framed("Outcome", {**fields_sent(OUTCOME), "features": ["float32", [1, 1]]}, probs))
 
 
 def fields_sent_of_timings():

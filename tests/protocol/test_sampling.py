@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import numpy as np
 import pytest
 
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.grammar import Grammar
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -75,8 +76,25 @@ def test_one_stop_text_needs_no_list() -> None:
         ({"max_tokens": np.bool_(True)}, "max_tokens is True"),
         ({"ignore_eos": 1}, "ignore_eos is 1; expected True or False"),
         ({"rule": ["coupled"]}, "sampling rule is"),
+        ({"logprobs": 21}, "logprobs is 21; expected a whole number from 0 to 20"),
+        ({"logprobs": True}, "logprobs is True"),
+        ({"grammar": "[0-9]"}, "grammar is '.0-9.'; expected a Grammar"),
+        ({"grammar": {"kind": "regex"}}, "expected a Grammar"),
+        ({"grammar": {"kind": "regex", "text": ""}}, "the regular expression is empty"),
+        ({"grammar": Grammar("regex", "a"), "ignore_eos": True}, "says where the text ends"),
     ],
 )
 def test_what_is_none_of_these_is_a_sentence(given, words) -> None:
     with pytest.raises(InvalidRequest, match=words):
         SamplingParams(**given)
+
+
+def test_a_grammar_may_be_the_dict_that_json_has_of_it() -> None:
+    grammar = Grammar.json_schema({"type": "object"})
+    assert SamplingParams(grammar=asdict(grammar)) == SamplingParams(grammar=grammar)  # type: ignore[arg-type]
+    assert Grammar.json_object() == grammar == Grammar.json_schema('{"type": "object"}')
+
+
+def test_a_schema_that_no_json_can_say_is_a_sentence() -> None:
+    with pytest.raises(InvalidRequest, match="can't be written as JSON"):
+        Grammar.json_schema({"const": {1, 2}})

@@ -18,11 +18,13 @@ from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
+from outrider.grammar.compiler import Compiler
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import ORCHESTRATOR, Trace
 from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
 from outrider.protocol.abilities import Abilities
+from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.colocated import Colocated
@@ -108,6 +110,7 @@ class Run:
     timings: Timings
     rounds: list[Round]
     notes: tuple[str, ...]
+    logprobs: list[Logprobs]
 
     @property
     def sources(self) -> Counter[str]:
@@ -145,11 +148,17 @@ class Cluster:
             self._watched = WatchedDrawing(drafter) if isinstance(drafter, DrawingDrafter) else WatchedDrafter(drafter)
         self._draft_worker: DraftWorker | None = None
         if self._watched is not None:
-            self._draft_worker = DraftWorker(self._draft_link, self._watched, POLICIES[policy])  # type: ignore[arg-type]
+            self._draft_worker = DraftWorker(
+                self._draft_link,  # type: ignore[arg-type]
+                self._watched,
+                POLICIES[policy],
+                compiler=Compiler(target.folder),
+            )
         self.after_draft = after_draft
         self._told: list[ToFront] = []
         self._verifies: list[Verify] = []
         self._tokens: list[int] = []
+        self._logprobs: list[Logprobs] = []
         self._recorder = Recorder()
         settings = RoundSettings(depth, branches, full_depth, ngrams, colocated=own is not None)
         self.rounds = Rounds(self, settings, self._tell, self._recorder)
@@ -195,6 +204,7 @@ class Cluster:
         self, prompt: Sequence[int], sampling: SamplingParams, mode: str = "ssd", eos: frozenset[int] = frozenset()
     ) -> Run:
         self._told, self._verifies, self._tokens, self._recorder.sources = [], [], list(prompt), {}
+        self._logprobs = []
         self._serial += 1
         if self._watched is not None:
             self._watched.trees.clear()
@@ -232,12 +242,13 @@ class Cluster:
             raise RuntimeError(f"the request broke: {last}")
         sources = self._recorder.sources  # what prolongs plain rounds proposes nothing
         rounds = [Round(v.base_len, v.chain, sources[v.round], v.kind) for v in self._verifies if v.round in sources]
-        return Run(self._tokens[prompt_len:], last.reason, last.timings, rounds, last.notes)
+        return Run(self._tokens[prompt_len:], last.reason, last.timings, rounds, last.notes, self._logprobs)
 
     def _tell(self, event: ToFront) -> None:
         self._told.append(event)
         if isinstance(event, Committed):
             self._tokens += event.tokens
+            self._logprobs += [event.logprobs] if event.logprobs is not None else []
 
     # --- time -----------------------------------------------------------------------------------------------------
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+import jsonschema
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
 from outrider.bench.prompts import Prompt, mixed
 from outrider.engine.loading import LoadedModel, load
-from outrider.orchestrator import Client, LocalCluster, SamplingParams
+from outrider.orchestrator import Client, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.core.copies import LONGEST_COPY
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
@@ -23,6 +27,17 @@ LIMIT_SECONDS = 60.0
 PROMPTS = mixed(4)
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=32, ignore_eos=True, temp=0.8, top_p=0.95, repetition_penalty=1.1, seed=5)
+SCHEMA = {
+    "x-guidance": {"whitespace_flexible": False},
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "kind": {"enum": ["function", "class"]},
+        "lines": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "maxItems": 4},
+    },
+    "required": ["name", "kind", "lines"],
+    "additionalProperties": False,
+}
 # Three K, three B; auto keeps to the server's.
 WAYS = {"sd": (3, None), "ssd": (6, 16), "auto": (None, None)}
 every_prompt = pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.name)
@@ -58,7 +73,7 @@ def check_same(target: LoadedModel, codec: TextCodec) -> Same:
     def check(prompt: Prompt, sampling: SamplingParams, got: Sequence[int], expected: Sequence[int]) -> None:
         if tuple(got) == tuple(expected):
             return
-        report = certify(target, Claim("", codec.encode(prompt.text), tuple(got), sampling))
+        report = certify(target, Claim("", codec.encode(prompt.text), tuple(got), sampling, tuple(codec.eos)))
         assert not report.mismatches and len(got) == len(expected)
 
     return check
@@ -82,6 +97,32 @@ def test_every_depth_and_budget_gives_the_same_tokens(client: Client, check_same
     result = client.generate(prompt.text, SAMPLED, mode="ssd", num_draft_tokens=depth, branches=branches)
     check_same(prompt, SAMPLED, result.token_ids, alone.token_ids)
     assert len(result.timings.drafted_by_position) <= max(depth, LONGEST_COPY)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_four_at_once_by_a_schema_say_what_one_alone_says(client: Client, check_same: Same, temp: float) -> None:
+    """In every mode at the same time; JSON that the schema allows, with the log-probabilities of each token."""
+    sampling = SamplingParams(max_tokens=90, temp=temp, seed=8, grammar=Grammar.json_schema(SCHEMA), logprobs=1)
+    alone = client.generate(PROMPTS[3].text, sampling, mode="ar")
+    assert alone.finish_reason == "eos"
+    jsonschema.validate(json.loads(alone.text), SCHEMA)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(client.generate, PROMPTS[3].text, sampling, mode=m) for m in ("ar", "sd", "ssd", "auto")]
+    for result in (future.result(LIMIT_SECONDS) for future in asked):
+        check_same(PROMPTS[3], sampling, result.token_ids, alone.token_ids)
+        told = result.logprobs or ()
+        assert tuple(one.token for one in told) == result.token_ids
+        assert all(one.logprob <= one.top[0][1] <= 0 for one in told)
+        if result.token_ids == alone.token_ids:
+            assert np.allclose([one.logprob for one in told], [one.logprob for one in alone.logprobs or ()], atol=1e-3)
+
+
+def test_a_text_by_a_grammar_can_be_left(client: Client) -> None:
+    sampling = SamplingParams(max_tokens=200, temp=0.8, seed=8, grammar=Grammar("regex", "[a-z ]{300,}"))
+    for chunk in client.stream(PROMPTS[0].text, sampling, mode="ssd"):
+        assert set(chunk.text) <= set("abcdefghijklmnopqrstuvwxyz ")
+        break
+    assert client.generate(PROMPTS[0].text, SamplingParams(max_tokens=4)).token_ids
 
 
 @every_prompt

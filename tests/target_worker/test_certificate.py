@@ -12,8 +12,11 @@ import pytest
 
 from outrider.engine.loading import load
 from outrider.engine.slots import Slot, open_slots
+from outrider.engine.texts import SeparateTexts
 from outrider.engine.verify import verify
+from outrider.grammar.compiler import Compiler
 from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.grammar import Grammar
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.certificate import Claim, certify
 
@@ -53,6 +56,22 @@ def test_a_changed_token_is_a_mismatch_where_it_stands(model, params):
     found = report.mismatches[0]
     assert (found.position, found.token, found.expected) == (len(PROMPT) + 7, wrong, claim.generated[7])
     assert found.margin is None or found.margin > found.tolerance
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_a_text_by_a_grammar_is_certified_with_it_and_not_without(model, params):
+    params = replace(params, grammar=Grammar("regex", "[0-9]{30}"))
+    slot = Slot(
+        model, SeparateTexts(model.model), PROMPT, params,
+        Compiler(model.folder).constraint(params.grammar, (0,), len(PROMPT)),
+    )  # fmt: skip
+    for _ in range(LENGTH):
+        verify(slot)
+    claim = Claim("", PROMPT, tuple(slot.tokens[len(PROMPT) :]), params, (0,))
+    assert certify(model, claim).holds
+    assert certify(model, replace(claim, sampling=replace(params, grammar=None))).mismatches
+    letter = replace(claim, generated=(*claim.generated[:5], 80))
+    assert [one.margin for one in certify(model, letter).mismatches] == [None], "no rounding explains a letter"
 
 
 def test_another_seed_is_found_out(model):

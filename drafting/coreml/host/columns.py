@@ -18,6 +18,7 @@ from outrider.drafting.coreml.host.slots import SlotMap
 from outrider.drafting.coreml.package.layout import Function, Mode
 from outrider.drafting.drafter import DrafterFault
 from outrider.engine.draws import Draws
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 
@@ -25,11 +26,13 @@ from outrider.protocol.sampling import SamplingParams
 class Columns:
     """One request's cache on `host`."""
 
-    def __init__(self, host: Host, sampling: SamplingParams, draws: Draws | None = None) -> None:
+    def __init__(
+        self, host: Host, sampling: SamplingParams, draws: Draws | None = None, constraint: Constraint | None = None
+    ) -> None:
         self._host = host
         self._layout = host.layout
         self._cache = host.new_cache()
-        self._scorer = Scorer(sampling, self._layout.architecture.vocab_size, draws)
+        self._scorer = Scorer(sampling, self._layout.architecture.vocab_size, draws, constraint)
         self._slots = SlotMap(self._layout.slots)
         self._seen = np.zeros(self._layout.slots, bool)  # where committed keys lie
         self._committed: list[Node] = []

@@ -11,6 +11,7 @@ from outrider.drafting.coreml.package.package import Package
 from outrider.drafting.coreml.runtime.runtime import Runtime
 from outrider.engine.draws import Draws
 from outrider.engine.prompt_cache import PromptCache
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.kv import KvCost
 from outrider.protocol.sampling import SamplingParams
 
@@ -32,9 +33,13 @@ class CoreMLDrafter:
         self._predict = ThreadPoolExecutor(max_workers=1, thread_name_prefix="predict")
 
     def open(
-        self, tokens: Sequence[int], sampling: SamplingParams, progress: Callable[[int, int], None] | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
     ) -> CoreMLTree:
-        return CoreMLTree(self._host, self._predict, tokens, sampling, progress)
+        return CoreMLTree(self._host, self._predict, tokens, sampling, progress, None, constraint)
 
     def open_drawing(
         self,
@@ -42,8 +47,9 @@ class CoreMLDrafter:
         sampling: SamplingParams,
         cached: int,
         progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
     ) -> CoreMLTree:
-        return CoreMLTree(self._host, self._predict, tokens, sampling, progress, Draws.of(sampling, cached))
+        return CoreMLTree(self._host, self._predict, tokens, sampling, progress, Draws.of(sampling, cached), constraint)
 
     def close(self) -> None:
         """Ends the predict thread and lets the device go."""

@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from outrider.engine.draws import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import Asked, Step, score
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
 
 
 class Scorer:
     """One request's scores; with `draws` a row's own token is drawn from a q, without it is the best."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int, draws: Draws | None = None) -> None:
-        self._sampler = Sampler(params, vocab_size, normalised=False)
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, draws: Draws | None, constraint: Constraint | None
+    ) -> None:
+        self._sampler = Sampler(params, vocab_size, normalised=False, constraint=constraint)
         self._draws = draws
 
     @property

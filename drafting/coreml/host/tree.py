@@ -17,6 +17,7 @@ from outrider.drafting.coreml.host.host import Host
 from outrider.drafting.coreml.host.node import Node
 from outrider.drafting.drafter import Candidate, DrafterFault
 from outrider.engine.draws import DrawnStep, Draws
+from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
@@ -35,6 +36,7 @@ class CoreMLTree:
         sampling: SamplingParams,
         progress: Progress | None = None,
         draws: Draws | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         """Reads `tokens` (at least one) before it returns; `progress` is called on this thread.
 
@@ -44,7 +46,7 @@ class CoreMLTree:
             DrafterFault: they do not fit the context, or the device failed.
         """
         self._predict, self._layout = predict, host.layout
-        self._columns: Columns = predict.submit(Columns, host, sampling, draws).result()
+        self._columns: Columns = predict.submit(Columns, host, sampling, draws, constraint).result()
         self._committed: list[Node] = []
         self._nodes: dict[int, Node] = {}
         self.root, self.next_node = 0, 0

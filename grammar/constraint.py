@@ -1,0 +1,75 @@
+"""Which tokens may come next in one text: a pure function of the tokens since its grammar began.
+
+So target and drafter, whoever asks and in whatever order, get the same answer. A matcher that stands somewhere in the
+text is moved to where it is asked: back by tokens, on by tokens. Knows tokens; nothing of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from outrider.protocol.errors import InvalidRequest
+
+FAULTS_KEPT = 256  # more than the rows of two forwards
+Words = np.ndarray[Any, np.dtype[np.uint32]]
+"""A bit a token, set when it is allowed; token v is bit v % 32 of word v // 32."""
+
+
+class Constraint:
+    """One text's. The grammar begins with its `start`th token; what stands before is not looked at."""
+
+    def __init__(self, compiled: LLMatcher, tokenizer: LLTokenizer, start: int) -> None:
+        """`compiled`, over the tokens of `tokenizer`, is copied, not moved."""
+        self._compiled, self._start = compiled, start
+        self._words, self._ends = -(-tokenizer.vocab_size // 32), frozenset(tokenizer.eos_tokens)
+        self._matcher = compiled.deep_copy()
+        self._taken: list[int] = []
+        self._faults: dict[tuple[int, ...], str] = {}
+
+    def allowed(self, texts: Sequence[Sequence[int]]) -> Words:
+        """What may follow each of these texts, [N, W].
+
+        Everything may follow one that has ended, or that broke the grammar: nobody will ask what does. So it may where
+        the library gave up; `check` tells.
+        """
+        words = np.full((len(texts), self._words), 0xFFFFFFFF, np.uint32)
+        for row, text in zip(words, texts, strict=True):
+            wanted = list(text[self._start :])
+            if not self._ends.isdisjoint(wanted):
+                continue
+            if self._go(wanted):
+                self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if self._matcher.is_error() or len(self._taken) < len(wanted):
+                self._faults[tuple(wanted)] = self._matcher.get_error().strip() or "a token is not allowed"
+                row[:] = 0xFFFFFFFF
+        while len(self._faults) > FAULTS_KEPT:
+            del self._faults[next(iter(self._faults))]
+        return words
+
+    def check(self, text: Sequence[int]) -> None:
+        """Of a text that `allowed` was asked about of late.
+
+        Raises:
+            InvalidRequest: it does not go by the grammar, or that became too complex there.
+        """
+        why = self._faults.get(tuple(text[self._start :]))
+        if why is not None:
+            raise InvalidRequest(f"the grammar can't be followed after {len(text) - self._start} tokens: {why}")
+
+    def _go(self, wanted: list[int]) -> bool:
+        """Moves the matcher behind these tokens; False: it can't be, and stands somewhere before."""
+        if self._matcher.is_error():
+            self._matcher, self._taken = self._compiled.deep_copy(), []
+        kept = min(len(self._taken), len(wanted))
+        while self._taken[:kept] != wanted[:kept]:
+            kept -= 1
+        if kept < len(self._taken):
+            self._matcher.rollback(len(self._taken) - kept)
+            del self._taken[kept:]
+        took = self._matcher.try_consume_tokens(wanted[kept:])
+        self._taken += wanted[kept : kept + took]
+        return len(self._taken) == len(wanted)

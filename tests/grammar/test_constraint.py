@@ -1,0 +1,191 @@
+"""What a grammar allows: against a list of all its texts, in any order of asking, from where the grammar begins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llguidance import LLParserLimits
+
+from outrider.grammar import compiler
+from outrider.grammar.compiler import Compiler, check
+from outrider.grammar.constraint import Constraint
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.grammar import Grammar
+
+COMPILER = Compiler(EMBEDDED_TARGET)
+CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))
+BYTES = [CODEC.spelling.of(token) for token in range(4096)]
+(END,) = CODEC.eos
+TEXTS = [b"return None", b"return", b"return self.x", b"raise ValueError", "caf\u00e9".encode(), b"x" * 40]
+CHOICE = Grammar("regex", "|".join(text.decode().replace(".", r"\.") for text in TEXTS))
+
+
+def constraint(grammar: Grammar = CHOICE, start: int = 0, ends: Sequence[int] = (END,)) -> Constraint:
+    found = COMPILER.constraint(grammar, ends, start)
+    assert found is not None
+    return found
+
+
+def tokens_of(words: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+def fitting(tokens: Sequence[int]) -> set[int]:
+    """What may follow, by trying every token."""
+    before = b"".join(BYTES[token] for token in tokens)
+    found = {
+        token
+        for token, spelt in enumerate(BYTES)
+        if spelt and token != END and any(text.startswith(before + spelt) for text in TEXTS)
+    }
+    return found | ({END} if before in TEXTS else set())
+
+
+def is_right(words: np.ndarray, tokens: Sequence[int]) -> bool:
+    """All that fits; of bytes that must come anyway the library may want the tokenizer's own spelling."""
+    found, fits = tokens_of(words), fitting(tokens)
+    forced = len({BYTES[token][:1] for token in fits}) == 1
+    return found == fits or (forced and len(found) == 1 and found < fits)
+
+
+def paths(seed: int, count: int) -> list[list[int]]:
+    """Texts by the grammar, each token any that fits."""
+    rng, found = random.Random(seed), []
+    for _ in range(count):
+        tokens: list[int] = []
+        while END not in tokens:
+            found.append(list(tokens))
+            tokens.append(rng.choice(sorted(fitting(tokens))))
+    return found
+
+
+def test_just_the_tokens_that_lead_on_to_a_text_are_allowed() -> None:
+    texts = paths(1, 8)
+    assert len({tuple(text) for text in texts}) > 20
+    for text, words in zip(texts, constraint().allowed(texts), strict=True):
+        assert is_right(words, text), CODEC.decode(tuple(text))
+
+
+def test_the_answer_does_not_depend_on_what_was_asked_before() -> None:
+    texts = paths(2, 6)
+    random.Random(3).shuffle(texts)
+    one = constraint()
+    broken = [[5, 6], [*texts[0], 4095, 4095]]
+    for text in texts:
+        one.allowed([random.Random(len(text)).choice(broken)])
+        words = one.allowed([text])
+        assert is_right(words[0], text) and (words == constraint().allowed([text])).all()
+
+
+def test_what_stands_before_the_start_does_not_count() -> None:
+    prompt = list(CODEC.encode("raise Value, and no grammar", special=False))
+    for text in paths(4, 2):
+        assert is_right(constraint(start=len(prompt)).allowed([prompt + text])[0], text)
+
+
+def test_what_broke_the_grammar_forbids_nothing_more() -> None:
+    one = constraint()
+    assert (one.allowed([[CODEC.encode("print", special=False)[0], 7]]) == 0xFFFFFFFF).all()
+    assert is_right(one.allowed([[]])[0], [])
+
+
+def test_any_end_token_may_end_it_and_nothing_but_an_end_a_finished_one() -> None:
+    text = list(CODEC.encode("raise ValueError", special=False))
+    assert tokens_of(constraint(ends=(END, 1)).allowed([text])[0]) == {END, 1}
+    assert tokens_of(constraint(ends=(END, 1)).allowed([[]])[0]).isdisjoint({END, 1})
+
+
+def test_a_grammar_is_compiled_once() -> None:
+    own = Compiler(EMBEDDED_TARGET)
+    for number in range(compiler.KEPT + 3):
+        own.constraint(Grammar("regex", f"{number}x+"), (END,), 0)
+        own.constraint(CHOICE, (END,), 0)
+    kept = list(own._compiled)
+    assert len(kept) == compiler.KEPT and (CHOICE, (END,)) in kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("json_schema", '{"type": "nonsense"}', "Invalid type: nonsense"),
+        ("json_schema", '{"enum": []}', "Unsatisfiable schema"),
+        ("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}', "minLength"),
+        ("json_schema", '{"not": {"type": "string"}}', "not"),
+        ("json_schema", '{"$ref": "https://example.com/schema"}', "not present"),
+        ("json_schema", "false", "schema is false"),
+        ("regex", "(", "unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("grammar", "start: nowhere", "unknown name"),
+        ("grammar", "start: start", "leads nowhere|can't be followed"),
+        ("grammar", 'root ::= "a" [', "can't be used"),
+    ],
+)
+def test_what_cant_be_compiled_or_met_is_refused_with_the_reason(kind: str, text: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        check(Grammar(kind, text))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+        ("json_schema", "true"),
+        ("regex", "[a-z]+ \u00e9*"),
+        ("grammar", 'start: "a" start | "b"'),
+        ("grammar", 'root ::= "a" root | "b" [0-9]+'),
+    ],
+)
+def test_what_can_be_is_not(kind: str, text: str) -> None:
+    check(Grammar(kind, text))
+    assert tokens_of(constraint(Grammar(kind, text)).allowed([[]])[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("yaml", "a", "grammar kind is 'yaml'"),
+        ("regex", " ", "the regular expression is empty"),
+        ("json_schema", "{", "can't be read"),
+        ("json_schema", "[" * 30_000, "can't be read"),
+        ("regex", "a" * 70_000, "70000 characters; expected at most 65536"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_before_it_is_sent(kind: str, text: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        Grammar(kind, text)
+
+
+def test_where_the_library_gives_up_it_is_told_and_a_new_text_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "LIMITS", LLParserLimits(step_lexer_fuel=300, verbose_errors=False))
+    hard, own = Grammar("regex", "go ((a|b)*a(a|b){12}|c{3,900}d)+"), Compiler(EMBEDDED_TARGET)
+    for _ in range(2):
+        one = own.constraint(hard, (END,), 0)
+        assert one is not None
+        fine, bad = [], list(CODEC.encode("go aba", special=False))
+        words = one.allowed([fine, bad])
+        assert (words[1] == 0xFFFFFFFF).all() and not (words[0] == 0xFFFFFFFF).all()
+        one.check(fine)
+        with pytest.raises(InvalidRequest, match="can't be followed after 3 tokens"):
+            one.check(bad)
+        one.allowed([bad])
+        with pytest.raises(InvalidRequest, match="can't be followed"):
+            one.check(bad)
+
+
+def test_behind_its_end_a_text_is_nobodys_business() -> None:
+    text = [*CODEC.encode("raise ValueError", special=False), END]
+    one = constraint()
+    for after in (text, [*text, 7, 8], [*text, END]):
+        assert (one.allowed([after]) == 0xFFFFFFFF).all()
+        one.check(after)
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json can't serve a grammar"):
+        Compiler(tmp_path).constraint(CHOICE, (END,), 0)

@@ -1,0 +1,205 @@
+"""A text by a grammar is the target's own constrained text, whatever proposes; drafts obey the grammar too."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLParserLimits
+
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel
+from outrider.grammar import compiler
+from outrider.protocol.grammar import Grammar
+from outrider.protocol.messages import Open, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.worker import TargetWorker
+from tests.system.cluster import AMPLE, MIXED, Cluster, Run
+from tests.system.links import FakeLink, answered
+
+Make = Callable[..., Cluster]
+Small = Callable[..., tuple[LoadedModel, LoadedModel]]
+BYTES = {"vocab_size": 258}
+"""As many logits as the tokenizer has tokens: 0 ends the text, 1 pads, then the bytes by their letters' order."""
+END = frozenset({0})
+ALPHABET = bytes([*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173])
+SCHEMA = {
+    "x-guidance": {"whitespace_flexible": False},
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["alpha", "beta", "gamma"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+}
+PATTERN = r"(f\([a-z]{1,4}\);){2,4}( go| gone)?"
+GRAMMARS = {
+    "schema": Grammar.json_schema(SCHEMA),
+    "regex": Grammar("regex", PATTERN),
+    "lark": Grammar(
+        "grammar", 'start: "[" pair ("," pair)* "]"\npair: "(" NUM ("" | "+" NUM) ")"\nNUM: /[0-9]{1,2}/\n'
+    ),
+}
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=120),
+    "0.8": SamplingParams(max_tokens=120, temp=0.8, seed=11),
+    "penalised": SamplingParams(
+        max_tokens=120, temp=0.8, top_p=0.9, repetition_penalty=1.3, frequency_penalty=0.2, seed=4
+    ),
+}
+EACH = [*product(GRAMMARS, ("greedy", "0.8")), ("schema", "penalised")]
+every_grammar = pytest.mark.parametrize("grammar", GRAMMARS)
+every_text = pytest.mark.parametrize(("grammar", "sampling"), EACH)
+
+
+def tokens_of(text: str) -> list[int]:
+    return [ALPHABET.index(byte) + 2 for byte in text.encode()]
+
+
+def text_of(tokens: list[int]) -> str:
+    return bytes(ALPHABET[token - 2] for token in tokens if token > 1).decode()
+
+
+PROMPT = tokens_of('{"name": "x", f(')  # which would be no beginning of any of them
+
+
+def asked(grammar: str, sampling: str) -> SamplingParams:
+    return replace(SAMPLINGS[sampling], grammar=GRAMMARS[grammar])
+
+
+def check_text(grammar: str, run: Run) -> None:
+    assert run.reason == "eos" and run.tokens[-1] == 0
+    text = text_of(run.tokens)
+    match grammar:
+        case "schema":
+            jsonschema.validate(json.loads(text), SCHEMA)
+        case "regex":
+            assert re.fullmatch(PATTERN, text)
+        case "lark":
+            assert re.fullmatch(r"\[\(\d{1,2}(\+\d{1,2})?\)(,\(\d{1,2}(\+\d{1,2})?\))*\]", text)
+
+
+KNOWN: dict[tuple[str, str], Run] = {}
+
+
+@pytest.fixture
+def alone(make_cluster: Make) -> Callable[[str, str], Run]:
+    """The text by plain decoding."""
+
+    def run(grammar: str, sampling: str) -> Run:
+        if (grammar, sampling) not in KNOWN:
+            cluster = make_cluster(None, config=BYTES)
+            KNOWN[grammar, sampling] = cluster.run(PROMPT, asked(grammar, sampling), "ar", END)
+        return KNOWN[grammar, sampling]
+
+    return run
+
+
+OTHERS = [("schema", "0.8", "random"), ("schema", "0.8", None)]
+
+
+@pytest.mark.parametrize(("grammar", "sampling", "draft"), [(*each, "model") for each in EACH] + OTHERS)
+def test_every_way_gives_the_constrained_text(
+    make_cluster: Make, alone: Callable[[str, str], Run], grammar: str, sampling: str, draft: str | None
+) -> None:
+    expected = alone(grammar, sampling)
+    check_text(grammar, expected)
+    cluster = make_cluster(draft, config=BYTES, schedule=MIXED, seed=3)
+    for mode in ("ssd", "sd", "auto"):
+        run = cluster.run(PROMPT, asked(grammar, sampling), mode, END)
+        assert (run.tokens, run.reason) == (expected.tokens, expected.reason), mode
+
+
+@every_text
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_draft_like_the_target_is_always_right(make_cluster: Make, grammar: str, sampling: str, mode: str) -> None:
+    """Both sides rule out the same: else a drafted token would be refused somewhere."""
+    cluster = make_cluster("self", config=BYTES, schedule=AMPLE, ngrams=False, full_depth=True)
+    run = cluster.run(PROMPT, asked(grammar, sampling), mode, END)
+    chains = [round_ for round_ in run.rounds if round_.chain]
+    assert len(chains) > 1
+    line = [*PROMPT, *run.tokens]
+    for round_ in chains:
+        following = line[round_.base_len : round_.base_len + len(round_.chain)]
+        assert list(round_.chain[: len(following)]) == following
+    check_text(grammar, run)
+
+
+@every_grammar
+def test_residual_texts_are_by_the_grammar_too(make_cluster: Make, grammar: str) -> None:
+    for seed, mode in enumerate(("ssd", "sd", "ar")):
+        sampling = replace(asked(grammar, "0.8"), rule="residual", seed=seed, q_width=3)
+        run = make_cluster("model", config=BYTES, schedule=MIXED).run(PROMPT, sampling, mode, END)
+        check_text(grammar, run)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "0.8"])
+def test_a_drafter_in_the_targets_process_obeys_too(
+    make_cluster: Make, alone: Callable[[str, str], Run], sampling: str
+) -> None:
+    cluster = make_cluster(None, config=BYTES, colocated="self", ngrams=False)
+    run = cluster.run(PROMPT, asked("schema", sampling), "sd", END)
+    assert run.tokens == alone("schema", sampling).tokens
+    assert run.timings.draft_n == run.timings.draft_n_accepted > 10
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 20])
+def test_a_text_that_goes_on_elsewhere_goes_on_by_the_grammar(
+    small_pair: Small, alone: Callable[[str, str], Run], taken: int
+) -> None:
+    """OPEN with generated tokens behind the prompt, as after RESYNC."""
+    expected, sampling = alone("schema", "0.8").tokens, asked("schema", "0.8")
+    tokens = np.array([*PROMPT, *expected[:taken]], np.int32)
+    link = FakeLink("target-0")
+    worker = TargetWorker(link, small_pair("self", **BYTES)[0])  # type: ignore[arg-type]
+    (first,) = answered(worker, link, [Open("r", 1, 5, tokens, sampling, (0,), generated=taken)])
+    room = len(expected) - taken - 1
+    going_on = Verify("r", 1, 6, len(tokens) + 1, (), going_on=True, room=room)
+    found = [answer.bonus for answer in (first, *answered(worker, link, [going_on]))]
+    assert found == expected[taken:]
+
+
+def test_requests_that_share_forwards_have_each_their_own_grammar(
+    small_pair: Small, alone: Callable[[str, str], Run]
+) -> None:
+    """Constrained and free ones, all going on plainly together."""
+    link = FakeLink("target-0")
+    worker = TargetWorker(link, small_pair("self", **BYTES)[0])  # type: ignore[arg-type]
+    wanted = {**{name: asked(name, "0.8") for name in GRAMMARS}, "free": SAMPLINGS["0.8"]}
+    opens = [Open(name, 0, 0, np.array(PROMPT, np.int32), sampling, (0,)) for name, sampling in wanted.items()]
+    told = answered(worker, link, opens)
+    told += answered(worker, link, [Verify(name, 0, 1, len(PROMPT) + 1, (), going_on=True, room=60) for name in wanted])
+    found = {name: [answer.bonus for answer in told if answer.request == name] for name in wanted}
+    assert max(answer.rows for answer in told[len(opens) :]) == len(wanted)
+    for name in GRAMMARS:
+        expected = alone(name, "0.8").tokens
+        assert found[name] == expected
+
+
+def test_where_the_grammar_is_given_up_the_request_fails_in_words(
+    make_cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "LIMITS", LLParserLimits(step_lexer_fuel=300, verbose_errors=False))
+    hard = SamplingParams(grammar=Grammar("regex", "go ((a|b)*a(a|b){12}|c{3,900}d)+"))
+    with pytest.raises(RuntimeError, match="can't be followed after"):
+        make_cluster("self", config=BYTES).run(PROMPT, hard, "ssd", END)
+    free = make_cluster("self", config=BYTES).run(PROMPT, SamplingParams(max_tokens=5), "ssd", END)
+    assert free.tokens
+
+
+def test_the_drafter_needs_no_tokenizer(
+    make_cluster: Make, small_pair: Small, alone: Callable[[str, str], Run]
+) -> None:
+    """Without one it drafts what it likes; that costs drafts, not the text."""
+    cluster = make_cluster(MlxDrafter(small_pair("self", **BYTES)[1]), config=BYTES)
+    assert cluster._draft_worker is not None
+    cluster._draft_worker._compiler = None
+    assert cluster.run(PROMPT, asked("schema", "greedy"), "ssd", END).tokens == alone("schema", "greedy").tokens
