@@ -47,7 +47,7 @@ Same = Callable[[Prompt, SamplingParams, Sequence[int], Sequence[int]], None]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster() as running:
+    with LocalCluster(max_active=4) as running:
         yield running
 
 
