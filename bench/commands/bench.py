@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True) for temp in temps]
     if options.concurrency is not None:
         return concurrency.run(options, pair, samplings)
-    for name in ("modes", "rounds"):
+    for name in ("modes", "rounds", "each"):
         if getattr(options, name) is not None:
             raise InvalidRequest(f"{name} is for several requests at once; expected concurrency beside it")
     plan, out = _plan(options, pair, samplings), writable(options.out, "choose another --out")

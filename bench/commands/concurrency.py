@@ -39,6 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench of several requests at once")
     group.add_argument("--concurrency", metavar="N,N,...", help="how many at once, like 1,2,4,8,16; K is the server's")
     group.add_argument("--modes", metavar="M,M,...", help="default ar,sd,ssd,auto")
+    group.add_argument("--each", type=int, metavar="N", help="requests one after the other at each place; default 1")
     group.add_argument("--rounds", type=int, metavar="N", help="of each way, after one that warms up; default 5")
 
 
@@ -49,6 +50,7 @@ class AtOnce:
     widths: list[int]
     modes: list[str]
     rounds: int
+    each: int
     samplings: list[SamplingParams]
     texts: list[tuple[int, ...]]
     peers: bool
@@ -56,7 +58,7 @@ class AtOnce:
     def rounds_of(self, width: int) -> list[Texts]:
         """The prompts of each round, and one round more."""
         turns = cycle(self.texts)
-        return [list(islice(turns, width)) for _ in range(self.rounds + 1)]
+        return [list(islice(turns, width * self.each)) for _ in range(self.rounds + 1)]
 
 
 def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> int:
@@ -86,10 +88,10 @@ def _runs(
     for sampling in plan.samplings:
         for width in plan.widths:
             first, *rounds = plan.rounds_of(width)
-            ways: list[Batcher] = [ModeBatch(mode, client) for mode in plan.modes]
+            ways: list[Batcher] = [ModeBatch(mode, client, width) for mode in plan.modes]
             if process is not None:
                 screen.show(f"{width} at once: how mlx-lm reads prompts best")
-                ways.append(best_peer(process, [first] * TRIAL_ROUNDS, sampling))
+                ways.append(best_peer(process, width, [first] * TRIAL_ROUNDS, sampling))
             in_turns(ways, [first], sampling, lambda said: screen.show(f"warming up: {said}"))
             yield sampling, width, dict(in_turns(ways, rounds, sampling, screen.show))
 
@@ -105,13 +107,14 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
     widths = [values.whole("concurrency", n, 1, WIDEST) for n in numbers("concurrency", options.concurrency, int)]
     modes = modes_of("ar,sd,ssd,auto" if options.modes is None else options.modes)
     rounds = values.whole("rounds", 5 if options.rounds is None else options.rounds, 2, 1000)
+    each = values.whole("each", 1 if options.each is None else options.each, 1, 100)
     peers = not options.no_peers and pair.settings.simulate is None
     if peers:
         require_peer()
     codec = load_codec(pair.target)
     kinds = CLASSES if options.classes is None else options.classes.split(",")
     texts = [codec.encode(prompt.text) for prompt in mixed(None, kinds)]
-    return AtOnce(widths, modes, rounds, [replace(s, seed=0) for s in samplings], texts, peers)
+    return AtOnce(widths, modes, rounds, each, [replace(s, seed=0) for s in samplings], texts, peers)
 
 
 def _plain(rounds: Rounds) -> list[list[dict[str, Any]]]:

@@ -53,15 +53,17 @@ class Peers:
             generated.append(response.token)
         return Run(generated, time.perf_counter() - first)
 
-    def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, reads: int) -> dict[str, Any]:
-        """All prompts at once, by plain decoding: what `batch_generate` does, with a look at the clock at each step."""
+    def batch(
+        self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, places: int, reads: int
+    ) -> dict[str, Any]:
+        """All prompts, `places` at once, by plain decoding: what `batch_generate` does, with the time of each step."""
         mx.random.seed(seed)
         begun = time.perf_counter()
         generator = BatchGenerator(
             self._target,
             max_tokens=max_tokens,
             sampler=make_sampler(temp),
-            completion_batch_size=max(len(batch), reads),
+            completion_batch_size=places,
             prefill_batch_size=reads,
         )
         arrivals: dict[int, list[float]] = {number: [] for number in generator.insert(batch)}

@@ -52,7 +52,7 @@ def ask(client: Client, question: Question, heard: Callable[[Arrival], None] = l
     return Reply(sent, tuple(arrivals), result.token_ids, result.text, result.finish_reason)
 
 
-def ask_all(client: Client, questions: Sequence[Question]) -> list[Reply]:
-    """All at once, each `after` its time; in their order."""
-    with ThreadPoolExecutor(len(questions)) as threads:
+def ask_all(client: Client, questions: Sequence[Question], places: int | None = None) -> list[Reply]:
+    """All at once, each `after` its time, or so many at once: whoever has ended asks the next. In their order."""
+    with ThreadPoolExecutor(places or len(questions)) as threads:
         return list(threads.map(lambda question: ask(client, question), questions))

@@ -23,7 +23,7 @@ Texts = Sequence[tuple[int, ...]]
 
 
 class Batcher(Protocol):
-    """Answers all of these prompts at once; `name` is what tables call it."""
+    """Answers all of these prompts, so many at once as it has places; `name` is what tables call it."""
 
     @property
     def name(self) -> str: ...
@@ -37,11 +37,12 @@ class ModeBatch:
 
     name: str
     client: Client
+    places: int
 
     def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
         first = sampling.seed or 0
         questions = [Question(text, replace(sampling, seed=first + n), self.name) for n, text in enumerate(texts)]
-        return ask_all(self.client, questions)
+        return ask_all(self.client, questions, self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class PeerBatch:
     """mlx-lm's `BatchGenerator`, which `batch_generate` runs; it tells when each of its steps was there."""
 
     process: PeerProcess
+    places: int
     reads: int
     name: str = PEER
 
@@ -58,17 +60,23 @@ class PeerBatch:
             "max_tokens": sampling.max_tokens,
             "temp": sampling.temp,
             "seed": sampling.seed or 0,
+            "places": self.places,
             "reads": self.reads,
         })  # fmt: skip
-        return [Reply(0.0, tuple(Arrival(at, 1) for at in times)) for times in told["arrivals"]]
+        arrivals = told["arrivals"]
+        # Whoever finds no place at first is asked for when one is free, in their order.
+        sent = [0.0] * self.places + sorted(times[-1] for times in arrivals)
+        return [Reply(at, tuple(Arrival(t, 1) for t in times)) for at, times in zip(sent, arrivals, strict=False)]
 
 
-def best_peer(process: PeerProcess, rounds: Sequence[Texts], sampling: SamplingParams) -> PeerBatch:
+def best_peer(process: PeerProcess, places: int, rounds: Sequence[Texts], sampling: SamplingParams) -> PeerBatch:
     """mlx-lm at its best setting on prompts that count nowhere else."""
-    tried = [PeerBatch(process, reads, f"{PEER}, {reads} read together") for reads in PEER_READS]
+    tried = [
+        PeerBatch(process, places, reads, f"{PEER}, {reads} read together") for reads in PEER_READS if reads <= places
+    ]
     found = in_turns(tried, rounds, sampling, lambda _: None)
     rates = {way.reads: total_rate([timed(replies) for replies in found[way.name]]) for way in tried}
-    return PeerBatch(process, max(rates, key=rates.__getitem__))
+    return PeerBatch(process, places, max(rates, key=rates.__getitem__))
 
 
 def in_turns(
@@ -79,6 +87,6 @@ def in_turns(
     for number, texts in enumerate(rounds):
         chosen = replace(sampling, seed=1000 * number)
         for way in rotated(ways, number):
-            tell(f"{len(texts)} at once, round {number + 1} of {len(rounds)}: {way.name}")
+            tell(f"{len(texts)} requests, round {number + 1} of {len(rounds)}: {way.name}")
             found[way.name].append(way.run(texts, chosen))
     return found
