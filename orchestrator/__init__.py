@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outrider.orchestrator.client.cluster import LocalCluster
     from outrider.orchestrator.client.result import Chunk, GenerationResult, TokenLogprob
     from outrider.protocol.grammar import Grammar
+    from outrider.protocol.origins import Origin
     from outrider.protocol.sampling import SamplingParams
 
 _LATER = {
@@ -30,6 +31,7 @@ _LATER = {
     "GenerationResult": "outrider.orchestrator.client.result",
     "Grammar": "outrider.protocol.grammar",
     "LocalCluster": "outrider.orchestrator.client.cluster",
+    "Origin": "outrider.protocol.origins",
     "SamplingParams": "outrider.protocol.sampling",
     "TokenLogprob": "outrider.orchestrator.client.result",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "InvalidRequest",
     "LocalCluster",
     "ModelError",
+    "Origin",
     "OutriderError",
     "ProtocolError",
     "SamplingParams",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from outrider.orchestrator.kv_room import KvRoom
 from outrider.protocol.logprobs import Logprobs, joined
 from outrider.protocol.messages import Timings, WorkerStats
+from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 
 # --- front -> core ------------------------------------------------------------------------------------------------
@@ -22,7 +23,7 @@ class Admit:
     """Run this request now. `sampling.seed` is drawn already; `mode` is ar, sd, ssd or auto; `eos` is empty when
     ignored.
 
-    `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server.
+    `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server. `origins`: tell them.
     """
 
     request: str
@@ -32,6 +33,7 @@ class Admit:
     eos: frozenset[int]
     num_draft_tokens: int | None = None
     branches: int | None = None
+    origins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +82,18 @@ class PrefillAt:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """These tokens are final, EOS included if it ended the text; `logprobs` are theirs, if they were asked for."""
+    """These tokens are final, EOS included if it ended the text; `logprobs` and `origins` are theirs, if asked for."""
 
     request: str
     tokens: tuple[int, ...]
     logprobs: Logprobs | None = None
+    origins: tuple[Origin, ...] | None = None
 
     def and_then(self, later: Committed) -> Committed:
         """Both in one."""
         told = [one.logprobs for one in (self, later) if one.logprobs is not None]
-        return Committed(self.request, self.tokens + later.tokens, joined(told) if told else None)
+        origins = None if self.origins is None else self.origins + (later.origins or ())
+        return Committed(self.request, self.tokens + later.tokens, joined(told) if told else None, origins)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from outrider.protocol.origins import Origin
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -60,5 +62,7 @@ Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)
 Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]
 Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]
 Probabilities = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2, low=0)]
+Origins = Annotated[tuple[Annotated[int, Range(int(min(Origin)), int(max(Origin)))], ...], Size(2**16)]
+"""An `Origin` a token."""
 Mode = Annotated[str, OneOf(("auto", "ar", "sd", "ssd"))]
 Role = Annotated[str, OneOf(("target", "draft"))]

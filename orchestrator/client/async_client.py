@@ -40,9 +40,10 @@ class AsyncClient:
         num_draft_tokens: int | None = None,
         branches: int | None = None,
         chat_template: bool = True,
+        origins: bool = False,
     ) -> GenerationResult:
         """The completion of `prompt`; see `Client.generate`."""
-        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template)
+        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins)
         stream = AsyncStream(self, Dialogue(wish))
         async for _ in stream:
             pass
@@ -57,10 +58,11 @@ class AsyncClient:
         num_draft_tokens: int | None = None,
         branches: int | None = None,
         chat_template: bool = True,
+        origins: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> AsyncStream:
         """The completion of `prompt` as it grows; see `Client.stream`. Leaving the loop cancels."""
-        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template)
+        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins)
         return AsyncStream(self, Dialogue(wish, progress))
 
     async def stats(self) -> Stats:

@@ -48,18 +48,19 @@ class Client:
         num_draft_tokens: int | None = None,
         branches: int | None = None,
         chat_template: bool = True,
+        origins: bool = False,
     ) -> GenerationResult:
         """The completion of `prompt`: text, or token ids as a list, a tuple or a numpy array.
 
         `mode` is ar, sd, ssd, or auto: the server's own; so is None for `num_draft_tokens` and `branches`. A model's
-        chat template is applied to text unless `chat_template` is False.
+        chat template is applied to text unless `chat_template` is False. `origins`: tell where each token came from.
 
         Raises:
             InvalidRequest: something is out of range; the message says what was expected.
             EndpointError: nothing answers.
             WorkerError: a worker was lost on the way.
         """
-        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template)
+        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins)
         stream = Stream(self, Dialogue(wish))
         for _ in stream:
             pass
@@ -74,13 +75,14 @@ class Client:
         num_draft_tokens: int | None = None,
         branches: int | None = None,
         chat_template: bool = True,
+        origins: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Stream:
         """The completion of `prompt` as it grows; see `generate`. Leaving the loop cancels.
 
         `progress(done, total)` hears how much of a long prompt has been read.
         """
-        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template)
+        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins)
         return Stream(self, Dialogue(wish, progress))
 
     def stats(self) -> Stats:

@@ -20,6 +20,7 @@ from outrider.protocol import messages, values
 from outrider.protocol.endpoints import require_server
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, Started, StatsQuery
+from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 
 ASK_AFTER_SECONDS = 1.0
@@ -42,6 +43,7 @@ class Wish:
     num_draft_tokens: int | None = None
     branches: int | None = None
     chat_template: bool = True
+    origins: bool = False
 
     def __post_init__(self) -> None:
         self._keep("prompt", _as_text(self.prompt) if isinstance(self.prompt, str) else _as_tokens(self.prompt))
@@ -53,6 +55,7 @@ class Wish:
         if self.branches is not None:
             self._keep("branches", check_branches(self.branches))
         self._keep("chat_template", values.flag("chat_template", self.chat_template))
+        self._keep("origins", values.flag("origins", self.origins))
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the record is frozen for everybody else
@@ -68,6 +71,7 @@ class Wish:
             num_draft_tokens=self.num_draft_tokens,
             branches=self.branches,
             chat_template=self.chat_template,
+            origins=self.origins,
         )
 
 
@@ -84,6 +88,7 @@ class Dialogue:
         self._texts: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self._origins: list[Origin] = []
         self._done: Done | None = None
 
     def begin(self) -> None:
@@ -127,7 +132,9 @@ class Dialogue:
         self._texts.append(message.text)
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs or ())
-        return Chunk(message.text, tokens, logprobs)
+        origins = None if message.origins is None else tuple(map(Origin, message.origins))
+        self._origins.extend(origins or ())
+        return Chunk(message.text, tokens, logprobs, origins)
 
     def result(self) -> GenerationResult:
         """The finished completion.
@@ -150,6 +157,7 @@ class Dialogue:
             draft_model=started.draft_model if started else "",
             notes=(*(started.notes if started else ()), *done.notes),
             logprobs=tuple(self._logprobs) if self.opening.sampling.logprobs is not None else None,
+            origins=tuple(self._origins) if self.opening.origins else None,
         )
 
 

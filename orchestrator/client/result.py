@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from outrider.protocol.logprobs import NEVER, Logprobs
 from outrider.protocol.messages import Timings
+from outrider.protocol.origins import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,13 @@ class TokenLogprob:
 class Chunk:
     """Text that became final, never cut inside a character, and the tokens committed since the last chunk.
 
-    `logprobs`: one a token, if the request asked for them.
+    `logprobs`, `origins`: one a token, if the request asked for them.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
+    origins: tuple[Origin, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class GenerationResult:
 
     `token_ids` are the generated tokens, the one that ended the text included. `finish_reason` is eos, stop, length or
     cancelled. `mode` is what ran, `seed` what gives this text again. `notes` tell why speculation was off, if it was.
-    `logprobs`: one a token, if the request asked for them.
+    `logprobs`, `origins`: one a token, if the request asked for them.
     """
 
     text: str
@@ -55,6 +57,7 @@ class GenerationResult:
     draft_model: str
     notes: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    origins: tuple[Origin, ...] | None = None
 
     def summary(self) -> str:
         """mlx-lm's statistics lines, one for speculation, and one for each reason why there was none."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from outrider.protocol.messages import Outcome
+from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
 
@@ -68,6 +69,12 @@ class Proposal:
     def again(self) -> Proposal:
         """The round after, which the target makes by itself."""
         return replace(self, chain=(), lookup=Lookup.NONE)
+
+    def origins(self, accepted: int) -> tuple[Origin, ...]:
+        """Of the tokens of an outcome that accepted so many of the chain."""
+        drafted = Origin.PREPARED if self.source is Source.CACHE else Origin.DRAFTED
+        chain = (drafted,) * (len(self.chain) - self.copied) + (Origin.COPIED,) * self.copied
+        return (*chain[:accepted], Origin.TARGET)
 
     def after_wait(self, missed: bool) -> Proposal:
         """Now that a drafter was waited for; `missed`: for a branch that was not there when the outcome came."""

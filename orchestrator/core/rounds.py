@@ -214,7 +214,8 @@ class Rounds:
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
         self._planner.outcome(request, ended, outcome, len(kept), now_ns)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
-        self._tell(Committed(request.id, kept, logprobs))
+        origins = ended.proposal.origins(outcome.accepted)[: len(kept)] if request.admit.origins else None
+        self._tell(Committed(request.id, kept, logprobs, origins))
         if settled.reason is not None:
             self._finish(request, settled.reason)
 

@@ -85,6 +85,7 @@ class Admission:
             eos=eos,
             num_draft_tokens=asked.num_draft_tokens or self._settings.num_draft_tokens,
             branches=asked.branches or self._settings.branches,
+            origins=asked.origins,
         )
         return Accepted(admit, TextStream(self._text.codec, tokens, sampling.stop, eos), notes)
 

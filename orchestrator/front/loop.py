@@ -37,7 +37,6 @@ from outrider.orchestrator.kv_room import check_holds
 from outrider.orchestrator.lines import CoreFacts, Lines
 from outrider.orchestrator.pair.pairing import ChosenPair
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy
-from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import (
     Cancel,
     Chunk,
@@ -267,7 +266,7 @@ class Front:
         if ticket.ending:
             return
         piece = ticket.accepted.text.feed(event.tokens)
-        self._show(ticket, piece, event.logprobs)
+        self._show(ticket, piece, event)
         if piece.stopped and not ticket.ending:
             ticket.ending = "stop"
             self._core.put(Stop(ticket.key, "stop"))
@@ -275,7 +274,7 @@ class Front:
     def _ended(self, ticket: Ticket, event: Ended) -> None:
         if not ticket.ending:
             piece = ticket.accepted.text.finish()
-            self._show(ticket, piece)
+            self._show(ticket, piece, Committed(ticket.key, ()))
             ticket.ending = "stop" if piece.stopped else event.reason
         timings = event.timings
         if event.until is not None and ticket.tokens < timings.predicted_n:
@@ -285,12 +284,15 @@ class Front:
 
     # --- to clients -----------------------------------------------------------------------------------------------
 
-    def _show(self, ticket: Ticket, piece: Piece, logprobs: Logprobs | None = None) -> None:
+    def _show(self, ticket: Ticket, piece: Piece, event: Committed) -> None:
         ticket.tokens += len(piece.tokens)
         self.tokens_out += len(piece.tokens)
         if piece.text or piece.tokens:
-            shown = logprobs.part(0, len(piece.tokens)) if logprobs is not None else None
-            self._tell(ticket, Chunk(ticket.name, piece.text, np.array(piece.tokens, dtype=np.int32), shown))
+            count = len(piece.tokens)
+            logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
+            origins = tuple(map(int, event.origins[:count])) if event.origins is not None else None
+            tokens = np.array(piece.tokens, dtype=np.int32)
+            self._tell(ticket, Chunk(ticket.name, piece.text, tokens, logprobs, origins))
 
     def _tell(self, ticket: Ticket, message: Message) -> None:
         if not self._clients.send(ticket.sender, message):

@@ -10,6 +10,7 @@ from outrider.protocol.fields import (
     Mode,
     Name,
     OneOf,
+    Origins,
     RequestId,
     Role,
     Serial,
@@ -23,7 +24,10 @@ from outrider.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Client -> orchestrator: complete `prompt` (or `tokens`). None for a setting means the server's own."""
+    """Client -> orchestrator: complete `prompt` (or `tokens`). None for a setting means the server's own.
+
+    `origins`: tell with each token where it came from.
+    """
 
     request: RequestId
     prompt: Text | None
@@ -33,6 +37,7 @@ class Generate:
     num_draft_tokens: Count | None = None
     branches: Count | None = None
     chat_template: bool = True
+    origins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +66,15 @@ class Progress:
 class Chunk:
     """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last.
 
-    `logprobs`: those of the tokens, if the request asked for them.
+    `logprobs` and `origins` (0 target, 1 prepared, 2 drafted just in time, 3 copied from the text) are those of the
+    tokens, if the request asked for them.
     """
 
     request: RequestId
     text: Text
     token_ids: Tokens
     logprobs: Logprobs | None = None
+    origins: Origins | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, Span, Verify
+from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams()
@@ -176,8 +177,10 @@ class Cluster:
         mode: str = "ssd",
         eos: frozenset[int] = frozenset(),
         sampling: SamplingParams = GREEDY,
+        origins: bool = False,
     ) -> Ended:
-        self.rounds.begin(Admit("r", prompt, replace(sampling, max_tokens=max_tokens), mode, eos), self._now)
+        sampling = replace(sampling, max_tokens=max_tokens)
+        self.rounds.begin(Admit("r", prompt, sampling, mode, eos, origins=origins), self._now)
         for _ in range(100 * max_tokens + 1000):
             if not self.rounds.active:
                 return next(event for event in self.told if isinstance(event, Ended))
@@ -187,6 +190,10 @@ class Cluster:
     @property
     def generated(self) -> list[int]:
         return [token for event in self.told if isinstance(event, Committed) for token in event.tokens]
+
+    @property
+    def origins(self) -> list[Origin]:
+        return [origin for event in self.told if isinstance(event, Committed) for origin in event.origins or ()]
 
     def _turn(self) -> None:
         """The drafter works, then the target answers one message, then overdue waits end."""

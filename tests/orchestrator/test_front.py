@@ -21,6 +21,7 @@ from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, 
 from outrider.protocol.grammar import Grammar
 from outrider.protocol.logprobs import NEVER, Logprobs
 from outrider.protocol.messages import Cancel, Chunk, Done, Failed, Generate, Hello, Started, Stats, StatsQuery, Timings
+from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import says, worker_stats
 
@@ -127,6 +128,22 @@ def test_log_probabilities_come_with_their_tokens_and_end_with_the_text(stand, c
     assert stream.result.logprobs == expected == sum((c.logprobs for c in chunks), ())
     stand.core.play = says(codec, "x")
     assert stand.client().generate("x").logprobs is None
+
+
+def test_origins_come_with_their_tokens_and_end_with_the_text(stand, codec):
+    tokens = codec.encode("abc def ghi", special=False)
+    told = tuple(Origin(i % len(Origin)) for i in range(len(tokens)))
+    stand.core.play = lambda admit: [
+        Began(admit.request, "ssd"),
+        Committed(admit.request, tokens[:2], origins=told[:2] if admit.origins else None),
+        Committed(admit.request, tokens[2:], origins=told[2:] if admit.origins else None),
+    ]
+    stream = stand.client().stream("x", SamplingParams(stop=("c d",)), origins=True)
+    chunks = list(stream)
+    kept = stream.result.token_ids
+    assert len(kept) < len(tokens) and stream.result.origins == told[: len(kept)]
+    assert sum((chunk.origins for chunk in chunks), ()) == told[: len(kept)]
+    assert stand.client().generate("x", SamplingParams(stop=("c d",))).origins is None
 
 
 def test_a_model_without_an_end_token_takes_no_grammar(stand):

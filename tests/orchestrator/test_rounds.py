@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from cluster_in_process import Cluster, Script
 from outrider.orchestrator.core.ngram import PIECE, NgramIndex
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.rounds import Settled
-from outrider.orchestrator.events import Admit, Broke
+from outrider.orchestrator.events import Admit, Broke, Committed
 from outrider.protocol.messages import (
     Branch,
     Branches,
@@ -31,6 +32,7 @@ from outrider.protocol.messages import (
     Span,
     Verify,
 )
+from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 
 VOCAB = 200
@@ -77,6 +79,35 @@ def test_a_perfect_drafter_commits_depth_plus_one_tokens_a_round() -> None:
     assert ended.timings.draft_rounds == 20
     assert ended.timings.cache_misses == 0
     assert ended.timings.cache_hits == 20
+
+
+REPEATING = PROMPT + random_text(1, 60)[10:] * 6
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
+@pytest.mark.parametrize("text", [random_text(1), REPEATING], ids=["new", "repeating"])
+@pytest.mark.parametrize("steps", [1, 100])
+def test_origins_agree_with_the_timings(mode: str, text: tuple[int, ...], steps: int) -> None:
+    cluster = Cluster(text, script(text), steps=steps)
+    times = cluster.run(PROMPT, 300, mode, origins=True).timings
+    found = Counter(cluster.origins)
+    assert found.total() == times.predicted_n == 300
+    assert found[Origin.TARGET] == times.predicted_n - times.draft_n_accepted
+    assert found.total() - found[Origin.TARGET] == sum(times.accepted_by_position)
+    assert (found[Origin.PREPARED] > 0) is (times.cache_hits + times.cache_late > 0)
+    if mode == "ar":
+        assert found == {Origin.TARGET: 300}
+    if mode == "sd":
+        assert found[Origin.DRAFTED] and not found[Origin.PREPARED]
+    if text is REPEATING and mode != "ar":
+        assert found[Origin.COPIED] > 0
+
+
+def test_origins_are_told_only_when_asked_for() -> None:
+    text = random_text(1)
+    cluster = Cluster(text, script(text))
+    cluster.run(PROMPT, 20)
+    assert all(event.origins is None for event in cluster.told if isinstance(event, Committed))
 
 
 def test_an_always_wrong_drafter_commits_one_token_a_round() -> None:
