@@ -10,15 +10,19 @@ from fastapi import Depends, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from outrider.protocol.grammar import Grammar
 from outrider.server.answers.parts import Splitter
 from outrider.server.answers.run import Job, Run
 from outrider.server.answers.sse import gone
 from outrider.server.answers.telling import Choice, whole
 from outrider.server.callers import Callers
+from outrider.server.mapping.form import Form
+from outrider.server.mapping.toolbox import Toolbox
 from outrider.server.metrics import Metrics
 from outrider.server.model.served import Conversation, Prompt, ServedModel
 from outrider.server.problems import Refused
 
+NO_TOOLS = Toolbox()
 FIRST_SECONDS = 0.5
 """How long a stream's status waits for the first news: what is refused is refused with its own status until then."""
 
@@ -50,6 +54,17 @@ class Desk:
     async def plain(self, text: str) -> Prompt:
         """A text's tokens, the same way."""
         return await asyncio.to_thread(self.model.plain, text)
+
+    async def grammar(self, form: Form | None, box: Toolbox = NO_TOOLS) -> Grammar | None:
+        """What the text is held to, once it is known that it can be: off the loop's thread, for that may take a while.
+
+        Raises:
+            Refused: it can't be.
+        """
+        if form is None:
+            return None
+        await asyncio.to_thread(form.check, box)
+        return form.grammar
 
     def begin(self, request: Request, jobs: Sequence[Job]) -> Run:
         """Sends the jobs off."""

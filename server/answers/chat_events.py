@@ -7,9 +7,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from outrider.orchestrator.client.result import TokenLogprob
 from outrider.server.answers import sse
 from outrider.server.answers.naming import FINGERPRINT, about
 from outrider.server.answers.parts import Part, Said, Thought
+from outrider.server.answers.probabilities import Speller
 from outrider.server.answers.telling import Choice, Told, Waited, sum_of, timings
 from outrider.server.answers.usage import usage
 from outrider.server.model.tool_format import ToolCall
@@ -19,6 +21,7 @@ from outrider.server.shapes.chat import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
+    ChatLogprobs,
     ChunkChoice,
     Delta,
     Finish,
@@ -32,13 +35,20 @@ _FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all chunks of an answer have in common. `seed` is the request's, `prompt_tokens` its prompt's."""
+    """What all chunks of an answer have in common. `seed` is the request's, `prompt_tokens` its prompt's.
+
+    `speller`: for log-probabilities, if they are wanted.
+    """
 
     model: str
     seed: int
     prompt_tokens: int
+    speller: Speller | None = None
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def logprobs(self, rows: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        return self.speller.content(rows) if self.speller is not None else None
 
 
 def completion(head: Head, choices: Sequence[Choice]) -> ChatCompletion:
@@ -48,7 +58,7 @@ def completion(head: Head, choices: Sequence[Choice]) -> ChatCompletion:
         created=head.created,
         model=head.model,
         system_fingerprint=FINGERPRINT,
-        choices=[_choice(choice) for choice in choices],
+        choices=[_choice(head, choice) for choice in choices],
         usage=usage(head.prompt_tokens, choices),
         timings=timings(sum_of(choices)),
         outrider=about(choices[0].result, head.seed),
@@ -67,8 +77,9 @@ async def chunks(
         match one:
             case Waited(note=note):
                 yield sse.comment(note)
-            case Told(index=index, part=part):
-                yield _chunk(head, ChunkChoice(index=index, delta=_delta(part, calls[index])))
+            case Told(index=index, part=part, logprobs=rows):
+                delta = _delta(part, calls[index])
+                yield _chunk(head, ChunkChoice(index=index, delta=delta, logprobs=head.logprobs(rows)))
                 calls[index] += isinstance(part, ToolCall)
             case Choice():
                 ended.append(one)
@@ -101,7 +112,12 @@ def _chunk(head: Head, choice: ChunkChoice) -> bytes:
 
 
 def _end(head: Head, choice: Choice) -> bytes:
-    last = ChunkChoice(index=choice.index, delta=Delta(), finish_reason=_FINISH.get(choice.finish, "stop"))
+    last = ChunkChoice(
+        index=choice.index,
+        delta=Delta(),
+        logprobs=head.logprobs(choice.untold),
+        finish_reason=_FINISH.get(choice.finish, "stop"),
+    )
     chunk = ChatChunk(
         id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[last],
         timings=timings(choice.timings), outrider=about(choice.result, head.seed),
@@ -120,11 +136,16 @@ def _delta(part: Part, calls_before: int) -> Delta:
             return Delta(tool_calls=[ToolCallDelta(index=calls_before, id=call_id(part), function=made)])
 
 
-def _choice(choice: Choice) -> ChatChoice:
+def _choice(head: Head, choice: Choice) -> ChatChoice:
     calls = [ToolCallOut(id=call_id(c), function=FunctionOut(name=c.name, arguments=c.arguments)) for c in choice.calls]
     message = AnswerMessage(
         content=choice.said if choice.said or not calls else None,
         reasoning_content=choice.thought or None,
         tool_calls=calls or None,
     )
-    return ChatChoice(index=choice.index, message=message, finish_reason=_FINISH.get(choice.finish, "stop"))
+    return ChatChoice(
+        index=choice.index,
+        message=message,
+        logprobs=head.logprobs(choice.logprobs),
+        finish_reason=_FINISH.get(choice.finish, "stop"),
+    )

@@ -122,8 +122,10 @@ class Splitter:
             yield Said(tags.start + text + (tags.end if complete else ""))
 
 
-def splitter(model: ServedModel, prompt: Prompt, box: Toolbox) -> Splitter:
-    """For an answer to `prompt`, which may begin it inside a thought or a call."""
+def splitter(model: ServedModel, prompt: Prompt, box: Toolbox, in_form: bool = False) -> Splitter:
+    """For an answer to `prompt`, which may begin it inside a thought or a call. One in a form is words alone."""
+    if in_form:
+        return Splitter()
     state = State.CALLING if prompt.calls else State.THINKING if prompt.thinks else State.SAYING
     return Splitter(model.thinking, model.tools, box, state)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.orchestrator.client.async_client import AsyncClient, AsyncStream
-from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.result import GenerationResult, TokenLogprob
 from outrider.protocol.errors import OutriderError
 from outrider.server.mapping.manner import Manner
 from outrider.server.metrics import Metrics
@@ -27,11 +27,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """Choice `index` has more text, by `tokens` tokens."""
+    """Choice `index` has more text, by `tokens` tokens; `logprobs`: theirs, if they were asked for."""
 
     index: int
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Run:
             stream = self._stream(index, job)
             async for chunk in stream:
                 watch.grown(len(chunk.token_ids))
-                self._line.put_nowait(Grown(index, chunk.text, chunk.token_ids))
+                self._line.put_nowait(Grown(index, chunk.text, chunk.token_ids, chunk.logprobs or ()))
             result = stream.result
             self._line.put_nowait(Ended(index, result))
         except OutriderError as error:
@@ -145,6 +146,6 @@ def _add(found: list[News], one: News | Exception) -> None:
         raise one
     last = found[-1] if found else None
     if isinstance(one, Grown) and isinstance(last, Grown) and one.index == last.index:
-        found[-1] = Grown(one.index, last.text + one.text, last.tokens + one.tokens)
+        found[-1] = Grown(one.index, last.text + one.text, last.tokens + one.tokens, last.logprobs + one.logprobs)
     else:
         found.append(one)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.result import GenerationResult, TokenLogprob
 from outrider.orchestrator.front import totals
 from outrider.protocol.messages import Timings
 from outrider.server.answers.parts import Part, Said, Splitter, Thought
@@ -27,19 +27,25 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A part of choice `index`."""
+    """A part of choice `index`, and the log-probabilities that came with it or since the part before."""
 
     index: int
     part: Part
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(slots=True)
 class Choice:
-    """All that is known of choice `index`. `finish` is eos, stop, length, cancelled or tool; empty: not finished."""
+    """All that is known of choice `index`. `finish` is eos, stop, length, cancelled or tool; empty: not finished.
+
+    `untold`: the last of the log-probabilities, which no part came after.
+    """
 
     index: int
     parts: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    untold: tuple[TokenLogprob, ...] = ()
     finish: str = ""
     result: GenerationResult | None = None
 
@@ -69,6 +75,8 @@ class Choice:
             self._add(part)
         if isinstance(one, Grown):
             self.tokens += one.tokens
+            self.logprobs += one.logprobs
+            self.untold += one.logprobs
         else:
             self.result, self.finish = one.result, one.result.finish_reason
         if self.calls and (one_call or self.finish in ("eos", "stop")):
@@ -106,7 +114,8 @@ async def telling(
             if choice.finish:
                 continue
             for part in choice.take(one, splitters[one.index], one_call):
-                yield Told(choice.index, part)
+                yield Told(choice.index, part, choice.untold)
+                choice.untold = ()
             if choice.finish:
                 if isinstance(one, Grown):
                     run.drop(choice.index)

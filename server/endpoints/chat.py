@@ -8,6 +8,7 @@ from starlette.responses import Response
 from outrider.server.answers import chat_events
 from outrider.server.answers.guarded import guarded
 from outrider.server.answers.parts import splitter
+from outrider.server.answers.probabilities import speller
 from outrider.server.answers.run import Job
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import telling
@@ -15,6 +16,7 @@ from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, typed
 from outrider.server.mapping import chat
 from outrider.server.mapping.asked import choices, usage_wanted
+from outrider.server.mapping.form import form_of
 from outrider.server.mapping.manner import manner_of, room
 from outrider.server.problems import Refused
 from outrider.server.shapes.chat import ChatChunk, ChatCompletion, ChatRequest
@@ -28,11 +30,13 @@ async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Respo
     desk.check_model(asked.model)
     chat.refuse(asked)
     box = chat.box(desk.model, asked)
-    prompt = await desk.prompt(chat.conversation(asked, box))
-    manner = manner_of(desk.model, asked, room(desk.model, len(prompt.tokens), _most(asked)))
+    grammar, wanted = await desk.grammar(form_of(asked), box), chat.logprobs(asked)
+    prompt = await desk.prompt(chat.conversation(asked, box, grammar is not None))
+    manner = manner_of(desk.model, asked, room(desk.model, len(prompt.tokens), _most(asked)), grammar, wanted)
     jobs = [Job(prompt.tokens, manner.another(index)) for index in range(choices(asked))]
-    splitters = [splitter(desk.model, prompt, box) for _ in jobs]
-    head = chat_events.Head(desk.model.id, manner.sampling.seed or 0, len(prompt.tokens))
+    splitters = [splitter(desk.model, prompt, box, grammar is not None) for _ in jobs]
+    spell = speller(desk.model, manner.sampling)
+    head = chat_events.Head(desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), spell)
     with_usage = usage_wanted(asked)
     if not asked.stream:
         return as_json(chat_events.completion(head, await desk.whole(request, jobs, splitters, box.one)))

@@ -8,13 +8,14 @@ from starlette.responses import Response
 from outrider.server.answers import chat_events, completion_events
 from outrider.server.answers.guarded import guarded
 from outrider.server.answers.parts import Splitter
+from outrider.server.answers.probabilities import likeliest, speller
 from outrider.server.answers.run import Job
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import telling
 from outrider.server.desk import Desk, TheDesk, as_json
 from outrider.server.endpoints.described import described, typed
-from outrider.server.mapping import awaited
 from outrider.server.mapping.asked import choices, usage_wanted
+from outrider.server.mapping.form import form_of
 from outrider.server.mapping.manner import manner_of
 from outrider.server.model.served import Prompt
 from outrider.server.problems import Refused
@@ -34,32 +35,47 @@ async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) ->
     _refuse(asked)
     given = _many(asked.prompt)
     prompts = [await _prompt(desk, one) for one in given]
-    each = choices(asked)
-    if len(prompts) * each > MOST_CHOICES:
-        raise Refused(f"{len(prompts)} prompts with {each} choices each; expected at most {MOST_CHOICES} in all", "n")
-    manner = manner_of(desk.model, asked, asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS)
-    jobs = [Job(prompt.tokens, manner.another(index)) for prompt in prompts for index in range(each)]
+    each, tried = choices(asked), _tried(asked)
+    if len(prompts) * tried > MOST_CHOICES:
+        raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MOST_CHOICES} in all", "n")
+    most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
+    wanted = asked.logprobs if tried == each else asked.logprobs or 0  # the best is chosen by them
+    manner = manner_of(desk.model, asked, most, await desk.grammar(form_of(asked)), wanted)
+    jobs = [Job(prompt.tokens, manner.another(index)) for prompt in prompts for index in range(tried)]
     splitters = [Splitter() for _ in jobs]
     head = completion_events.Head(
         desk.model.id,
         manner.sampling.seed or 0,
         sum(len(prompt.tokens) for prompt in prompts),
         [_text(desk, one) if asked.echo else "" for one in given for _ in range(each)],
+        speller(desk.model, manner.sampling) if asked.logprobs is not None else None,
     )
     with_usage = usage_wanted(asked)
     if not asked.stream:
-        return as_json(completion_events.completion(head, await desk.whole(request, jobs, splitters)))
+        told = await desk.whole(request, jobs, splitters)
+        return as_json(completion_events.completion(head, likeliest(told, tried, each), told))
     run = await desk.streaming(request, jobs)
     events = completion_events.chunks(head, telling(run, splitters), with_usage)
     return EventStream(guarded(events, chat_events.failed), run.close)
 
 
 def _refuse(asked: CompletionRequest) -> None:
-    awaited.refuse_probabilities(asked.logprobs, None)
-    awaited.refuse_best_of(asked.best_of, asked.n)
-    awaited.refuse_grammar(asked.response_format, asked.grammar)
+    if asked.echo and asked.logprobs is not None:
+        raise Refused("logprobs: a prompt's own are not known here; leave echo or logprobs out", "logprobs")
     if asked.suffix:
         raise Refused("suffix: no text is filled in before another here; leave it out", "suffix")
+
+
+def _tried(asked: CompletionRequest) -> int:
+    """How many texts are made of each prompt. Raises Refused."""
+    each = choices(asked)
+    if asked.best_of is None or asked.best_of == each:
+        return each
+    if asked.best_of < each:
+        raise Refused(f"best_of is {asked.best_of}, less than n, which is {each}; expected more", "best_of")
+    if asked.stream:
+        raise Refused("best_of: which text is best is known in the end; expected no stream", "best_of")
+    return asked.best_of
 
 
 def _many(prompt: str | list[int] | list[str | list[int]]) -> list[str | list[int]]:

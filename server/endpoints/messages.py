@@ -27,7 +27,8 @@ async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Res
     desk.check_model(asked.model)
     messages.refuse(asked)
     box = messages.box(desk.model, asked)
-    prompt = await desk.prompt(messages.conversation(asked, box))
+    grammar = await desk.grammar(messages.form(asked), box)
+    prompt = await desk.prompt(messages.conversation(asked, box, grammar is not None))
     how = manner(
         desk.model,
         asked.speculation,
@@ -36,6 +37,7 @@ async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Res
         top_k=asked.top_k,
         top_p=asked.top_p,
         seed=asked.seed,
+        grammar=grammar,
         stop=stops(asked.stop_sequences),
     )
 
@@ -43,7 +45,7 @@ async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Res
         return stop_that_ended(desk.model.codec, prompt.tokens, choice.tokens, how.sampling)
 
     head = message_events.Head(desk.model.id, how.sampling.seed or 0, len(prompt.tokens), stopped_by)
-    jobs, splitters = [Job(prompt.tokens, how)], [splitter(desk.model, prompt, box)]
+    jobs, splitters = [Job(prompt.tokens, how)], [splitter(desk.model, prompt, box, grammar is not None)]
     if not asked.stream:
         (choice,) = await desk.whole(request, jobs, splitters, box.one)
         return as_json(message_events.message(head, choice))
@@ -57,5 +59,7 @@ async def count(asked: Counted, desk: TheDesk) -> Response:
     """The tokens that a conversation is."""
     desk.check_model(asked.model)
     messages.refuse(asked)
-    prompt = await desk.prompt(messages.conversation(asked, messages.box(desk.model, asked)))
+    prompt = await desk.prompt(
+        messages.conversation(asked, messages.box(desk.model, asked), messages.form(asked) is not None)
+    )
     return as_json(TokenCount(input_tokens=len(prompt.tokens)))

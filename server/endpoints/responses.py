@@ -28,7 +28,8 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
     desk.check_model(asked.model)
     responses.refuse(asked)
     box = responses.box(desk.model, asked)
-    prompt = await desk.prompt(responses.conversation(asked, box))
+    grammar = await desk.grammar(responses.form(asked), box)
+    prompt = await desk.prompt(responses.conversation(asked, box, grammar is not None))
     how = manner(
         desk.model,
         asked.speculation,
@@ -38,6 +39,7 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         top_k=asked.top_k,
         min_p=asked.min_p,
         seed=asked.seed,
+        grammar=grammar,
     )
     head = response_events.Head(
         model=desk.model.id,
@@ -51,7 +53,7 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         temperature=how.sampling.temp,
         top_p=how.sampling.top_p,
     )
-    jobs, splitters = [Job(prompt.tokens, how)], [splitter(desk.model, prompt, box)]
+    jobs, splitters = [Job(prompt.tokens, how)], [splitter(desk.model, prompt, box, grammar is not None)]
     if not asked.stream:
         (choice,) = await desk.whole(request, jobs, splitters, box.one)
         return as_json(response_events.response(head, choice))

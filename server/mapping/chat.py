@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.server.mapping import awaited, speech
+from outrider.server.mapping import speech
 from outrider.server.mapping.toolbox import ANY, MUST, Toolbox, function, toolbox
 from outrider.server.model.served import Conversation, ServedModel
 from outrider.server.problems import Refused
@@ -20,8 +20,6 @@ _REFUSED = {
 
 def refuse(asked: ChatRequest) -> None:
     """Raises Refused for what would change the answer and can't be done."""
-    awaited.refuse_probabilities(asked.logprobs, asked.top_logprobs)
-    awaited.refuse_grammar(asked.response_format, asked.grammar)
     for name, why in _REFUSED.items():
         if getattr(asked, name) is not None:
             raise Refused(f"{name}: {why}", name)
@@ -31,6 +29,13 @@ def refuse(asked: ChatRequest) -> None:
         raise Refused("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
     if asked.continue_final_message and asked.messages[-1].role != "assistant":
         raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
+    if asked.top_logprobs and not asked.logprobs:
+        raise Refused("top_logprobs: none are wanted; expected logprobs to be true", "top_logprobs")
+
+
+def logprobs(asked: ChatRequest) -> int | None:
+    """How many of each place's likeliest tokens are told; None: no log-probabilities at all."""
+    return asked.top_logprobs or 0 if asked.logprobs else None
 
 
 def box(model: ServedModel, asked: ChatRequest) -> Toolbox:
@@ -40,7 +45,7 @@ def box(model: ServedModel, asked: ChatRequest) -> Toolbox:
     return toolbox(model, tools(asked.tools), kind, named, one=asked.parallel_tool_calls is False)
 
 
-def conversation(asked: ChatRequest, box: Toolbox) -> Conversation:
+def conversation(asked: ChatRequest, box: Toolbox, in_form: bool) -> Conversation:
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning_effort)
@@ -52,6 +57,7 @@ def conversation(asked: ChatRequest, box: Toolbox) -> Conversation:
         answer=asked.add_generation_prompt is not False,
         go_on=go_on,
         must_call=box.must,
+        in_form=in_form,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.protocol.grammar import Grammar
 from outrider.protocol.sampling import MAX_SEED, SamplingParams
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import Refused
@@ -67,7 +68,9 @@ def manner(model: ServedModel, speculation: Speculation | None = None, **given: 
     return Manner(SamplingParams(**fields), asked.mode, asked.num_draft_tokens, asked.branches)
 
 
-def manner_of(model: ServedModel, asked: Sampling, max_tokens: int) -> Manner:
+def manner_of(
+    model: ServedModel, asked: Sampling, max_tokens: int, grammar: Grammar | None, logprobs: int | None
+) -> Manner:
     """That of a request in one of OpenAI's two older APIs.
 
     Raises:
@@ -83,6 +86,8 @@ def manner_of(model: ServedModel, asked: Sampling, max_tokens: int) -> Manner:
         seed=asked.seed,
         stop=stops(asked.stop),
         logit_bias=_bias(asked.logit_bias),
+        grammar=grammar,
+        logprobs=logprobs,
         **{name: getattr(asked, name) for name in _SAME_NAMES},
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from outrider.server.mapping import awaited, speech
+from outrider.server.mapping import speech
+from outrider.server.mapping.form import Form, by_format
 from outrider.server.mapping.toolbox import ANY, MUST, NONE, Toolbox, function, toolbox
 from outrider.server.model.served import Conversation, ServedModel
 from outrider.server.problems import Refused
@@ -18,8 +19,16 @@ def refuse(asked: Counted) -> None:
     """Raises Refused for what would change the answer and can't be done."""
     if asked.mcp_servers:
         raise Refused("mcp_servers: no server is asked from here", "mcp_servers")
-    if asked.output_format is not None or (asked.output_config or {}).get("format") is not None:
-        awaited.refuse_grammar({"type": "json_schema"}, None, "output_format")
+
+
+def form(asked: Counted) -> Form | None:
+    """What `output_config.format`, or `output_format` as it was called before, asks for. Raises Refused."""
+    if asked.output_format is not None:
+        return by_format(asked.output_format, "output_format")
+    given = (asked.output_config or {}).get("format")
+    if given is not None and not isinstance(given, dict):
+        raise Refused("output_config.format: expected an object", "output_config")
+    return by_format(given, "output_config.format")
 
 
 def box(model: ServedModel, asked: Counted) -> Toolbox:
@@ -35,7 +44,7 @@ def box(model: ServedModel, asked: Counted) -> Toolbox:
     return toolbox(model, given, _CHOICES[choice.type], named, one=bool(choice.disable_parallel_tool_use))
 
 
-def conversation(asked: Counted, box: Toolbox) -> Conversation:
+def conversation(asked: Counted, box: Toolbox, in_form: bool) -> Conversation:
     """An assistant's turn at the end is continued, as Anthropic does."""
     said: list[dict[str, Any]] = []
     if asked.system:
@@ -47,7 +56,7 @@ def conversation(asked: Counted, box: Toolbox) -> Conversation:
         keywords.setdefault("enable_thinking", asked.thinking.type != "disabled")
     last = said[-1]
     go_on = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
-    return Conversation(said, box.tools, keywords, go_on=go_on, must_call=box.must)
+    return Conversation(said, box.tools, keywords, go_on=go_on, must_call=box.must, in_form=in_form)
 
 
 def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.server.mapping import awaited, speech
+from outrider.server.mapping import speech
+from outrider.server.mapping.form import Form, by_format
 from outrider.server.mapping.toolbox import ANY, MUST, Toolbox, function, toolbox
 from outrider.server.model.served import Conversation, ServedModel
 from outrider.server.problems import Refused
@@ -21,8 +22,8 @@ _REFUSED = {
 
 def refuse(asked: ResponsesRequest) -> None:
     """Raises Refused for what would change the answer and can't be done."""
-    awaited.refuse_probabilities(None, asked.top_logprobs)
-    awaited.refuse_grammar((asked.text or {}).get("format"), None, "text.format")
+    if asked.top_logprobs:
+        raise Refused("top_logprobs: only chats and completions have log-probabilities here", "top_logprobs")
     for name, why in _REFUSED.items():
         if getattr(asked, name) is not None:
             raise Refused(f"{name}: {why}", name)
@@ -30,6 +31,14 @@ def refuse(asked: ResponsesRequest) -> None:
         raise Refused("background: answers are given at once here; leave it out", "background")
     if asked.truncation not in (None, "disabled"):
         raise Refused("truncation: no input is shortened here; expected disabled or nothing", "truncation")
+
+
+def form(asked: ResponsesRequest) -> Form | None:
+    """What `text.format` asks for. Raises Refused."""
+    given = (asked.text or {}).get("format")
+    if given is not None and not isinstance(given, dict):
+        raise Refused("text.format: expected an object", "text")
+    return by_format(given, "text.format")
 
 
 def box(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
@@ -44,7 +53,7 @@ def box(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
     return toolbox(model, given, kind, named, one=asked.parallel_tool_calls is False)
 
 
-def conversation(asked: ResponsesRequest, box: Toolbox) -> Conversation:
+def conversation(asked: ResponsesRequest, box: Toolbox, in_form: bool) -> Conversation:
     said: list[dict[str, Any]] = []
     if asked.instructions:
         said.append({"role": "system", "content": asked.instructions})
@@ -55,7 +64,7 @@ def conversation(asked: ResponsesRequest, box: Toolbox) -> Conversation:
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning is not None and asked.reasoning.effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning.effort)
-    return Conversation(said, box.tools, keywords, must_call=box.must)
+    return Conversation(said, box.tools, keywords, must_call=box.must, in_form=in_form)
 
 
 def _items(items: list[Item]) -> list[dict[str, Any]]:

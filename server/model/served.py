@@ -27,7 +27,7 @@ class Conversation:
     """What is said so far, as templates take it, and how the answer begins.
 
     `tools` are functions in OpenAI's shape. `answer`: begin the assistant's turn; `go_on`: continue the last message
-    instead. `must_call`: the answer begins inside a call of a tool.
+    instead. `must_call`: the answer begins inside a call of a tool; `in_form`: it has a form, which has no thoughts.
     """
 
     messages: Sequence[Message]
@@ -36,6 +36,7 @@ class Conversation:
     answer: bool = True
     go_on: bool = False
     must_call: bool = False
+    in_form: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,10 @@ class ServedModel:
         if talk.go_on:
             text = without_end(text, str(talk.messages[-1].get("content") or ""))
         thinks = self._in_thought(text)
+        if thinks and (talk.must_call or talk.in_form) and self.thinking is not None:
+            text, thinks = f"{text}{self.thinking.end}\n\n", False
         if talk.must_call and self.tools is not None:
-            closed = f"{self.thinking.end}\n\n" if thinks and self.thinking is not None else ""
-            text, thinks = text + closed + self.tools.tags.start, False
+            text += self.tools.tags.start
         return Prompt(self.tokens(text, special=False), thinks, talk.must_call)
 
     def _without_template(self, talk: Conversation) -> Prompt:

@@ -56,6 +56,14 @@ class StreamOptions(Loose):
     include_usage: bool | None = None
 
 
+class StructuredOutputs(Given):
+    """vLLM's: what the text is to be; one of them."""
+
+    json_: Annotated[Object | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
 class Sampling(Given):
     """What requests of OpenAI's two older APIs have in common, and the fields that llama.cpp, vLLM and mlx-lm added."""
 
@@ -79,9 +87,12 @@ class Sampling(Given):
     speculation: Speculation | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # The engine's side of these is awaited (mapping/awaited.py).
-    response_format: Object | None = None
-    grammar: str | None = None
+    response_format: Object | None = Field(None, description="text, json_object or json_schema")
+    grammar: str | None = Field(None, description="GBNF, or Lark's notation")
+    guided_json: Object | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Ignored: nothing of the answer depends on them.
     user: Any = None
     metadata: Any = None

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.shapes.base import (
     MOST_MESSAGES,
     Answered,
@@ -89,7 +90,7 @@ class ChatRequest(Sampling):
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     modalities: list[str] | None = None
     audio: Any = None
     functions: Any = None
@@ -121,10 +122,29 @@ class AnswerMessage(Answered):
     tool_calls: list[ToolCallOut] | None = absent()
 
 
+class LikelyToken(Answered):
+    """A token's text, its bytes, and the natural logarithm of its probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class SpelledToken(LikelyToken):
+    """One that was generated, and the likeliest of its place."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(Answered):
+    content: list[SpelledToken]
+    refusal: None = None
+
+
 class ChatChoice(Answered):
     index: int
     message: AnswerMessage
-    logprobs: Object | None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: Finish
 
 
@@ -154,7 +174,7 @@ class Delta(Answered):
 class ChunkChoice(Answered):
     index: int
     delta: Delta
-    logprobs: Object | None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: Finish | None = None
 
 

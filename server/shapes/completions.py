@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from outrider.server.shapes.base import MOST_CHOICES, Answered, Object, Outrider, Sampling, Timings, Usage, absent
+from outrider.protocol.sampling import MOST_LOGPROBS
+from outrider.server.shapes.base import MOST_CHOICES, Answered, Outrider, Sampling, Timings, Usage, absent
 
 Tokens = Annotated[list[int], Field(min_length=1)]
 
@@ -15,16 +16,26 @@ class CompletionRequest(Sampling):
     """Texts, or token ids, that are to be completed; no chat template is applied."""
 
     prompt: str | Tokens | Annotated[list[str | Tokens], Field(min_length=1, max_length=MOST_CHOICES)]
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     echo: bool | None = None
     suffix: str | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+
+class CompletionLogprobs(Answered):
+    """Of each token: its text, the natural logarithm of its probability, the likeliest of its place by their texts, and
+    where its text begins."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
 
 
 class CompletionChoice(Answered):
     index: int
     text: str
-    logprobs: Object | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
 
 

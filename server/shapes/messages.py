@@ -70,7 +70,7 @@ class Counted(Given):
     chat_template_kwargs: Object | None = None
     mcp_servers: Any = None
     output_config: Object | None = None
-    output_format: Any = None
+    output_format: Object | None = None
     # Ignored: nothing of the answer depends on them.
     cache_control: Any = None
     context_management: Any = None

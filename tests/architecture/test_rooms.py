@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "draft_worker": {"protocol", "grammar", "engine", "drafting"},
     "orchestrator": {"protocol", "grammar"},
     "bench": {"protocol", "grammar", "engine", "drafting", "draft_worker", "orchestrator"},
-    "server": {"protocol", "orchestrator"},
+    "server": {"protocol", "grammar", "orchestrator"},
     "outrider": {"protocol", "orchestrator"},
 }
 ROOMS = set(MAY_IMPORT)

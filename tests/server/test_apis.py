@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from outrider.orchestrator import EndpointError, LocalCluster, SamplingParams, WorkerError
+from outrider.orchestrator import EndpointError, Grammar, LocalCluster, SamplingParams, WorkerError
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import Listener
@@ -27,6 +27,8 @@ from tests.server.house import House, command, serving, wait_until_up
 from tests.server.scripted import ANSWER, PLAIN, text_of, write_scripted
 
 PROMPT = "def fibonacci(n):"
+PLAIN_PROMPT: Any = [{"role": "user", "content": PROMPT}]
+MODEL = "outrider-embedded"
 HELLO = [{"role": "user", "content": "hi"}]
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOL = {"type": "function", "function": WEATHER}
@@ -63,6 +65,12 @@ def pair(houses: tuple[House, House]) -> House:
 @pytest.fixture(scope="module")
 def ai(chat: House) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def other_ai(pair: House) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -136,6 +144,116 @@ def test_stop_bias_echo_and_eos_are_heeded(pair: House) -> None:
     assert biased["choices"][0]["text"] == pair.client.generate(
         PROMPT, SamplingParams(max_tokens=3, logit_bias=((77, 1000.0),))
     ).text  # fmt: skip
+
+
+# --- forms and log-probabilities ------------------------------------------------------------------------------------
+
+
+FORM = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["alpha", "beta"]}, "sure": {"type": "boolean"}, "size": {"enum": [1, 20, 300]}},
+    "required": ["kind", "sure", "size"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+IN_FORM: Any = {"type": "json_schema", "json_schema": {"name": "form", "schema": FORM, "strict": True}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_has_the_form_of_its_schema_and_is_drafted(pair: House, other_ai: openai.OpenAI, stream: bool) -> None:
+    asked: Any = {"model": MODEL, "messages": PLAIN_PROMPT, "response_format": IN_FORM, "temperature": 0.9, "seed": 5}
+    if stream:
+        told = list(other_ai.chat.completions.create(**asked, stream=True))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in told)
+        finish, timings = told[-1].choices[0].finish_reason, told[-1].model_extra["timings"]
+    else:
+        answer = other_ai.chat.completions.create(**asked)
+        text = answer.choices[0].message.content or ""
+        finish, timings = answer.choices[0].finish_reason, answer.model_extra["timings"]
+    sampling = SamplingParams(temp=0.9, seed=5, grammar=Grammar.json_schema(FORM))
+    assert text == pair.client.generate(PROMPT, sampling, mode="ar").text and finish == "stop"
+    assert set(json.loads(text)) == {"kind", "sure", "size"} and timings["draft_n"] > 0
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"guided_json": FORM},
+        {"structured_outputs": {"json": FORM}},
+        {"response_format": {"type": "json_object", "schema": FORM}},
+        {"grammar": 'root ::= "{" "\\"size\\":" [0-9] "}"'},
+        {"guided_regex": r"\{\"size\":[1-9]\}"},
+    ],
+    ids=["guided_json", "structured_outputs", "json_object", "grammar", "guided_regex"],
+)
+def test_a_form_by_other_names(pair: House, field: dict[str, Any]) -> None:
+    answer = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=64, **field).json()
+    assert "size" in json.loads(answer["choices"][0]["text"])
+
+
+def test_responses_and_messages_have_forms_too(pair: House, other_ai: openai.OpenAI) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "form", "schema": FORM}}
+    assert json.loads(other_ai.responses.create(model=MODEL, input=PROMPT, text=text).output_text)["kind"]
+    config: Any = {"format": {"type": "json_schema", "schema": FORM}}
+    said = post(pair, "/v1/messages", messages=PLAIN_PROMPT, max_tokens=64, output_config=config).json()
+    assert json.loads(said["content"][0]["text"])["kind"] and said["stop_reason"] == "end_turn"
+
+
+def test_a_form_has_no_thoughts(chat: House) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": 4}}}
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    message = post(chat, "/v1/chat/completions", messages=HELLO, response_format=form, **thinking).json()
+    assert message["choices"][0]["message"]["content"] == "4"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_the_python_clients(pair: House, other_ai: openai.OpenAI, stream: bool) -> None:
+    asked: Any = {"model": MODEL, "messages": PLAIN_PROMPT, "max_tokens": 24, "logprobs": True, "top_logprobs": 3}
+    if stream:
+        chunks = list(other_ai.chat.completions.create(**asked, stream=True))
+        content = [row for c in chunks if (given := c.choices[0].logprobs) for row in given.content or ()]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    else:
+        choice = other_ai.chat.completions.create(**asked).choices[0]
+        assert choice.logprobs is not None
+        content, text = choice.logprobs.content or [], choice.message.content or ""
+    expected = pair.client.generate(PROMPT, SamplingParams(max_tokens=24, logprobs=3)).logprobs or ()
+    assert [row.logprob for row in content] == pytest.approx([row.logprob for row in expected], abs=1e-4)
+    assert [[top.logprob for top in row.top_logprobs] for row in content] == [
+        pytest.approx([value for _, value in row.top], abs=1e-4) for row in expected
+    ]
+    assert bytes(byte for row in content for byte in row.bytes or ()).decode() == text
+    assert [row.token for row in content] == [bytes(row.bytes or ()).decode(errors="replace") for row in content]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completions_log_probabilities_stand_side_by_side(other_ai: openai.OpenAI, stream: bool) -> None:
+    asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "logprobs": 2, "stop": ["zzz"]}
+    if stream:
+        told = [chunk.choices[0] for chunk in other_ai.completions.create(**asked, stream=True)]
+    else:
+        told = [other_ai.completions.create(**asked).choices[0]]
+    lists = [choice.logprobs for choice in told if choice.logprobs is not None]
+    tokens = [token for one in lists for token in one.tokens or ()]
+    assert "".join(tokens) == "".join(choice.text for choice in told) and len(tokens) == 12
+    places = [place for one in lists for place in one.text_offset or ()]
+    assert places == [len("".join(tokens[:count])) for count in range(12)]
+    tops = [top for one in lists for top in one.top_logprobs or ()]
+    values = [value for one in lists for value in one.token_logprobs or ()]
+    assert all(top[token] == value for token, top, value in zip(tokens, tops, values, strict=True))
+
+
+def test_the_best_of_several_is_the_likeliest(pair: House) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 1.2, "seed": 3}
+    every = [
+        pair.client.generate(PROMPT, SamplingParams(max_tokens=8, temp=1.2, seed=seed_of(3, index), logprobs=0))
+        for index in range(4)
+    ]
+    ranked = sorted(every, key=lambda one: sum(row.logprob for row in one.logprobs or ()) / 8, reverse=True)
+    best = post(pair, "/v1/completions", **asked, best_of=4, n=2).json()
+    assert [choice["text"] for choice in best["choices"]] == [one.text for one in ranked[:2]]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1] and best["choices"][0]["logprobs"] is None
+    assert best["usage"]["completion_tokens"] == 32
 
 
 # --- OpenAI's client ------------------------------------------------------------------------------------------------

@@ -89,6 +89,12 @@ WRONG = [
     ({"speculation": {"depth": 7}}, "speculation.depth: no such field"),
     ({"stream": "yes"}, "stream"),
 ]
+
+
+def schema(inner: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": inner}}
+
+
 WRONG_OF_TWO = [
     ({"n": 1000}, "n: "),
     ({"n": 0}, "n: "),
@@ -96,8 +102,16 @@ WRONG_OF_TWO = [
     ({"stop": ["x"] * 5000}, "stop"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"max_tokens": 0}, "max_tokens is 0"),
-    ({"response_format": {"type": "json_object"}}, "can't be held to json_object"),
-    ({"grammar": "root ::= x"}, "grammar"),
+    ({"response_format": {"type": "yaml"}}, "response_format: 'yaml' is unknown"),
+    ({"response_format": {"type": "json_schema"}}, "response_format: there is no schema"),
+    ({"response_format": schema({"type": "nonsense"})}, "response_format: the JSON schema can't be used: Invalid type"),
+    ({"response_format": schema(False)}, "response_format: the JSON schema can't be used: Unsatisfiable"),
+    ({"response_format": schema([1])}, "response_format: the schema is no object"),
+    ({"response_format": schema({}), "ignore_eos": True}, "ignore_eos is True and there is a grammar"),
+    ({"grammar": "root ::= x"}, "grammar: the grammar can't be used"),
+    ({"grammar": ""}, "grammar: the grammar is empty"),
+    ({"guided_regex": "(?=a)b"}, "guided_regex: the regular expression can't be used"),
+    ({"structured_outputs": {"json": {}}, "guided_json": {}}, "expected one of them"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
 ]
 
@@ -126,21 +140,28 @@ def test_a_field_of_the_older_apis_that_cannot_be(ask: Ask, path: str, wrong: di
         (CHAT, {**SAID, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "'g'"),
         (CHAT, {**SAID, "tools": [{"type": "web_search"}]}, "only functions"),
         (CHAT, {**SAID, "max_tokens": 5, "max_completion_tokens": 6}, "expected one of them"),
-        (CHAT, {**SAID, "logprobs": True}, "logprobs"),
+        (CHAT, {**SAID, "top_logprobs": 2}, "expected logprobs to be true"),
+        (CHAT, {**SAID, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {**SAID, "tools": [TOOL], "response_format": schema({})}, "a text in a form calls no tools"),
+        (TEXT, {"prompt": "x", "logprobs": 1, "echo": True}, "a prompt's own are not known"),
         (CHAT, {**SAID, "continue_final_message": True}, "not the assistant's"),
         (CHAT, {**SAID, "chat_template_kwargs": {"tools": 1}}, "keyword of the chat template"),
         (TEXT, {"prompt": ""}, "the prompt is empty"),
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": [-1]}, "out of range"),
-        (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
+        (TEXT, {"prompt": "x", "best_of": 3, "stream": True}, "expected no stream"),
+        (TEXT, {"prompt": "x", "best_of": 1, "n": 2}, "less than n"),
         (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
         (TEXT, {"prompt": ["x"] * 100, "n": 2}, "100 prompts"),
         (RESPOND, {"input": "x", "previous_response_id": "resp_1"}, "no response is stored"),
-        (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format: there is no schema"),
+        (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema", "schema": False}}}, "Unsatisfiable"),
+        (RESPOND, {"input": "x", "top_logprobs": 2}, "top_logprobs"),
         (RESPOND, {"input": [{"type": "computer_call"}]}, "'computer_call'"),
         (CLAUDE, SAID, "max_tokens"),
         (CLAUDE, {**SAID, "max_tokens": 5, "tools": [{"type": "web_search_1", "name": "w"}]}, "runs at Anthropic"),
         (CLAUDE, {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5}, "'image'"),
+        (CLAUDE, {**SAID, "max_tokens": 5, "output_config": {"format": schema(False)}}, "Unsatisfiable"),
         ("/tokenize", {}, "one of them only"),
         ("/detokenize", {"tokens": [999999]}, "999999 is no token"),
     ],
@@ -170,6 +191,11 @@ def test_what_is_harmless_is_accepted(ask: Ask) -> None:
     cached = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
     said = {"messages": [{"role": "user", "content": [cached]}], "system": [cached], "max_tokens": 5}
     assert ask(CLAUDE, json={**said, "metadata": {"user_id": "u"}, "context_management": {}}).status_code == 503
+
+
+def test_the_field_that_asks_for_a_form_is_named(ask: Ask) -> None:
+    for name, wrong in (("response_format", schema(False)), ("guided_regex", "(")):
+        assert ask(CHAT, json={**SAID, name: wrong}).json()["error"]["param"] == name
 
 
 def test_a_large_body_is_not_read(chatty: ServedModel) -> None:

@@ -1,0 +1,95 @@
+"""What form a text is to have: every API's schemas and grammars, and vLLM's names for them, as one record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.grammar.compiler import check
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.grammar import Grammar
+from outrider.server.mapping.toolbox import Toolbox
+from outrider.server.problems import Refused
+from outrider.server.shapes.base import Sampling, StructuredOutputs
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """`param` is the field that asked for it."""
+
+    grammar: Grammar
+    param: str
+
+    def check(self, box: Toolbox) -> None:
+        """
+        Raises:
+            Refused: it can't be compiled, or tools may be called, which it has no words for.
+        """
+        if box.tools:
+            raise Refused(
+                f"{self.param}: a text in a form calls no tools; leave tools out, or set tool_choice to none",
+                self.param,
+            )
+        try:
+            check(self.grammar)
+        except InvalidRequest as error:
+            raise Refused(f"{self.param}: {error}", self.param) from None
+
+
+def form_of(asked: Sampling) -> Form | None:
+    """That of a request in one of OpenAI's two older APIs.
+
+    Raises:
+        Refused: there are two, or one can't be read.
+    """
+    told = asked.structured_outputs or StructuredOutputs()
+    found = [
+        by_format(asked.response_format, "response_format"),
+        *(
+            _form(kind, text, name)
+            for kind, text, name in (
+                ("grammar", asked.grammar, "grammar"),
+                ("json_schema", asked.guided_json, "guided_json"),
+                ("regex", asked.guided_regex, "guided_regex"),
+                ("grammar", asked.guided_grammar, "guided_grammar"),
+                ("json_schema", told.json_, "structured_outputs.json"),
+                ("regex", told.regex, "structured_outputs.regex"),
+                ("grammar", told.grammar, "structured_outputs.grammar"),
+            )
+        ),
+    ]
+    forms = [form for form in found if form is not None]
+    if len(forms) > 1:
+        names = " and ".join(form.param for form in forms)
+        raise Refused(f"{names} each say what the text is to be; expected one of them", forms[1].param)
+    return forms[0] if forms else None
+
+
+def by_format(given: Mapping[str, Any] | None, name: str) -> Form | None:
+    """OpenAI's `response_format` and `text.format`, Anthropic's `format`. Raises Refused."""
+    kind = (given or {}).get("type", "text")
+    if given is None or kind == "text":
+        return None
+    inner = given.get("json_schema")
+    schema = (inner if isinstance(inner, Mapping) else given).get("schema")
+    if kind == "json_object":
+        return _form("json_schema", schema if schema is not None else {"type": "object"}, name)
+    if kind != "json_schema":
+        raise Refused(f"{name}: {str(kind)[:40]!r} is unknown here; expected text, json_object or json_schema", name)
+    if schema is None:
+        raise Refused(f"{name}: there is no schema in it; expected a JSON schema as 'schema'", name)
+    return _form(kind, schema, name)
+
+
+def _form(kind: str, given: object, name: str) -> Form | None:
+    if given is None:
+        return None
+    try:
+        if kind != "json_schema":
+            return Form(Grammar(kind, str(given)), name)
+        if not isinstance(given, Mapping | str | bool):
+            raise Refused(f"{name}: the schema is no object; expected a JSON schema", name)
+        return Form(Grammar.json_schema(given), name)
+    except InvalidRequest as error:
+        raise Refused(f"{name}: {error}", name) from None
