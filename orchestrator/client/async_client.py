@@ -30,6 +30,7 @@ class AsyncClient:
         self._alive = alive
         self._key = client_key()
         self._serials = itertools.count()
+        self._open: dict[str, zmq.asyncio.Socket] = {}
 
     async def generate(
         self,
@@ -84,14 +85,22 @@ class AsyncClient:
         socket = self._socket()
         try:
             await socket.send_multipart(encode(dialogue.opening))
+            self._open[dialogue.request] = socket
             while not dialogue.over:
                 chunk = dialogue.take(await self._receive(socket, patience))
                 if chunk is not None:
                     yield chunk
         finally:
+            self._open.pop(dialogue.request, None)
             if not dialogue.over:
                 await socket.send_multipart(encode(dialogue.farewell), flags=zmq.NOBLOCK)
             socket.close(linger=FLUSH_MS)
+
+    async def end(self, dialogue: Dialogue) -> None:
+        """Asks the server to end a dialogue that is going on."""
+        socket = self._open.get(dialogue.request)
+        if socket is not None:
+            await socket.send_multipart(encode(dialogue.farewell))
 
     async def _receive(self, socket: zmq.asyncio.Socket, patience: Patience) -> Message:
         # Not cancelled by any time that passes: what has arrived meanwhile would be lost with it.
@@ -128,6 +137,10 @@ class AsyncStream:
     def __aiter__(self) -> AsyncIterator[Chunk]:
         self._dialogue.begin()
         return self._client.exchange(self._dialogue)
+
+    async def end(self) -> None:
+        """Asks for no more text. The loop goes on to the end, which is near: `finish_reason` is cancelled then."""
+        await self._client.end(self._dialogue)
 
     @property
     def result(self) -> GenerationResult:

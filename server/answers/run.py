@@ -64,6 +64,7 @@ class Run:
         self._line: asyncio.Queue[News | Exception] = asyncio.Queue()
         self._first: list[News] = []
         self._open = set(range(len(jobs)))
+        self._streams: dict[int, AsyncStream] = {}
         self._tasks = [asyncio.create_task(self._complete(index, job)) for index, job in enumerate(jobs)]
 
     @property
@@ -99,10 +100,10 @@ class Run:
         self._open -= {one.index for one in found if isinstance(one, Ended)}
         return found
 
-    def drop(self, index: int) -> None:
-        """Choice `index` is wanted no further; there will be no end of it."""
-        self._tasks[index].cancel()
-        self._open.discard(index)
+    async def end(self, index: int) -> None:
+        """Choice `index` is wanted no further; its end will come at once, with its numbers."""
+        if index in self._streams:
+            await self._streams[index].end()
 
     async def close(self) -> None:
         """Cancels what is not finished, and returns when it is cancelled."""
@@ -114,7 +115,7 @@ class Run:
         watch = self._metrics.watch()
         result: GenerationResult | None = None
         try:
-            stream = self._stream(index, job)
+            stream = self._streams[index] = self._stream(index, job)
             async for chunk in stream:
                 watch.grown(len(chunk.token_ids))
                 self._line.put_nowait(Grown(index, chunk.text, chunk.token_ids, chunk.logprobs or ()))

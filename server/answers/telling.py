@@ -112,14 +112,18 @@ async def telling(
                 continue
             choice = choices[one.index]
             if choice.finish:
+                if isinstance(one, Ended):
+                    choice.result = one.result
+                    yield choice
                 continue
             for part in choice.take(one, splitters[one.index], one_call):
                 yield Told(choice.index, part, choice.untold)
                 choice.untold = ()
             if choice.finish:
                 if isinstance(one, Grown):
-                    run.drop(choice.index)
-                yield choice
+                    await run.end(choice.index)
+                else:
+                    yield choice
 
 
 async def whole(run: Run, splitters: Sequence[Splitter], one_call: bool = False) -> list[Choice]:

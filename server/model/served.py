@@ -50,7 +50,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`names`: what requests may call it, its id first. `defaults`: sampling that the model's authors recommend."""
+    """`names`: what requests may call it, its id first. `defaults`: sampling that the model's authors recommend.
+
+    `longest_token`: no token stands for more characters.
+    """
 
     names: tuple[str, ...]
     codec: TextCodec
@@ -58,6 +61,7 @@ class ServedModel:
     thinking: Tags | None
     tools: ToolFormat | None
     defaults: Mapping[str, float]
+    longest_token: int
     loaded_at: int
 
     @property
@@ -76,7 +80,7 @@ class ServedModel:
         """
         if not text:
             raise InvalidRequest("the prompt is empty; expected text, or at least one token")
-        return Prompt(self.tokens(text, special=True))
+        return Prompt(self._fitting(text, special=True))
 
     def tokens(self, text: str, special: bool) -> tuple[int, ...]:
         """The tokens of `text`; `special` adds what the tokenizer puts around one. Raises InvalidRequest."""
@@ -110,7 +114,17 @@ class ServedModel:
             text, thinks = f"{text}{self.thinking.end}\n\n", False
         if talk.must_call and self.tools is not None:
             text += self.tools.tags.start
-        return Prompt(self.tokens(text, special=False), thinks, talk.must_call)
+        return Prompt(self._fitting(text, special=False), thinks, talk.must_call)
+
+    def _fitting(self, text: str, special: bool) -> tuple[int, ...]:
+        """The tokens of `text`, which is not tokenized at all where it would surely be too long: that takes seconds."""
+        room = self.context_length
+        if room is not None and len(text) >= room * self.longest_token:
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters, more than {room} tokens; expected at most {room - 1}, one less"
+                f" than the context of {self.id}"
+            )
+        return self.tokens(text, special)
 
     def _without_template(self, talk: Conversation) -> Prompt:
         if talk.tools:
@@ -142,6 +156,7 @@ def load_served(name: str, folder: Path, names: tuple[str, ...]) -> ServedModel:
         thinking=thinking_tags(vocabulary) if template is not None else None,
         tools=tool_format(template, vocabulary, named) if template is not None else None,
         defaults=_recommended(folder),
+        longest_token=max(map(len, vocabulary)),
         loaded_at=int(time.time()),
     )
 

@@ -309,6 +309,17 @@ def test_a_required_call_is_begun_for_the_model(ai: openai.OpenAI, choice: Any) 
     assert json.loads(call.function.arguments) == PARIS and answer.choices[0].message.content is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_ends_with_its_first_call_has_its_numbers(chat: House, stream: bool) -> None:
+    asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "parallel_tool_calls": False}
+    if stream:
+        answer = events(chat, "/v1/chat/completions", **asked)[-1]
+    else:
+        answer = post(chat, "/v1/chat/completions", **asked).json()
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert answer["timings"]["predicted_n"] >= 6 and answer["outrider"]["mode"]
+
+
 def test_no_tool_is_called_where_none_may_be(ai: openai.OpenAI) -> None:
     answer = ai.chat.completions.create(model="chatty", messages=HELLO, tools=[TOOL], tool_choice="none")
     assert answer.choices[0].message.content == text_of(PLAIN) and answer.choices[0].message.tool_calls is None

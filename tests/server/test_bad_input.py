@@ -204,6 +204,16 @@ def test_a_large_body_is_not_read(chatty: ServedModel) -> None:
     assert answer.status_code == 413 and "larger than 1 MB" in complaint(answer)
 
 
+def test_a_prompt_that_is_surely_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = asking(load_served(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
+    monkeypatch.setattr(ServedModel, "tokens", lambda *_: pytest.fail("it was tokenized"))
+    for path in PATHS:
+        body = json.loads(json.dumps(PATHS[path]).replace('"hi"', '"x"').replace('"x"', json.dumps("x" * 2_000_000)))
+        refused = ask(path, json=body)
+        assert refused.status_code == 400 and "2000000 characters" in complaint(refused, path == CLAUDE)
+        assert path == CLAUDE or refused.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_keys_are_asked_for(chatty: ServedModel) -> None:
     ask = asking(chatty, api_keys=("one", "two"))
     for headers in (
