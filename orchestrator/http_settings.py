@@ -17,6 +17,7 @@ from outrider.protocol.errors import InvalidRequest
 
 HOST, PORT = "127.0.0.1", 8080
 MAX_BODY_MB = 32
+MOST_SECONDS = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class HttpSettings:
     `port` 0 is any free one. `api_keys`: whoever asks has to name one of them; none: nobody is asked, which only holds
     on loopback. `cors_origins`: pages of these origins may ask from a browser (`*`: all). `tls_cert` and `tls_key`: PEM
     files. `model_names`: what requests may call the model; the first is its id, none: its own name. `max_body_mb`: the
-    largest request body in MB.
+    largest request body in MB. `request_timeout`: seconds after which an answer is given up, None: never.
+    `max_streams_per_key`: answers at once to each key, or address where no key is named; None: any number.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -40,12 +42,17 @@ class HttpSettings:
     tls_key: str | None = None
     model_names: tuple[str, ...] = ()
     max_body_mb: int = MAX_BODY_MB
+    request_timeout: int | None = None
+    max_streams_per_key: int | None = None
 
     def __post_init__(self) -> None:
         if not self.host.strip():
             raise InvalidRequest("host is empty; expected an address such as 127.0.0.1, or a name")
         values.whole("port", self.port, 0, 65535)
         values.whole("max_body_mb", self.max_body_mb, 1, 4096)
+        for name, most in (("request_timeout", MOST_SECONDS), ("max_streams_per_key", 1_000_000)):
+            if getattr(self, name) is not None:
+                values.whole(name, getattr(self, name), 1, most)
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise InvalidRequest("an API key is empty or has spaces or other than ASCII; expected one word in ASCII")
         if not self.api_keys and not self.is_loopback:

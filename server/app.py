@@ -35,7 +35,7 @@ def application(model: ServedModel, endpoint: str, settings: HttpSettings) -> Fa
         separate_input_output_schemas=False,
     )
     metrics = Metrics(model.id)
-    app.state.desk = Desk(model, endpoint, metrics)
+    app.state.desk = Desk(model, endpoint, metrics, settings)
     for part in (chat, completions, messages, responses, models, tokens, status):
         app.include_router(part.router)
     for kind in (OutriderError, RequestValidationError, HTTPException, Exception):

@@ -16,6 +16,11 @@ MOST = 1024
 PATIENCE_SECONDS = 10.0
 
 
+def caller_of(request: Request) -> str:
+    """Whoever sent `request`: their key, or their address."""
+    return key_of(request.scope) or (request.client.host if request.client is not None else "")
+
+
 class Callers:
     """A client of the orchestrator for each caller, those that asked last."""
 
@@ -24,9 +29,8 @@ class Callers:
         self._clients: OrderedDict[str, AsyncClient] = OrderedDict()
         self.own = AsyncClient(endpoint, PATIENCE_SECONDS)
 
-    def of(self, request: Request) -> AsyncClient:
-        """The client that asks for whoever sent `request`."""
-        caller = key_of(request.scope) or (request.client.host if request.client is not None else "")
+    def client(self, caller: str) -> AsyncClient:
+        """The one that asks for them."""
         if caller not in self._clients:
             self._clients[caller] = AsyncClient(self._endpoint, PATIENCE_SECONDS)
             if len(self._clients) > MOST:

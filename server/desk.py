@@ -10,16 +10,18 @@ from fastapi import Depends, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.grammar import Grammar
 from outrider.server.answers.parts import Splitter
 from outrider.server.answers.run import Job, Run
 from outrider.server.answers.sse import gone
 from outrider.server.answers.telling import Choice, whole
-from outrider.server.callers import Callers
+from outrider.server.callers import Callers, caller_of
 from outrider.server.mapping.form import Form
 from outrider.server.mapping.toolbox import Toolbox
 from outrider.server.metrics import Metrics
 from outrider.server.model.served import Conversation, Prompt, ServedModel
+from outrider.server.places import Places
 from outrider.server.problems import Refused
 
 NO_TOOLS = Toolbox()
@@ -34,10 +36,12 @@ class ReaderGone(Exception):
 class Desk:
     """One server's; endpoints find it in the app's state."""
 
-    def __init__(self, model: ServedModel, endpoint: str, metrics: Metrics) -> None:
+    def __init__(self, model: ServedModel, endpoint: str, metrics: Metrics, settings: HttpSettings) -> None:
         self.model = model
         self.callers = Callers(endpoint)
         self.metrics = metrics
+        self._places = Places(settings.max_streams_per_key)
+        self._longest = settings.request_timeout
 
     def check_model(self, name: str | None) -> None:
         """Raises Refused for the name of another model."""
@@ -67,8 +71,10 @@ class Desk:
         return form.grammar
 
     def begin(self, request: Request, jobs: Sequence[Job]) -> Run:
-        """Sends the jobs off."""
-        return Run(self.callers.of(request), jobs, self.metrics)
+        """Sends the jobs off. Raises Refused when the caller has as many answers under way as may be."""
+        caller = caller_of(request)
+        place = self._places.take(caller)
+        return Run(self.callers.client(caller), jobs, self.metrics, place, self._longest)
 
     async def streaming(self, request: Request, jobs: Sequence[Job]) -> Run:
         """The same for a stream: returns once it is worth its status.

@@ -28,6 +28,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tls-key", metavar="FILE")
     body = f"largest request, default {MAX_BODY_MB}"
     group.add_argument("--max-body-mb", type=int, default=MAX_BODY_MB, metavar="MB", help=body)
+    late = "an answer that takes longer is given up; default: none is"
+    group.add_argument("--request-timeout", type=int, metavar="SECONDS", help=late)
+    many = "answers at once to each key, or address where no key is named; default: any number"
+    group.add_argument("--max-streams-per-key", type=int, metavar="N", help=many)
 
 
 def settings_of(options: argparse.Namespace) -> HttpSettings | None:
@@ -47,6 +51,8 @@ def settings_of(options: argparse.Namespace) -> HttpSettings | None:
         tls_key=options.tls_key,
         model_names=tuple(options.served_model_name),
         max_body_mb=options.max_body_mb,
+        request_timeout=options.request_timeout,
+        max_streams_per_key=options.max_streams_per_key,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 
 from outrider.protocol.errors import OutriderError
-from outrider.server.problems import Problem, problem_of
+from outrider.server.problems import Problem, Refused, problem_of
 
 
 async def guarded(events: AsyncIterator[bytes], tell: Callable[[Problem], bytes]) -> AsyncIterator[bytes]:
@@ -13,7 +13,7 @@ async def guarded(events: AsyncIterator[bytes], tell: Callable[[Problem], bytes]
     try:
         async for data in events:
             yield data
-    except OutriderError as error:
+    except (OutriderError, Refused) as error:
         yield tell(problem_of(error))
     except Exception as error:
         yield tell(problem_of(error))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from outrider.orchestrator.client.async_client import AsyncClient, AsyncStream
@@ -15,6 +16,7 @@ from outrider.orchestrator.client.result import GenerationResult, TokenLogprob
 from outrider.protocol.errors import OutriderError
 from outrider.server.mapping.manner import Manner
 from outrider.server.metrics import Metrics
+from outrider.server.problems import Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,18 @@ News = Grown | Reading | Ended
 
 
 class Run:
-    """Begins on creation; `news` until `over`, then `close`, which is right at any time."""
+    """Begins on creation; `news` until `over`, then `close`, which is right at any time, and gives the `place` back.
 
-    def __init__(self, client: AsyncClient, jobs: Sequence[Job], metrics: Metrics) -> None:
+    A choice that takes longer than `longest` seconds, or than its own manner says, is given up.
+    """
+
+    def __init__(
+        self, client: AsyncClient, jobs: Sequence[Job], metrics: Metrics, place: ExitStack, longest: float | None
+    ) -> None:
         self._client = client
         self._metrics = metrics
+        self._place = place
+        self._longest = longest
         self._line: asyncio.Queue[News | Exception] = asyncio.Queue()
         self._first: list[News] = []
         self._open = set(range(len(jobs)))
@@ -107,6 +116,7 @@ class Run:
 
     async def close(self) -> None:
         """Cancels what is not finished, and returns when it is cancelled."""
+        self._place.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -114,15 +124,20 @@ class Run:
     async def _complete(self, index: int, job: Job) -> None:
         watch = self._metrics.watch()
         result: GenerationResult | None = None
+        limits = [limit for limit in (job.manner.timeout, self._longest) if limit is not None]
         try:
             stream = self._streams[index] = self._stream(index, job)
-            async for chunk in stream:
-                watch.grown(len(chunk.token_ids))
-                self._line.put_nowait(Grown(index, chunk.text, chunk.token_ids, chunk.logprobs or ()))
+            async with asyncio.timeout(min(limits, default=None)):
+                async for chunk in stream:
+                    watch.grown(len(chunk.token_ids))
+                    self._line.put_nowait(Grown(index, chunk.text, chunk.token_ids, chunk.logprobs or ()))
             result = stream.result
             self._line.put_nowait(Ended(index, result))
         except OutriderError as error:
             self._line.put_nowait(error)
+        except TimeoutError:
+            late = f"the answer was not complete after {min(limits):g} s, and was given up; expected a longer timeout"
+            self._line.put_nowait(Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
             self._line.put_nowait(error)  # so that nobody waits for the rest
             raise

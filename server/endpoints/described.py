@@ -14,7 +14,7 @@ from starlette.responses import Response
 from outrider.server.problems import Refused
 from outrider.server.shapes.plain import AnthropicProblem, OpenAIProblem
 
-ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 def described(whole: type[BaseModel], event: type[BaseModel] | None = None, anthropic: bool = False) -> dict[Any, Any]:

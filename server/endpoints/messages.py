@@ -32,6 +32,7 @@ async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Res
     how = manner(
         desk.model,
         asked.speculation,
+        asked.timeout,
         max_tokens=asked.max_tokens,
         temp=asked.temperature,
         top_k=asked.top_k,

@@ -33,6 +33,7 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
     how = manner(
         desk.model,
         asked.speculation,
+        asked.timeout,
         max_tokens=room(desk.model, len(prompt.tokens), asked.max_output_tokens),
         temp=asked.temperature,
         top_p=asked.top_p,

@@ -34,12 +34,16 @@ _SAME_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """`sampling` has a seed. `mode`, `num_draft_tokens`, `branches`: as `Client.generate` takes them."""
+    """`sampling` has a seed. `mode`, `num_draft_tokens`, `branches`: as `Client.generate` takes them.
+
+    `timeout`: seconds after which the answer is given up.
+    """
 
     sampling: SamplingParams
     mode: str = "auto"
     num_draft_tokens: int | None = None
     branches: int | None = None
+    timeout: float | None = None
 
     def another(self, index: int) -> Manner:
         """The same with the seed of choice `index`; that of choice 0 is the request's own."""
@@ -54,7 +58,9 @@ def seed_of(seed: int, index: int) -> int:
     return int.from_bytes(digest, "big") & MAX_SEED
 
 
-def manner(model: ServedModel, speculation: Speculation | None = None, **given: Any) -> Manner:
+def manner(
+    model: ServedModel, speculation: Speculation | None = None, timeout: float | None = None, **given: Any
+) -> Manner:
     """`given` are keywords of SamplingParams; those that are None were not asked for.
 
     Raises:
@@ -65,7 +71,7 @@ def manner(model: ServedModel, speculation: Speculation | None = None, **given: 
         fields["top_k"] = 0
     fields.setdefault("seed", secrets.randbelow(SEEDS))
     asked = speculation or Speculation()
-    return Manner(SamplingParams(**fields), asked.mode, asked.num_draft_tokens, asked.branches)
+    return Manner(SamplingParams(**fields), asked.mode, asked.num_draft_tokens, asked.branches, timeout)
 
 
 def manner_of(
@@ -80,6 +86,7 @@ def manner_of(
     return manner(
         model,
         asked.speculation,
+        asked.timeout,
         max_tokens=max_tokens,
         temp=asked.temperature,
         top_k=asked.top_k,

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from outrider.orchestrator.http_settings import MOST_SECONDS
+
 MOST_CHOICES = 128
 MOST_STOPS = 32
 MOST_MESSAGES = 10_000
@@ -40,6 +42,9 @@ def absent() -> Any:
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
 Object = dict[str, Any]
+
+
+Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS, description="seconds after which the answer is given up")]
 
 
 class Speculation(Given):
@@ -85,6 +90,7 @@ class Sampling(Given):
     repetition_context_size: int | None = None
     ignore_eos: bool | None = None
     speculation: Speculation | None = None
+    timeout: Timeout | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: Object | None = Field(None, description="text, json_object or json_schema")

@@ -15,6 +15,7 @@ from outrider.server.shapes.base import (
     Outrider,
     Speculation,
     Stops,
+    Timeout,
     Timings,
     absent,
 )
@@ -88,6 +89,7 @@ class MessagesRequest(Counted):
     top_p: float | None = None
     seed: int | None = None
     speculation: Speculation | None = None
+    timeout: Timeout | None = None
     # Ignored, too.
     metadata: Any = None
     service_tier: Any = None

@@ -15,6 +15,7 @@ from outrider.server.shapes.base import (
     Object,
     Outrider,
     Speculation,
+    Timeout,
     Timings,
     absent,
 )
@@ -76,6 +77,7 @@ class ResponsesRequest(Given):
     reasoning: Reasoning | None = None
     chat_template_kwargs: Object | None = None
     speculation: Speculation | None = None
+    timeout: Timeout | None = None
     top_logprobs: int | None = None
     previous_response_id: str | None = None
     conversation: Any = None

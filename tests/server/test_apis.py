@@ -32,6 +32,7 @@ MODEL = "outrider-embedded"
 HELLO = [{"role": "user", "content": "hi"}]
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOL = {"type": "function", "function": WEATHER}
+STREAMS = 4
 PARIS = {"city": "Paris"}
 
 
@@ -45,7 +46,7 @@ def houses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, Ho
 
         def attached() -> House:
             cluster = stack.enter_context(LocalCluster(model=chatty, draft_model=chatty))
-            return stack.enter_context(serving(cluster, chatty, folder))
+            return stack.enter_context(serving(cluster, chatty, folder, max_streams_per_key=STREAMS))
 
         waiting = [pool.submit(attached), pool.submit(lambda: stack.enter_context(command()))]
         one, two = (future.result() for future in waiting)
@@ -425,6 +426,33 @@ def test_a_reader_who_takes_nothing_holds_nobody_up(chat: House) -> None:
     with raw(chat, json.dumps(endless).encode()):
         answers = [post(chat, "/v1/chat/completions", messages=HELLO).json() for _ in range(3)]
     assert {answer["choices"][0]["message"]["content"] for answer in answers} == {text_of(PLAIN)}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_an_answer_that_takes_too_long_is_given_up(chat: House, path: str) -> None:
+    said: dict[str, Any] = {"input": "hi"} if path == "/v1/responses" else {"messages": HELLO}
+    asked = {**said, "max_tokens": 10**6, "chat_template_kwargs": {"long": True}, "timeout": 0.2}
+    if path == "/v1/responses":
+        asked["max_output_tokens"] = asked.pop("max_tokens")
+    late = post(chat, path, **asked)
+    assert late.status_code == 504 and "not complete after 0.2 s" in late.json()["error"]["message"]
+    last = events(chat, path, **{**asked, "timeout": 1.0})[-1]
+    assert "not complete after 1 s" in (last.get("response") or last)["error"]["message"]
+    until(lambda: chat.client.stats().active == 0)
+
+
+def test_a_caller_has_so_many_answers_at_once(chat: House, ai: openai.OpenAI) -> None:
+    body = json.dumps({"messages": HELLO, "chat_template_kwargs": {"long": True}, "stream": True}).encode()
+    with ExitStack() as stack:
+        for _ in range(STREAMS):
+            stack.enter_context(raw(chat, body))
+        until(lambda: chat.client.stats().active == STREAMS)
+        refused = post(chat, "/v1/chat/completions", messages=HELLO)
+        assert refused.status_code == 429 and refused.headers["retry-after"]
+        assert "--max-streams-per-key" in refused.json()["error"]["message"]
+        assert ai.chat.completions.create(model="chatty", messages=HELLO).choices[0].message.content  # has a key
+    until(lambda: chat.client.stats().active == 0)
+    until(lambda: post(chat, "/v1/chat/completions", messages=HELLO).status_code == 200)
 
 
 def raw(house: House, body: bytes) -> socket.socket:

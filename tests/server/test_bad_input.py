@@ -88,6 +88,7 @@ WRONG = [
     ({"speculation": {"mode": 7}}, "speculation.mode"),
     ({"speculation": {"depth": 7}}, "speculation.depth: no such field"),
     ({"stream": "yes"}, "stream"),
+    ({"timeout": 0}, "timeout"),
 ]
 
 
@@ -282,6 +283,8 @@ def test_the_description_has_every_path_and_its_errors(ask: Ask) -> None:
         ({"host": "0.0.0.0"}, "there is no API key"),
         ({"host": "example.com"}, "there is no API key"),
         ({"port": 70000}, "port is 70000"),
+        ({"request_timeout": 0}, "request_timeout is 0"),
+        ({"max_streams_per_key": 0}, "max_streams_per_key is 0"),
         ({"api_keys": ("a b",)}, "one word in ASCII"),
         ({"tls_cert": "x"}, "both --tls-cert and --tls-key"),
         ({"tls_cert": "/no/such", "tls_key": "/no/such"}, "no such path"),
