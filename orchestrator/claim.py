@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.orchestrator.front.text import TextStream
+from outrider.orchestrator.pair.chat import Message
 from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.sampling import SamplingParams
 
@@ -19,7 +20,7 @@ class Output:
     """`sampling` has the seed it was made with; `prompt_tokens` counts the tokens that `prompt` stood for."""
 
     model: str
-    prompt: str
+    prompt: str | tuple[Message, ...]
     chat_template: bool
     prompt_tokens: int
     sampling: SamplingParams

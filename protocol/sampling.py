@@ -6,7 +6,7 @@ Knows nothing of logits. Names and defaults are mlx-lm's, except that "off" is a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from outrider.protocol import values
@@ -17,6 +17,12 @@ MAX_SEED = 2**63 - 1
 LEAST_TEMP = 1e-3
 MOST_LOGPROBS = 20
 RULES = ("coupled", "residual")
+PRESETS: Mapping[str, Mapping[str, float]] = {
+    "greedy": {"temp": 0.0},
+    "balanced": {"temp": 0.7, "top_p": 0.95},
+    "creative": {"temp": 1.0, "min_p": 0.05},
+}
+"""Settings that go well together, by name: no surprise, some variety, much of it without nonsense."""
 _WHOLE = {
     "max_tokens": (1, 2**31 - 1),
     "top_k": (0, 2**31 - 1),
@@ -130,17 +136,17 @@ class SamplingParams:
     @classmethod
     def greedy(cls, **changes: Any) -> SamplingParams:
         """The most likely token, always."""
-        return cls(**changes)
+        return cls(**{**PRESETS["greedy"], **changes})
 
     @classmethod
     def balanced(cls, **changes: Any) -> SamplingParams:
         """Some variety, few surprises."""
-        return replace(cls(temp=0.7, top_p=0.95), **changes)
+        return cls(**{**PRESETS["balanced"], **changes})
 
     @classmethod
     def creative(cls, **changes: Any) -> SamplingParams:
         """Much variety; min-p keeps nonsense out."""
-        return replace(cls(temp=1.0, min_p=0.05), **changes)
+        return cls(**{**PRESETS["creative"], **changes})
 
 
 def _bias(given: object) -> tuple[tuple[int, float], ...]:

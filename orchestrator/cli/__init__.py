@@ -23,6 +23,7 @@ from outrider.protocol.errors import OutriderError
 
 COMMANDS = {
     "generate": "complete a prompt",
+    "chat": "talk with a model in the terminal",
     "serve": "keep a cluster running for clients",
     "worker": "run one worker in the foreground",
     "verify": "prove that an output is the target's own",

@@ -21,7 +21,7 @@ from outrider.orchestrator.settings import (
 )
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.grammar import Grammar
-from outrider.protocol.sampling import RULES, SamplingParams
+from outrider.protocol.sampling import PRESETS, RULES, SamplingParams
 
 _DEFAULTS = ServeSettings()
 _SAMPLING = SamplingParams()
@@ -75,6 +75,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen and where the text ends."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", "-m", "-n", type=int, metavar="N", help=f"default {_SAMPLING.max_tokens}")
+    group.add_argument("--preset", choices=PRESETS, help="; ".join(map(_preset, PRESETS)))
     group.add_argument("--temp", "--temperature", type=float, metavar="T", help="default 0: greedy")
     group.add_argument("--top-p", type=float, metavar="P")
     group.add_argument("--min-p", type=float, metavar="P")
@@ -112,8 +113,8 @@ def sampling_of(options: argparse.Namespace) -> SamplingParams:
 
 
 def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampling settings that were given, as keywords of SamplingParams."""
-    given = _given(options, SamplingParams)
+    """The sampling settings that were given, as keywords of SamplingParams; a flag goes before the preset."""
+    given = {**PRESETS.get(options.preset, {}), **_given(options, SamplingParams)}
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
     grammar = _grammar(options)
@@ -137,6 +138,10 @@ def _grammar(options: argparse.Namespace) -> Grammar | None:
         if path is not None:
             return Grammar(kind, _file(path))
     return None
+
+
+def _preset(name: str) -> str:
+    return f"{name}: " + " ".join(f"{field.replace('_', '-')} {value:g}" for field, value in PRESETS[name].items())
 
 
 def _file(path: Path) -> str:

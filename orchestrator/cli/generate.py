@@ -8,15 +8,19 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from outrider.orchestrator.cli import flags, streams
+from outrider.orchestrator.cli import conversation, flags, streams
 from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import Wish
+from outrider.orchestrator.client.dialogue import EMPTY, Wish
 from outrider.orchestrator.client.result import GenerationResult
-from outrider.protocol.errors import InvalidRequest
+from outrider.orchestrator.pair.chat import Message
+from outrider.orchestrator.pair.model_files import embedded_pair, find_model
+from outrider.orchestrator.pair.model_text import ModelText, load_text
+from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Timings
 
 REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level")
@@ -34,23 +38,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     screen = Screen()
-    wish = wish_of(options)
+    prompt = prompt_of(options)
+    wish = wish_of(options, prompt)
     result = generate(options, wish, screen, show_text=not options.json)
     if options.json:
-        print(json.dumps(as_json(result, wish), ensure_ascii=not streams.takes_unicode()))
+        print(json.dumps(as_json(result, wish, prompt), ensure_ascii=not streams.takes_unicode()))
     else:
         say(result.summary())
     return 0
 
 
-def add_generation_flags(parser: argparse.ArgumentParser, prompt_needed: bool = True) -> None:
+def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     """Everything that says what to generate and where; `verify` has the same."""
-    parser.add_argument("--prompt", "-p", required=prompt_needed, help="the text to complete; - reads it from stdin")
+    parser.add_argument("--prompt", "-p", help="the text to complete; - reads it from stdin")
+    add_conversation_flags(parser)
     parser.add_argument("--ignore-chat-template", action="store_true", help="take the prompt as plain text")
-    parser.add_argument("--connect", metavar="ENDPOINT", help="ask the server there instead of starting a cluster")
+    add_place_flag(parser)
     flags.add_sampling_flags(parser)
     flags.add_request_flags(parser)
     flags.add_cluster_flags(parser)
+
+
+def add_conversation_flags(parser: argparse.ArgumentParser) -> None:
+    """What was said before; `chat` has the same."""
+    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--chat", type=Path, metavar="FILE", help="a conversation: a JSON list of role and content")
+
+
+def add_place_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--connect", metavar="ENDPOINT", help="ask the server there instead of starting a cluster")
 
 
 def generate(options: argparse.Namespace, wish: Wish, screen: Screen, show_text: bool) -> GenerationResult:
@@ -75,10 +91,10 @@ def generate(options: argparse.Namespace, wish: Wish, screen: Screen, show_text:
         return stream.result
 
 
-def wish_of(options: argparse.Namespace) -> Wish:
-    """What the flags ask for, checked."""
+def wish_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> Wish:
+    """What the flags ask for, checked. A conversation goes as the tokens that the model's template makes of it."""
     return Wish(
-        prompt=read_prompt(options.prompt),
+        prompt=prompt if isinstance(prompt, str) else model_text(options).tokens(prompt),
         sampling=flags.sampling_of(options),
         mode=options.mode or "auto",
         num_draft_tokens=options.num_draft_tokens,
@@ -100,6 +116,37 @@ def server(options: argparse.Namespace, screen: Screen) -> Iterator[Client]:
         yield cluster.client()
 
 
+def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
+    """The prompt alone, or the conversation that it is the last word of.
+
+    Raises:
+        InvalidRequest: there is neither, or nobody but the model has the last word.
+    """
+    before = conversation.opening(options.system_prompt, options.chat)
+    if options.prompt is None and options.chat is None:
+        raise InvalidRequest("there is nothing to complete; expected --prompt, or --chat with a conversation")
+    if options.prompt is None:
+        if before[-1]["role"] == "assistant":
+            raise InvalidRequest(f"{options.chat} ends with an answer; expected --prompt with what is said to it")
+        return before
+    prompt = read_prompt(options.prompt)
+    if not before:
+        return prompt
+    if not prompt:
+        raise InvalidRequest(EMPTY)
+    return (*before, {"role": "user", "content": prompt})
+
+
+def model_text(options: argparse.Namespace) -> ModelText:
+    """The text side of the model that will answer, before anything is started.
+
+    Raises:
+        OutriderError: nobody answers at --connect, or the model's files are not on this machine.
+    """
+    name = options.model or (embedded_pair()[0] if options.connect is None else _served(options.connect))
+    return load_text(find_model(name, weights=False), template=not options.ignore_chat_template)
+
+
 def read_prompt(given: str) -> str:
     if given != "-":
         return given
@@ -109,7 +156,7 @@ def read_prompt(given: str) -> str:
         raise InvalidRequest(f"the prompt on stdin is not UTF-8 ({error.reason}); expected text") from None
 
 
-def as_json(result: GenerationResult, wish: Wish) -> dict[str, Any]:
+def as_json(result: GenerationResult, wish: Wish, prompt: str | tuple[Message, ...]) -> dict[str, Any]:
     """The result under llama.cpp's names, with all that `verify` must know to prove it."""
     sampling = dataclasses.asdict(wish.sampling)
     del sampling["seed"]  # what was drawn stands beside it
@@ -122,7 +169,7 @@ def as_json(result: GenerationResult, wish: Wish) -> dict[str, Any]:
         "seed": result.seed,
         "model": result.model,
         "draft_model": result.draft_model,
-        "prompt": wish.prompt,
+        "prompt": prompt,
         "chat_template": wish.chat_template,
         "sampling": sampling,
         "timings": _timings(result.timings),
@@ -132,6 +179,15 @@ def as_json(result: GenerationResult, wish: Wish) -> dict[str, Any]:
 
 def _timings(timings: Timings) -> dict[str, float]:
     return {name: getattr(timings, name) for name in TIMINGS}
+
+
+def _served(endpoint: str) -> str:
+    """The folder of a running server's model; another machine's is not to be found here."""
+    workers = Client(endpoint).stats().workers
+    name = next((worker.model for worker in workers if worker.role == "target" and worker.model), None)
+    if name is None:
+        raise EndpointError(f"the server at {endpoint} has no model yet; ask again when it is ready")
+    return name
 
 
 def _refuse_cluster_settings(settings: dict[str, Any]) -> None:

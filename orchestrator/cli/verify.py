@@ -15,13 +15,12 @@ from typing import Any
 
 from outrider.orchestrator.certify import certify
 from outrider.orchestrator.claim import Output, faults
-from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.generate import add_generation_flags, generate, read_prompt, wish_of
+from outrider.orchestrator.cli import conversation, flags
+from outrider.orchestrator.cli.generate import add_generation_flags, generate, prompt_of, wish_of
 from outrider.orchestrator.cli.screen import Screen
-from outrider.orchestrator.front.admission import prompt_tokens
-from outrider.orchestrator.pair.chat import chat_template
 from outrider.orchestrator.pair.model_files import find_model, read_json
-from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pair.model_text import load_text
+from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -30,7 +29,7 @@ NOT_CERTIFIED = 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_generation_flags(parser, prompt_needed=False)
+    add_generation_flags(parser)
     parser.add_argument("--json-file", type=Path, metavar="FILE", help="the output of `outrider generate --json`")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
 
@@ -41,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
     output = _from_file(options) if options.json_file else _generated(options, screen)
     _require_coupled(output.sampling)
     model = find_model(output.model)
-    codec = load_codec(model)
-    tokens = prompt_tokens(codec, chat_template(model.folder) if output.chat_template else None, output.prompt)
+    text = load_text(model, template=output.chat_template)
+    codec, tokens = text.codec, text.tokens(output.prompt)
     if len(tokens) != output.prompt_tokens:
         raise InvalidRequest(
             f"the prompt has {len(tokens)} tokens and the output followed {output.prompt_tokens}; expected the prompt"
@@ -60,14 +59,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _generated(options: argparse.Namespace, screen: Screen) -> Output:
-    if options.prompt is None:
+    if options.prompt is None and options.chat is None:
         raise InvalidRequest("there is nothing to verify; expected --json-file, or --prompt to generate from")
-    wish = wish_of(options)
+    prompt = prompt_of(options)
+    wish = wish_of(options, prompt)
     _require_coupled(wish.sampling)
     result = generate(options, wish, screen, show_text=False)
     return Output(
         model=options.model or result.model,
-        prompt=str(wish.prompt),
+        prompt=prompt,
         chat_template=wish.chat_template,
         prompt_tokens=result.prompt_tokens,
         sampling=dataclasses.replace(wish.sampling, seed=result.seed),
@@ -82,13 +82,13 @@ def _from_file(options: argparse.Namespace) -> Output:
     if not path.is_file():
         raise InvalidRequest(f"no such file: {path}; expected the output of `outrider generate --json`")
     found: dict[str, Any] = read_json(path)
-    prompt = found.get("prompt") if options.prompt is None else read_prompt(options.prompt)
+    prompt = found.get("prompt") if options.prompt is None and options.chat is None else prompt_of(options)
     if prompt is None:
         raise InvalidRequest(f"{path} does not tell its prompt; expected --prompt, and the sampling flags, beside it")
     try:
         return Output(
             model=options.model or _text(found["model"]),
-            prompt=_text(prompt),
+            prompt=prompt if isinstance(prompt, str) else conversation.checked(prompt, str(path)),
             chat_template=bool(found.get("chat_template", True)) and not options.ignore_chat_template,
             prompt_tokens=int(found["prompt_tokens"]),
             sampling=SamplingParams(

@@ -12,9 +12,8 @@ from outrider.grammar.compiler import check
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.kv_room import KvRoom, in_mb
-from outrider.orchestrator.pair.chat import as_chat
+from outrider.orchestrator.pair.model_text import ModelText
 from outrider.orchestrator.pair.pairing import PairText
-from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.grammar import Grammar
@@ -26,13 +25,6 @@ SEEDS = 2**32
 USUAL_TOKENS = 4096
 # Until memory is known, and as many at once as were measured.
 FEW_PLACES, MOST_PLACES = 4, 16
-
-
-def prompt_tokens(codec: TextCodec, template: str | None, prompt: str) -> tuple[int, ...]:
-    """The tokens that stand for `prompt`: as a user's message when there is a template, as plain text without one."""
-    if template is None:
-        return codec.encode(prompt)
-    return codec.encode(as_chat(template, prompt, codec.special), special=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +102,7 @@ class Admission:
             return tuple(int(token) for token in asked.tokens)
         if not asked.prompt:
             raise InvalidRequest("the prompt is empty; expected at least one character")
-        return prompt_tokens(self._text.codec, self._text.template if asked.chat_template else None, asked.prompt)
+        return ModelText(self._text.codec, self._text.template if asked.chat_template else None).tokens(asked.prompt)
 
     def _check_tokens(self, tokens: tuple[int, ...], sampling: SamplingParams) -> None:
         if not tokens:

@@ -38,15 +38,6 @@ def chat_template(folder: Path) -> str | None:
     return None
 
 
-def as_chat(template: str, prompt: str, special: dict[str, str]) -> str:
-    """`prompt` as the only message of a user, ready for the assistant's answer.
-
-    Raises:
-        ModelError: the template refuses, or is broken.
-    """
-    return render(template, [{"role": "user", "content": prompt}], special)
-
-
 def render(
     template: str,
     messages: Sequence[Message],

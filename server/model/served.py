@@ -13,6 +13,7 @@ from typing import Any
 
 from outrider.orchestrator.pair.chat import Message, chat_template, render, without_end
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model, read_json
+from outrider.orchestrator.pair.model_text import as_text
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import InvalidRequest
 from outrider.server.model.thinking import Tags, thinking_tags
@@ -91,7 +92,7 @@ class ServedModel:
         return self.codec.encode(text, special)
 
     def prompt(self, talk: Conversation) -> Prompt:
-        """A conversation that is to be answered. Without a template the texts follow one another, a line each.
+        """A conversation that is to be answered. Without a template it is the text alone (`as_text`).
 
         Raises:
             InvalidRequest: something is asked of the template that it can't do, or there is none.
@@ -131,7 +132,7 @@ class ServedModel:
             raise InvalidRequest(f"{self.id} has no chat template, so it can't be told of tools; leave tools out")
         if talk.keywords:
             raise InvalidRequest(f"{self.id} has no chat template; leave out what is meant for one")
-        return self.plain("\n".join(str(message.get("content") or "") for message in talk.messages))
+        return self.plain(as_text(talk.messages))
 
     def _in_thought(self, text: str) -> bool:
         if self.thinking is None:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from outrider.orchestrator.front.admission import prompt_tokens
-from outrider.orchestrator.pair.chat import as_chat, chat_template
+from outrider.orchestrator.pair.chat import chat_template, render
 from outrider.orchestrator.pair.model_files import find_model
+from outrider.orchestrator.pair.model_text import ModelText
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.errors import ModelError
 
@@ -31,9 +31,9 @@ def test_the_prompt_is_what_transformers_makes(model_folder):
     codec, theirs = load_codec(find_model(str(model_folder))), AutoTokenizer.from_pretrained(str(model_folder))
     messages = [{"role": "user", "content": " hi <there> "}]
     text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert as_chat(TEMPLATE, " hi <there> ", codec.special) == text
+    assert render(TEMPLATE, [{"role": "user", "content": " hi <there> "}], codec.special) == text
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert prompt_tokens(codec, chat_template(model_folder), " hi <there> ") == tuple(expected)
+    assert ModelText(codec, chat_template(model_folder)).tokens(" hi <there> ") == tuple(expected)
 
 
 def test_no_template_no_chat(model_folder):
@@ -56,4 +56,4 @@ def test_of_several_templates_the_default_is_taken(model_folder):
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% if %}", "{{ messages.append(1) }}"])
 def test_a_template_that_fails_or_reaches_out_is_a_sentence(template):
     with pytest.raises(ModelError, match="chat template failed"):
-        as_chat(template, "hi", {})
+        render(template, [{"role": "user", "content": "hi"}], {})

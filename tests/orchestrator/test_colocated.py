@@ -9,9 +9,10 @@ import pytest
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.events import Admit, Ended
+from outrider.orchestrator.events import Admit, Committed, Ended
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Close, Halt, Outcome, Span, Verify
+from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 
 MS = 1_000_000
@@ -50,9 +51,10 @@ class Target:
     def let_go(self) -> None:
         """Nothing waits here."""
 
-    def run(self, max_tokens: int, mode: str = "sd", eos: frozenset[int] = frozenset()) -> Ended:
+    def run(self, max_tokens: int, mode: str = "sd", eos: frozenset[int] = frozenset(), origins: bool = False) -> Ended:
         self.told.clear()
-        self.rounds.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=max_tokens), mode, eos), self._now)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        self.rounds.begin(Admit("r", (1, 2, 3), sampling, mode, eos, origins=origins), self._now)
         self._answer(0, 3, 0, 0)
         for _ in range(1000):
             if not self.rounds.active:
@@ -120,6 +122,14 @@ def test_chains_are_counted_as_they_were_drafted(max_tokens: int, rounds: int) -
     assert times.draft_n_accepted == sum(min(2, n) for n in last)
     assert times.accepted_by_position[2:] == (0, 0)
     assert (times.cache_hits, times.cache_misses, times.draft_waits) == (0, 0, 0)
+
+
+def test_a_chain_of_its_own_drafter_is_drafted_just_in_time() -> None:
+    target = Target(accepted=2)
+    times = target.run(61, origins=True).timings
+    found = [o for event in target.events if isinstance(event, Committed) for o in event.origins or ()]
+    assert found == [Origin.TARGET, *[Origin.DRAFTED, Origin.DRAFTED, Origin.TARGET] * 20]
+    assert times.draft_n_accepted == 40
 
 
 def test_tokens_past_the_end_are_not_counted() -> None:
