@@ -14,6 +14,11 @@ class End:
     """Main thread -> front thread: tell everybody and end."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Main thread -> front thread: take no new requests."""
+
+
 class CoreFacts(Protocol):
     """What the core tells without being asked through a mailbox."""
 
@@ -33,7 +38,7 @@ class Lines:
 
     core: Mailbox[ToCore]
     events: Mailbox[ToFront]
-    orders: Mailbox[End]
+    orders: Mailbox[Drain | End]
 
     def close(self) -> None:
         for mailbox in (self.core, self.events, self.orders):

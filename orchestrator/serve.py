@@ -10,8 +10,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -27,7 +28,7 @@ from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Unfinished, wait_for_end
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.lines import End, Lines
+from outrider.orchestrator.lines import Drain, End, Lines
 from outrider.orchestrator.machine import blas, descriptors
 from outrider.orchestrator.machine.http_process import HttpProcess, Listener
 from outrider.orchestrator.machine.sweeper import Sweeper
@@ -38,6 +39,7 @@ from outrider.protocol.directory import PrivateDirectory, private_directory
 from outrider.protocol.errors import OutriderError, WorkerError
 
 STATUS_SECONDS = 1.0
+DRAIN_LOOK_SECONDS = 0.05
 THREAD_END_SECONDS = 15.0
 # Threads hand over the interpreter this often: the core must not wait 5 ms (the default) while the front makes text.
 SWITCH_SECONDS = 0.0002
@@ -47,7 +49,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Enough:
-    """Somebody wants the server to end: a signal, or the end of its parent."""
+    """Somebody wants the server to end: a signal, or the end of its parent. `drain`: once its requests have ended."""
+
+    drain: bool = False
 
 
 Happening = Announcement | Enough
@@ -55,9 +59,10 @@ Happening = Announcement | Enough
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """What runs beside the core; no `http`: nobody asked for it."""
+    """What runs beside the core; no `http`: nobody asked for it. `orders` reach the front."""
 
     front: Front
+    orders: Mailbox[Drain | End]
     http: HttpProcess | None
 
 
@@ -67,10 +72,12 @@ def run(
     parent: socket.socket | None = None,
     status: Callable[[Front], None] | None = None,
     http: HttpSettings | None = None,
+    drain_timeout: int = 0,
 ) -> Unfinished | None:
     """Serves until a signal or the parent's end. `tell` hears how the start goes, `status` is called once a second.
 
-    `http`: the same over HTTP, by a process of its own.
+    `http`: the same over HTTP, by a process of its own. `drain_timeout`: for so many seconds SIGTERM waits for requests
+    that run or wait to end; none are taken meanwhile, and another signal ends it.
 
     Returns what could not be finished in the end, such as a trace on a full disk.
 
@@ -96,7 +103,9 @@ def run(
             if status is not None:
                 status(house.front)
 
-        _watch(happenings, tell, tick, listener.url if listener is not None else "")
+        enough = _watch(happenings, tell, tick, listener.url if listener is not None else "")
+        if enough.drain:
+            _drain(happenings, house, drain_timeout)
     return _unfinished(happenings)
 
 
@@ -111,7 +120,7 @@ def _unfinished(happenings: SimpleQueue[Happening]) -> Unfinished | None:
 
 def _watch(
     happenings: SimpleQueue[Happening], tell: Callable[[Announcement], None], tick: Callable[[], None], url: str
-) -> None:
+) -> Enough:
     while True:
         try:
             happening = happenings.get(timeout=STATUS_SECONDS)
@@ -119,12 +128,27 @@ def _watch(
             tick()
             continue
         if isinstance(happening, Enough):
-            return
+            return happening
         if isinstance(happening, Failure):
             raise as_error(happening.kind, happening.message)
         if isinstance(happening, Ready):
             happening = replace(happening, http=url, notes=(*happening.notes, *blas.notes()))
         tell(happening)
+
+
+def _drain(happenings: SimpleQueue[Happening], house: House, seconds: int) -> None:
+    """Until all requests have ended, the time is over, or somebody wants it to end at once."""
+    if house.http is not None:
+        house.http.drain()
+    house.orders.put(Drain())
+    until = time.monotonic() + seconds
+    while house.front.busy and (left := until - time.monotonic()) > 0:
+        with suppress(Empty):
+            happening = happenings.get(timeout=min(left, DRAIN_LOOK_SECONDS))
+            if isinstance(happening, Enough):
+                return
+            if isinstance(happening, Failure):
+                raise as_error(happening.kind, happening.message)
 
 
 @contextmanager
@@ -145,13 +169,13 @@ def _threads(
         if listener is not None:
             http = listener.serve(clients.endpoint, pair.target, directory.path, pair.settings.log_level)
             stack.callback(http.close)
-        lines = Lines(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[End](context))
+        lines = Lines(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[Drain | End](context))
         core = Core(pair.settings, context, lines.core, lines.events, directory.path)
         threads = [_start(core.run, "core")]
         try:
             front = Front(pair, Admission(read_pair(pair)), clients, lines, core, happenings.put)
             threads.insert(0, _start(front.run, "front"))
-            yield House(front, http)
+            yield House(front, lines.orders, http)
         finally:
             lines.orders.put(End())
             threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)
@@ -175,8 +199,9 @@ def _end_with_parent(parent: socket.socket, happenings: SimpleQueue[Happening]) 
 
 @contextmanager
 def _end_on_signals(happenings: SimpleQueue[Happening]) -> Iterator[None]:
-    def end(_number: int, _frame: FrameType | None) -> None:
-        happenings.put(Enough())  # a SimpleQueue may be put to from a signal handler
+    def end(number: int, _frame: FrameType | None) -> None:
+        # A SimpleQueue may be put to from a signal handler.
+        happenings.put(Enough(drain=number == signal.SIGTERM))
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

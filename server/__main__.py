@@ -26,10 +26,12 @@ def main() -> None:
     order = HttpOrder.from_json(sys.stdin.readline())
     logging.basicConfig(level=order.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
     model = load_served(order.model, Path(order.folder), order.settings.model_names)
-    server = uvicorn.Server(config(application(model, order.endpoint, order.settings), order.settings))
+    app = application(model, order.endpoint, order.settings)
+    server = uvicorn.Server(config(app, order.settings))
 
     def end_with_parent() -> None:
-        sys.stdin.read()
+        while sys.stdin.readline():  # the one word there is: no new requests
+            app.state.desk.draining = True
         server.should_exit = True
 
     threading.Thread(target=end_with_parent, daemon=True, name="parent").start()

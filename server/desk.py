@@ -42,6 +42,7 @@ class Desk:
         self.metrics = metrics
         self._places = Places(settings.max_streams_per_key)
         self._longest = settings.request_timeout
+        self.draining = False
 
     def check_model(self, name: str | None) -> None:
         """Raises Refused for the name of another model."""
@@ -71,7 +72,9 @@ class Desk:
         return form.grammar
 
     def begin(self, request: Request, jobs: Sequence[Job]) -> Run:
-        """Sends the jobs off. Raises Refused when the caller has as many answers under way as may be."""
+        """Sends the jobs off. Raises Refused at the end of the day, and who has as many under way as may be."""
+        if self.draining:
+            raise Refused("the server is ending; ask again when it runs anew", status=503)
         caller = caller_of(request)
         place = self._places.take(caller)
         return Run(self.callers.client(caller), jobs, self.metrics, place, self._longest)

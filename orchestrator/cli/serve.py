@@ -12,14 +12,19 @@ from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.failure import as_error, kind_of
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, announce
-from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.http_settings import MOST_SECONDS, HttpSettings
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import values
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
+
+DRAIN_SECONDS = 30
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", help="where clients connect, ipc://PATH or tcp://HOST:PORT; default: a fresh one")
+    drain = f"how long SIGTERM waits for requests that run, default {DRAIN_SECONDS}; new ones are refused meanwhile"
+    parser.add_argument("--drain-timeout", type=int, default=DRAIN_SECONDS, metavar="SECONDS", help=drain)
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     http_flags.add(parser)
     flags.add_request_flags(parser)
@@ -29,11 +34,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     settings, http = ServeSettings(**flags.settings_of(options)), http_flags.settings_of(options)
+    drain = values.whole("drain_timeout", options.drain_timeout, 0, MOST_SECONDS)
     if options.parent_fd is not None:
         return _for_parent(settings, http, socket.socket(fileno=options.parent_fd))
     board = Board(Screen())
     try:
-        unfinished = serve.run(settings, board.tell, status=board.status, http=http)
+        unfinished = serve.run(settings, board.tell, status=board.status, http=http, drain_timeout=drain)
     finally:
         board.clear()
     if unfinished is not None:

@@ -34,9 +34,9 @@ from outrider.orchestrator.front.text import Piece
 from outrider.orchestrator.front.waiting import FairQueue
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage
 from outrider.orchestrator.kv_room import check_holds
-from outrider.orchestrator.lines import CoreFacts, Lines
+from outrider.orchestrator.lines import CoreFacts, End, Lines
 from outrider.orchestrator.pair.pairing import ChosenPair
-from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy
+from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, WorkerError
 from outrider.protocol.messages import (
     Cancel,
     Chunk,
@@ -54,6 +54,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.version import PACKAGE_VERSION
 
 LETTERS_PER_TURN = 64
+DRAINING = "the server ends when what runs is complete, and takes no new requests; ask again when it runs anew"
 STOPPED = "the server was stopped before the text was complete; ask again when it runs"
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class Front:
         self._workers: tuple[WorkerStats, ...] = ()
         self._ready = False
         self._fatal = ""
+        self._draining = False
         self._totals = Timings()
         self._finished = 0
         self._failed = 0
@@ -114,8 +116,10 @@ class Front:
         while True:
             if self._clients.door.monitor in dict(poller.poll()):
                 self._clients.door.watch()
-            if any(True for _ in self._orders.take()):
+            orders = list(self._orders.take())
+            if any(isinstance(order, End) for order in orders):
                 break
+            self._draining = self._draining or bool(orders)
             for event in together(self._events.take()):
                 self._on_event(event)
             for letter in self._clients.receive(LETTERS_PER_TURN):
@@ -123,6 +127,11 @@ class Front:
             self._admit()
         self._fail_all("WorkerError", STOPPED)
         self._clients.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests run or wait."""
+        return bool(self._named)
 
     def stats(self, request: str) -> Stats:
         """Workers and totals as of now."""
@@ -173,6 +182,8 @@ class Front:
 
     def _check_room(self) -> None:
         settings = self._pair.settings
+        if self._draining:
+            raise WorkerError(DRAINING)
         if len(self._named) >= self._admission.places + settings.max_waiting:
             raise ServerBusy(
                 f"{settings.max_waiting} requests wait already, as many as may (max_waiting); ask again later"

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
@@ -22,6 +23,7 @@ from outrider.protocol.errors import EndpointError, WorkerError
 
 MODULE = "outrider.server"
 BACKLOG = 1024
+DRAIN = b"drain\n"
 END_SECONDS = 5.0
 TOO_SOON_SECONDS = 10.0
 """A process that ends before it has run for so long would end again."""
@@ -99,6 +101,12 @@ class HttpProcess:
             raise WorkerError(told)
         log.error("%s; it is started again", told)
         self._begin()
+
+    def drain(self) -> None:
+        """Has it say that it is not ready, and take no new requests."""
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                os.write(self._process.stdin.fileno(), DRAIN)
 
     def close(self) -> None:
         """Lets it end its answers for a moment, then ends it."""

@@ -24,9 +24,9 @@ async def health() -> Health:
 async def ready(desk: TheDesk, response: Response) -> Ready:
     """Whether requests are completed now: 200, or 503 with what is awaited."""
     stats = await _stats(desk)
-    if stats is None:
+    if stats is None or desk.draining:
         response.status_code = 503
-        return Ready(status="unreachable")
+        return Ready(status="unreachable" if stats is None else "ending")
     workers = {worker.name: worker.state for worker in stats.workers}
     is_ready = any(worker.role == "target" and worker.state == "ready" for worker in stats.workers)
     response.status_code = 200 if is_ready else 503

@@ -70,7 +70,7 @@ class Health(Answered):
 class Ready(Answered):
     """Whether requests are completed now; `workers` by name and state."""
 
-    status: Literal["ready", "starting", "unreachable"]
+    status: Literal["ready", "starting", "ending", "unreachable"]
     workers: dict[str, str] = Field(default_factory=dict)
 
 

@@ -521,6 +521,10 @@ def test_a_process_that_is_lost_is_started_again_at_the_same_place(
     process = chat.process
     assert process is not None
     before = process.pid
+    process.drain()  # as SIGTERM has it; who comes after it knows nothing of it
+    until(lambda: httpx.get(f"{chat.url}/ready").json()["status"] == "ending")
+    refused = post(chat, "/v1/chat/completions", messages=HELLO)
+    assert refused.status_code == 503 and refused.headers["retry-after"]
     monkeypatch.setattr(http_process, "TOO_SOON_SECONDS", math.inf)
     os.kill(before, signal.SIGKILL)
     with pytest.raises(WorkerError, match="ended with code -9"):  # one that has only just begun would end again

@@ -194,12 +194,42 @@ def test_a_signal_ends_a_server_in_order(serve: Callable[..., Serving], tmp_path
 
 
 def test_a_signal_in_the_middle_of_a_text_is_an_error_for_its_client(serve: Callable[..., Serving]) -> None:
-    server = serve("--draft-backend", "ngram")
+    server = serve("--draft-backend", "ngram", "--drain-timeout", "0")
     with pytest.raises(WorkerError, match="stopped before"):
         for _ in Client(server.endpoint).stream(PROMPT, LONG):
             server.process.send_signal(signal.SIGTERM)
     _, err = server.process.communicate(timeout=LIMIT)
     assert server.process.returncode == 0 and "Traceback" not in err
+
+
+def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Callable[..., Serving]) -> None:
+    server = serve("--draft-backend", "ngram")
+    client, other = Client(server.endpoint), Client(server.endpoint)
+    stream = client.stream(PROMPT, replace(LONG, max_tokens=600))
+    chunks = iter(stream)
+    next(chunks)
+    server.process.send_signal(signal.SIGTERM)
+
+    def refused() -> bool:
+        try:
+            other.generate(PROMPT, SamplingParams(max_tokens=1))
+        except WorkerError as error:
+            return "takes no new requests" in str(error)
+        return False
+
+    until(refused, "new requests are refused")
+    for _ in chunks:
+        pass
+    assert len(stream.result.token_ids) == 600
+    assert server.process.wait(LIMIT) == 0
+
+
+def test_a_second_signal_ends_a_drain(serve: Callable[..., Serving]) -> None:
+    server = serve("--draft-backend", "ngram")
+    with pytest.raises(WorkerError, match="stopped before"):
+        for _ in Client(server.endpoint).stream(PROMPT, replace(LONG, max_tokens=900)):
+            server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(LIMIT) == 0
 
 
 def test_a_killed_server_leaves_nothing(serve: Callable[..., Serving], tmp_path: Path) -> None:
