@@ -167,9 +167,7 @@ def judge_all(
 
 
 def _text(client: Client, way: Way, case: Case) -> tuple[int, ...]:
-    found = client.generate(
-        case.tokens, case.params, mode=way.mode, num_draft_tokens=way.depth, branches=way.branches
-    )
+    found = client.generate(case.tokens, case.params, mode=way.mode, num_draft_tokens=way.depth, branches=way.branches)
     return tuple(found.token_ids)
 
 

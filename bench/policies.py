@@ -1,6 +1,6 @@
 """What each thing adds to the paper's policy on a profile's machine: `simulator.py`'s arithmetic, no processes.
 
-    python -m outrider.bench.policies bench/profiles/*.json
+python -m outrider.bench.policies bench/profiles/*.json
 """
 
 from __future__ import annotations

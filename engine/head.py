@@ -62,5 +62,3 @@ def install(model: nn.Module) -> Wanted:
             elif isinstance(inner, nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding):
                 parent[name] = Head(inner, wanted)
     return wanted
-
-

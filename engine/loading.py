@@ -146,7 +146,9 @@ def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
     if dense_bytes > physical // 2:
         log.warning(
             "the model stays quantised: dense float32 weights would take %.1f GiB of %.1f; verifying M tokens will "
-            "cost M times one token", dense_bytes / 2**30, physical / 2**30,
+            "cost M times one token",
+            dense_bytes / 2**30,
+            physical / 2**30,
         )
         return model
     return dequantize_model(model)

@@ -75,7 +75,9 @@ def parse(text: str) -> Endpoint:
 
 def _parse_ipc(text: str, path: str) -> Ipc:
     if not path or path[0] in "@*" or path.endswith("/") or not path.isprintable():
-        raise EndpointError(f"{text!r} names no file; expected ipc:// and the path of a socket, like ipc:///tmp/outrider")
+        raise EndpointError(
+            f"{text!r} names no file; expected ipc:// and the path of a socket, like ipc:///tmp/outrider"
+        )
     path = os.path.abspath(path)
     length = len(os.fsencode(path))
     if length > MAX_PATH:

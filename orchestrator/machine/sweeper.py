@@ -12,11 +12,11 @@ from pathlib import Path
 from outrider.protocol.claim import PathClaim
 
 # $1: the run directory. $2: a socket elsewhere, $3: what its lock file holds and $4: its inode while it is still ours.
-_SCRIPT = '''
+_SCRIPT = """
 while read -r _; do :; done
 rm -rf -- "$1"
 [ -n "$2" ] && [ "$(cat -- "$2.lock")" = "$3" ] && [ "$(ls -di -- "$2")" = "$4 $2" ] && rm -f -- "$2" "$2.lock"
-'''
+"""
 
 
 class Sweeper:

@@ -59,9 +59,7 @@ def test_quantised_weights_become_dense_float32_on_a_cpu(tiny_model: TinyModel, 
     assert type(linear) is nn.Linear
     assert linear.weight.dtype == mx.float32
     packed = model.layers[0].self_attn.q_proj
-    exact = mx.dequantize(
-        packed.weight, packed.scales.astype(mx.float32), packed.biases.astype(mx.float32), 32, 4
-    )
+    exact = mx.dequantize(packed.weight, packed.scales.astype(mx.float32), packed.biases.astype(mx.float32), 32, 4)
     assert mx.array_equal(linear.weight, exact)
     text = mx.array([[5, 6, 7, 8]])
     model.set_dtype(mx.float32)

@@ -96,7 +96,5 @@ def test_a_draft_that_means_something_else_is_refused(model_folder, colocate):
     (model_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match="2 of 4096 tokens stand for something else"):
         read_pair(
-            choose_pair(
-                ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder), colocate=colocate)
-            )
+            choose_pair(ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder), colocate=colocate))
         )

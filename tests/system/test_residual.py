@@ -148,9 +148,7 @@ def taken_as_flat(message: Verify, last: int) -> Verify:
     return replace(message, kind="sparse", q=SparseQ(ids, np.full(ids.shape, 1 / V, np.float32)))
 
 
-@pytest.mark.parametrize(
-    ("name", "tamper"), [("saguaro", unscaled), ("sd", taken_as_flat), ("n-gram", taken_as_flat)]
-)
+@pytest.mark.parametrize(("name", "tamper"), [("saguaro", unscaled), ("sd", taken_as_flat), ("n-gram", taken_as_flat)])
 def test_a_chain_verified_as_what_it_is_not_is_caught(
     make: Callable[[Path], Cluster], name: str, tamper: Callable[[Verify, int], Verify]
 ) -> None:
