@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 from collections import Counter
@@ -154,23 +155,36 @@ def test_a_signal_on_a_terminal_stops_the_answer_and_quit_ends(served):
     half = served.codec.encode("half", special=False)
     served.core.play = lambda admit: [Began(admit.request, "ssd"), Committed(admit.request, half)]
     ours, theirs = os.openpty()
-    command = python("-m", "outrider", "chat", "--connect", served.endpoint)
+    command = python("-c", INTERRUPTIBLE, "chat", "--connect", served.endpoint)
     with subprocess.Popen(command, env=child_environment(), stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
-        heard_until(ours, b"> ")
-        os.write(ours, b"one\n")
-        heard_until(ours, b"half")
-        process.send_signal(signal.SIGINT)
-        heard_until(ours, b"> ")
-        os.write(ours, b"/quit\n")
-        assert process.wait(60) == 0
+        try:
+            heard_until(ours, b"> ")
+            os.write(ours, b"one\n")
+            heard_until(ours, b"half")
+            process.send_signal(signal.SIGINT)
+            heard_until(ours, b"> ")
+            os.write(ours, b"/quit\n")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
     os.close(ours)
     assert served.core.wait_for(Stop)[0].reason == "cancelled"
+
+
+# A shell's background jobs begin with interrupts ignored, and so would this one.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from outrider.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def heard_until(terminal: int, words: bytes) -> None:
     heard = b""
     while words not in heard:
+        assert select.select([terminal], [], [], 60)[0], f"silence, after {heard!r}"
         more = os.read(terminal, 4096)
         assert more, f"the end, after {heard!r}"
         heard += more
