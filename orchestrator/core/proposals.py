@@ -20,7 +20,7 @@ from outrider.protocol.sparse import SparseQ
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask the drafters for the continuation of the committed text, `depth` tokens. `missed`: the lookup found nothing."""
+    """Ask the drafters for the continuation of the committed text, `depth` tokens; `missed`: a lookup found nothing."""
 
     depth: int
     missed: bool = False
