@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.bench.commands.lists import numbers
-from outrider.bench.crowd.ask import Question, ask
+from outrider.bench.crowd.ask import Question, ask, ask_all
 from outrider.bench.crowd.chance import MODES, Sizes, question, subject
 from outrider.bench.crowd.reply import Reply
 from outrider.bench.embedded import embedded_codec
@@ -111,15 +110,11 @@ class Course:
         for place, width in enumerate(widths):
             chosen = order[place * count // len(widths) : (place + 1) * count // len(widths)]
             asked = [question(n, self.seed, subjects[n // len(MODES)]) for n in chosen]
-            for done, (number, one, reply) in enumerate(zip(chosen, asked, self._replies(asked, width), strict=True)):
+            replies = ask_all(self.client, asked, width)
+            for done, (number, one, reply) in enumerate(zip(chosen, asked, replies, strict=True)):
                 self.tell(f"{width} at once: {done} of {len(chosen)}")
                 found.append(judged(number, width, one, reply, alone[number // len(MODES)], self.codec))
         return found
-
-    def _replies(self, asked: Sequence[Question], at_once: int) -> Iterator[Reply]:
-        """So many at a time: who is answered, or has left, makes room for the next."""
-        with ThreadPoolExecutor(at_once) as threads:
-            yield from threads.map(lambda one: ask(self.client, one), asked)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

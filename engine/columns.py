@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
+from outrider.engine.buffers import with_room
 from outrider.engine.cache import first_columns, leaves_of, narrowed, stand_in, window_of
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import Saved, Start
@@ -22,7 +23,6 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-_STEP = 256
 _PREFILL = 512
 
 
@@ -159,7 +159,7 @@ class ColumnCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         start, end = self.frame.start, self.frame.end
-        self.keys, self.values = _with_room(self.keys, keys, end), _with_room(self.values, values, end)
+        self.keys, self.values = with_room(self.keys, 1, end, keys), with_room(self.values, 1, end, values)
         self.keys[..., start:end, :] = keys
         self.values[..., start:end, :] = values
         return self.keys_and_values()
@@ -289,15 +289,3 @@ def restore(frame: Frame, caches: Sequence[Any], start: Start) -> None:
     for cache, (keys, values) in zip(attention, start.saved.columns(start.length), strict=True):
         cache.update_and_fetch(keys, values)
     mx.eval([cache.state for cache in attention])
-
-
-def _with_room(buffer: mx.array | None, new: mx.array, end: int) -> mx.array:
-    if buffer is not None and end <= buffer.shape[2]:
-        return buffer
-    columns = -(-(end + end // 2) // _STEP) * _STEP
-    shape = (1, new.shape[1], columns, new.shape[3])
-    if buffer is None:
-        return mx.zeros(shape, new.dtype)
-    grown = mx.zeros(shape, new.dtype)
-    grown[..., : buffer.shape[2], :] = buffer
-    return grown

@@ -19,9 +19,9 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask
 
+from outrider.engine.buffers import with_room
 from outrider.engine.cache import first_columns, narrowed
 
-_STEP = 256  # columns a buffer grows by
 _PATCHED = "scaled_dot_product_attention"
 
 
@@ -205,19 +205,6 @@ class FlatCache:
 
     def empty(self) -> bool:
         return self.keys is None
-
-
-def with_room(buffer: mx.array | None, rows: int, columns: int, like: mx.array) -> mx.array:
-    """`buffer` itself, or a copy of it with place for so many rows and columns."""
-    had_rows, had_columns = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
-    if rows <= had_rows and columns <= had_columns and buffer is not None:
-        return buffer
-    rows = had_rows if rows <= had_rows else max(rows, 2 * had_rows)
-    columns = had_columns if columns <= had_columns else -(-(columns + columns // 2) // _STEP) * _STEP
-    grown = mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype)
-    if buffer is not None:
-        grown[:had_rows, :, :had_columns] = buffer
-    return grown
 
 
 def install(model: nn.Module) -> None:

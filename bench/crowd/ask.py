@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -52,7 +52,10 @@ def ask(client: Client, question: Question, heard: Callable[[Arrival], None] = l
     return Reply(sent, tuple(arrivals), result.token_ids, result.text, result.finish_reason)
 
 
-def ask_all(client: Client, questions: Sequence[Question], places: int | None = None) -> list[Reply]:
-    """All at once, each `after` its time, or so many at once: whoever has ended asks the next. In their order."""
+def ask_all(client: Client, questions: Sequence[Question], places: int | None = None) -> Iterator[Reply]:
+    """All at once, each `after` its time, or so many at once: who is answered, or has left, makes room for the next.
+
+    The replies come in the questions' order; asking begins with the first that is wanted.
+    """
     with ThreadPoolExecutor(places or len(questions)) as threads:
-        return list(threads.map(lambda question: ask(client, question), questions))
+        yield from threads.map(lambda question: ask(client, question), questions)

@@ -42,7 +42,7 @@ class ModeBatch:
     def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
         first = sampling.seed or 0
         questions = [Question(text, replace(sampling, seed=first + n), self.name) for n, text in enumerate(texts)]
-        return ask_all(self.client, questions, self.places)
+        return list(ask_all(self.client, questions, self.places))
 
 
 @dataclass(frozen=True, slots=True)

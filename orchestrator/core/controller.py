@@ -182,7 +182,7 @@ class Controller:
     def _choose(self) -> Plan:
         forecasts = self._forecasts(self._active)
         guesses = self._guesses(forecasts)
-        rates = self._rates(self._records)
+        rates = _rates(self._records)
         self._trial = None
         if not rates:
             return self._take(max(guesses, key=guesses.__getitem__), forecasts, "not measured yet")
@@ -254,7 +254,7 @@ class Controller:
 
     def _error(self, way: Way, here: int, rate: float) -> float:
         """What the way was measured to bring over what the formula says of it; 1 where nothing was measured."""
-        rates = {load: self._rates(records).get(way) for load, records in self._by_load.items()}
+        rates = {load: _rates(records).get(way) for load, records in self._by_load.items()}
         known = {load: measured for load, measured in rates.items() if measured is not None}
         if not known:
             return 1.0
@@ -263,15 +263,17 @@ class Controller:
         error = min(max(known[nearest] / there, 1 / MOST_ERROR), MOST_ERROR)
         return math.pow(error, 0.5 ** abs(nearest - here))
 
-    def _rates(self, records: dict[Way, Record]) -> dict[Way, float]:
-        return {way: rate for way, record in records.items() if (rate := record.rate) is not None}
-
     def _forecasts(self, at_once: int) -> dict[Way, Forecast]:
         """By way: its plan, and the tokens per millisecond of that. A tuning is of one request at a time."""
         ways = [*(self._tuned.values() if at_once == 1 else ()), *map(Way, self.modes)]
         fixed = self.fixed or at_once == 1
         formula = Forecasts(self.estimates, at_once, self.max_depth, self.branches, fixed)
         return {way: formula.of(way) for way in ways}
+
+
+def _rates(records: dict[Way, Record]) -> dict[Way, float]:
+    """Of what was measured."""
+    return {way: rate for way, record in records.items() if (rate := record.rate) is not None}
 
 
 def _load(active: int) -> int:
