@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from outrider.orchestrator.kv_room import KvRoom
 from outrider.protocol.logprobs import Logprobs, joined
-from outrider.protocol.messages import Timings, WorkerStats
+from outrider.protocol.messages import RoundRecord, Timings, WorkerStats
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 
@@ -23,7 +23,8 @@ class Admit:
     """Run this request now. `sampling.seed` is drawn already; `mode` is ar, sd, ssd or auto; `eos` is empty when
     ignored.
 
-    `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server. `origins`: tell them.
+    `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server. `origins`, `rounds`:
+    tell them.
     """
 
     request: str
@@ -34,6 +35,7 @@ class Admit:
     num_draft_tokens: int | None = None
     branches: int | None = None
     origins: bool = False
+    rounds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +84,23 @@ class PrefillAt:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """These tokens are final, EOS included if it ended the text; `logprobs` and `origins` are theirs, if asked for."""
+    """These tokens are final, EOS included if it ended the text.
+
+    `logprobs` and `origins` are theirs, `rounds` those that brought them, if asked for.
+    """
 
     request: str
     tokens: tuple[int, ...]
     logprobs: Logprobs | None = None
     origins: tuple[Origin, ...] | None = None
+    rounds: tuple[RoundRecord, ...] | None = None
 
     def and_then(self, later: Committed) -> Committed:
         """Both in one."""
         told = [one.logprobs for one in (self, later) if one.logprobs is not None]
         origins = None if self.origins is None else self.origins + (later.origins or ())
-        return Committed(self.request, self.tokens + later.tokens, joined(told) if told else None, origins)
+        rounds = None if self.rounds is None else self.rounds + (later.rounds or ())
+        return Committed(self.request, self.tokens + later.tokens, joined(told) if told else None, origins, rounds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,10 +60,13 @@ class AsyncClient:
         branches: int | None = None,
         chat_template: bool = True,
         origins: bool = False,
+        rounds: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> AsyncStream:
         """The completion of `prompt` as it grows; see `Client.stream`. Leaving the loop cancels."""
-        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins)
+        wish = Wish(
+            prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins, rounds
+        )
         return AsyncStream(self, Dialogue(wish, progress))
 
     async def stats(self) -> Stats:

@@ -76,13 +76,17 @@ class Client:
         branches: int | None = None,
         chat_template: bool = True,
         origins: bool = False,
+        rounds: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Stream:
         """The completion of `prompt` as it grows; see `generate`. Leaving the loop cancels.
 
-        `progress(done, total)` hears how much of a long prompt has been read.
+        `rounds`: chunks tell of each round, when it has ended. `progress(done, total)` hears how much of a long prompt
+        has been read.
         """
-        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins)
+        wish = Wish(
+            prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins, rounds
+        )
         return Stream(self, Dialogue(wish, progress))
 
     def stats(self) -> Stats:

@@ -44,6 +44,7 @@ class Wish:
     branches: int | None = None
     chat_template: bool = True
     origins: bool = False
+    rounds: bool = False
 
     def __post_init__(self) -> None:
         self._keep("prompt", _as_text(self.prompt) if isinstance(self.prompt, str) else _as_tokens(self.prompt))
@@ -56,6 +57,7 @@ class Wish:
             self._keep("branches", check_branches(self.branches))
         self._keep("chat_template", values.flag("chat_template", self.chat_template))
         self._keep("origins", values.flag("origins", self.origins))
+        self._keep("rounds", values.flag("rounds", self.rounds))
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the record is frozen for everybody else
@@ -72,6 +74,7 @@ class Wish:
             branches=self.branches,
             chat_template=self.chat_template,
             origins=self.origins,
+            rounds=self.rounds,
         )
 
 
@@ -134,7 +137,7 @@ class Dialogue:
         self._logprobs.extend(logprobs or ())
         origins = None if message.origins is None else tuple(map(Origin, message.origins))
         self._origins.extend(origins or ())
-        return Chunk(message.text, tokens, logprobs, origins)
+        return Chunk(message.text, tokens, logprobs, origins, message.rounds)
 
     def result(self) -> GenerationResult:
         """The finished completion.

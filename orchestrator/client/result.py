@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.protocol.logprobs import NEVER, Logprobs
-from outrider.protocol.messages import Timings
+from outrider.protocol.messages import RoundRecord, Timings
 from outrider.protocol.origins import Origin
 
 
@@ -28,13 +28,14 @@ class TokenLogprob:
 class Chunk:
     """Text that became final, never cut inside a character, and the tokens committed since the last chunk.
 
-    `logprobs`, `origins`: one a token, if the request asked for them.
+    `logprobs`, `origins`: one a token, `rounds`: those that brought them, if the request asked for them.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     origins: tuple[Origin, ...] | None = None
+    rounds: tuple[RoundRecord, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

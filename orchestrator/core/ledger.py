@@ -8,7 +8,7 @@ from __future__ import annotations
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request, Round
 from outrider.orchestrator.core.trace import ORCHESTRATOR, TARGET, TARGETS_DRAFTER, Trace
-from outrider.protocol.messages import Branches, Drafted, Outcome, Span
+from outrider.protocol.messages import Branches, Drafted, Outcome, RoundRecord, Span
 
 
 class Ledger:
@@ -17,22 +17,30 @@ class Ledger:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
-    def asked(self, request: Request, missed: bool) -> None:
+    def asked(self, request: Request, missed: bool, now_ns: int) -> None:
+        if request.records is not None:
+            request.records.asked(missed, now_ns)
         request.account.asked(request.round + 1, request.accepted if missed else None)
 
     def proposed(self, request: Request, now_ns: int) -> None:
         proposal, chain = request.proposal, request.proposal.chain
         request.account.proposed(request.round, proposal, request.accepted)
+        if request.records is not None:
+            request.records.proposed(request.round, proposal, now_ns)
         if self._trace.enabled and not proposal.draft:
             self._trace.mark(ORCHESTRATOR, _mark(proposal), now_ns, round=request.round, chain=len(chain), tokens=chain)
 
-    def branches(self, sender: str, message: Branches) -> None:
+    def branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
+        if request.records is not None:
+            request.records.drafted(sender, message, now_ns)
         if self._trace.enabled:
             self._trace.add(
                 sender, f"depth {message.depth}", message.work, rows=len(message.entries), round=message.round
             )
 
-    def drafted(self, sender: str, message: Drafted) -> None:
+    def drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
+        if request.records is not None:
+            request.records.drafted(sender, message, now_ns)
         self._trace.add(sender, "chain", message.work, tokens=len(message.chain), round=message.round)
 
     def outcome(self, request: Request, ended: Round, outcome: Outcome, kept: int, now_ns: int) -> None:
@@ -45,6 +53,12 @@ class Ledger:
             self._trace.add(
                 TARGET, f"verify {len(chain) + 1}", outcome.work, round=ended.number, accepted=outcome.accepted
             )
+
+    def record(self, request: Request, ended: Round, outcome: Outcome, kept: int) -> RoundRecord | None:
+        """The round, if the request asked for its rounds."""
+        if request.records is None:
+            return None
+        return request.records.ended(ended.number, ended.proposal, outcome, kept)
 
     def _trace_own(self, ended: Round, chain: tuple[int, ...], verified_ns: int, drafting: Span) -> None:
         """A chain that the target drafted for itself; a row of its own, though it is the target's process."""

@@ -11,6 +11,7 @@ from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.ngram import NgramIndex
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Outcome
@@ -63,7 +64,8 @@ class Request:
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
     `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
     last outcome has come. `untold` are committed tokens that the drafters, `drafters` by name, do not know yet.
-    `covered`: how many branches there were to be for the latest outcome, if all had come by then; else 0.
+    `covered`: how many branches there were to be for the latest outcome, if all had come by then; else 0. `records`: of
+    its rounds, if it asked for them.
     """
 
     admit: Admit
@@ -86,6 +88,7 @@ class Request:
     branches_at_ns: int = 0
     handled_ns: int = 0
     account: Account = field(default_factory=Account)
+    records: RoundRecords | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -22,6 +22,7 @@ from outrider.orchestrator.core.preparing import may_prepare, prepared
 from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
 from outrider.orchestrator.core.request import Request, Round, RoundSettings
+from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.orchestrator.core.speculation_cache import is_sound
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
@@ -90,6 +91,7 @@ class Rounds:
             ngrams=NgramIndex(),
             drafters=drafters,
             account=Account(admitted_ns=now_ns),
+            records=RoundRecords(now_ns) if admit.rounds else None,
             notes=notes,
         )
         self._requests[request.id] = request
@@ -215,12 +217,13 @@ class Rounds:
         self._planner.outcome(request, ended, outcome, len(kept), now_ns)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
         origins = ended.proposal.origins(outcome.accepted)[: len(kept)] if request.admit.origins else None
-        self._tell(Committed(request.id, kept, logprobs, origins))
+        record = self._ledger.record(request, ended, outcome, len(kept))
+        self._tell(Committed(request.id, kept, logprobs, origins, (record,) if record is not None else None))
         if settled.reason is not None:
             self._finish(request, settled.reason)
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
-        self._ledger.branches(sender, message)
+        self._ledger.branches(request, sender, message, now_ns)
         of_now = message.round == request.round and message.base_len == request.base_len
         if not of_now or not is_sound(message):
             self.stale += 1
@@ -239,7 +242,7 @@ class Rounds:
         if waiting is None or waiting.outcome or not of_next or not is_sound(message):
             self.stale += 1
             return
-        self._ledger.drafted(sender, message)
+        self._ledger.drafted(request, sender, message, now_ns)
         self._planner.drafted(message, waiting, now_ns)
         self._verify(request, self._proposer.drafted(request, message, self._room(request)), now_ns)
 
@@ -320,7 +323,7 @@ class Rounds:
 
     def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
-        self._ledger.asked(request, step.missed)
+        self._ledger.asked(request, step.missed, now_ns)
         if step.missed:
             self._planner.missed(request)
         request.waiting = wait_for_chain(self._planner.estimates, step, self._settings.full_depth, now_ns)
@@ -329,7 +332,7 @@ class Rounds:
     def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
         """Waits, again when a push leaves more to wait for."""
         if request.waiting is None:
-            self._ledger.asked(request, False)
+            self._ledger.asked(request, False, now_ns)
         request.waiting = wait_for_branch(self._planner.estimates, request, step, self._settings.full_depth, now_ns)
 
     def _room(self, request: Request) -> int:

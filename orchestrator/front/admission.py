@@ -78,6 +78,7 @@ class Admission:
             num_draft_tokens=asked.num_draft_tokens or self._settings.num_draft_tokens,
             branches=asked.branches or self._settings.branches,
             origins=asked.origins,
+            rounds=asked.rounds,
         )
         return Accepted(admit, TextStream(self._text.codec, tokens, sampling.stop, eos), notes)
 

@@ -303,7 +303,7 @@ class Front:
             logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
             origins = tuple(map(int, event.origins[:count])) if event.origins is not None else None
             tokens = np.array(piece.tokens, dtype=np.int32)
-            self._tell(ticket, Chunk(ticket.name, piece.text, tokens, logprobs, origins))
+            self._tell(ticket, Chunk(ticket.name, piece.text, tokens, logprobs, origins, event.rounds))
 
     def _tell(self, ticket: Ticket, message: Message) -> None:
         if not self._clients.send(ticket.sender, message):

@@ -19,6 +19,7 @@ from outrider.protocol.fields import (
 )
 from outrider.protocol.kv import CacheUse, KvCost
 from outrider.protocol.logprobs import Logprobs
+from outrider.protocol.messages.rounds import Span
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -26,7 +27,7 @@ from outrider.protocol.sampling import SamplingParams
 class Generate:
     """Client -> orchestrator: complete `prompt` (or `tokens`). None for a setting means the server's own.
 
-    `origins`: tell with each token where it came from.
+    `origins`: tell with each token where it came from; `rounds`: tell of each round, when it has ended.
     """
 
     request: RequestId
@@ -38,6 +39,7 @@ class Generate:
     branches: Count | None = None
     chat_template: bool = True
     origins: bool = False
+    rounds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,43 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftWork:
+    """What a drafter did for `round`: so many `branches` are `depth` tokens deep now; 0: a chain that was asked for."""
+
+    drafter: Name
+    round: Serial
+    depth: Count
+    branches: Count
+    work: Span
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """A round that has ended; spans are in nanoseconds since the request began.
+
+    `lookup`: what the speculation cache had for the outcome before, `source`: where the chain of `drafted` tokens came
+    from, `accepted` of which held; the round made `tokens` final. `verify` is the target's forward. `decided`: from the
+    outcome before until the orchestrator had sent the chain, or knew that the target had gone on with it; None: the
+    target went on by itself. `drafting`: what drafters of this machine did, as far as no record before has told it.
+    """
+
+    round: Serial
+    lookup: Annotated[str, OneOf(("none", "hit", "grown", "late", "miss"))]
+    source: Annotated[str, OneOf(("none", "cache", "drafter", "ngram"))]
+    drafted: Count
+    accepted: Count
+    tokens: Count
+    verify: Span
+    decided: Span | None = None
+    drafting: tuple[DraftWork, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last.
 
     `logprobs` and `origins` (0 target, 1 prepared, 2 drafted just in time, 3 copied from the text) are those of the
-    tokens, if the request asked for them.
+    tokens, `rounds` those that brought them, if the request asked for them.
     """
 
     request: RequestId
@@ -75,6 +109,7 @@ class Chunk:
     token_ids: Tokens
     logprobs: Logprobs | None = None
     origins: Origins | None = None
+    rounds: tuple[RoundRecord, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.codec import decode, encode
-from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, Span, Verify
+from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, RoundRecord, Span, Verify
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 
@@ -178,9 +178,10 @@ class Cluster:
         eos: frozenset[int] = frozenset(),
         sampling: SamplingParams = GREEDY,
         origins: bool = False,
+        rounds: bool = False,
     ) -> Ended:
         sampling = replace(sampling, max_tokens=max_tokens)
-        self.rounds.begin(Admit("r", prompt, sampling, mode, eos, origins=origins), self._now)
+        self.rounds.begin(Admit("r", prompt, sampling, mode, eos, origins=origins, rounds=rounds), self._now)
         for _ in range(100 * max_tokens + 1000):
             if not self.rounds.active:
                 return next(event for event in self.told if isinstance(event, Ended))
@@ -194,6 +195,10 @@ class Cluster:
     @property
     def origins(self) -> list[Origin]:
         return [origin for event in self.told if isinstance(event, Committed) for origin in event.origins or ()]
+
+    @property
+    def records(self) -> list[RoundRecord]:
+        return [record for event in self.told if isinstance(event, Committed) for record in event.rounds or ()]
 
     def _turn(self) -> None:
         """The drafter works, then the target answers one message, then overdue waits end."""

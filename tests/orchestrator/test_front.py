@@ -20,7 +20,21 @@ from outrider.protocol.codec import decode, encode
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
 from outrider.protocol.grammar import Grammar
 from outrider.protocol.logprobs import NEVER, Logprobs
-from outrider.protocol.messages import Cancel, Chunk, Done, Failed, Generate, Hello, Started, Stats, StatsQuery, Timings
+from outrider.protocol.messages import (
+    Cancel,
+    Chunk,
+    Done,
+    DraftWork,
+    Failed,
+    Generate,
+    Hello,
+    RoundRecord,
+    Span,
+    Started,
+    Stats,
+    StatsQuery,
+    Timings,
+)
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import says, worker_stats
@@ -144,6 +158,19 @@ def test_origins_come_with_their_tokens_and_end_with_the_text(stand, codec):
     assert len(kept) < len(tokens) and stream.result.origins == told[: len(kept)]
     assert sum((chunk.origins for chunk in chunks), ()) == told[: len(kept)]
     assert stand.client().generate("x", SamplingParams(stop=("c d",))).origins is None
+
+
+def test_rounds_come_with_their_tokens(stand, codec):
+    tokens, rounds = codec.encode("abc", special=False), [RoundRecord(n, "hit", "cache", 2, 1, 2, Span(n, n + 1), None,
+        (DraftWork("draft-0", n, 1, 3, Span(n, n)),)) for n in range(2)]  # fmt: skip
+    stand.core.play = lambda admit: [
+        Began(admit.request, "ssd"),
+        *(Committed(admit.request, tokens, rounds=(r,) if admit.rounds else None) for r in rounds),
+        Ended(admit.request, "length", Timings()),
+    ]
+    chunks = list(stand.client().stream("x", rounds=True))
+    assert [record for chunk in chunks for record in chunk.rounds or ()] == rounds
+    assert all(chunk.rounds is None for chunk in stand.client().stream("x"))
 
 
 def test_a_model_without_an_end_token_takes_no_grammar(stand):

@@ -103,11 +103,29 @@ def test_origins_agree_with_the_timings(mode: str, text: tuple[int, ...], steps:
         assert found[Origin.COPIED] > 0
 
 
-def test_origins_are_told_only_when_asked_for() -> None:
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
+@pytest.mark.parametrize("text", [random_text(1), REPEATING], ids=["new", "repeating"])
+@pytest.mark.parametrize("steps", [1, 100])
+def test_the_rounds_that_are_told_agree_with_the_timings(mode: str, text: tuple[int, ...], steps: int) -> None:
+    cluster = Cluster(text, script(text), steps=steps)
+    times = cluster.run(PROMPT, 300, mode, rounds=True).timings
+    told = cluster.records
+    assert [record.round for record in told] == list(range(times.rounds))
+    assert sum(record.tokens for record in told) == times.predicted_n == 300
+    assert sum(record.drafted for record in told) == times.draft_n
+    assert sum(record.accepted for record in told) == times.draft_n_accepted
+    assert sum(record.lookup in ("hit", "grown") for record in told) == times.cache_hits
+    assert sum(record.lookup in ("late", "miss") for record in told) == times.cache_misses
+    assert sum(record.source == "ngram" for record in told) == times.ngram_chains
+    assert (times.cache_hits > 0) is (mode in ("ssd", "auto"))
+
+
+def test_origins_and_rounds_are_told_only_when_asked_for() -> None:
     text = random_text(1)
     cluster = Cluster(text, script(text))
     cluster.run(PROMPT, 20)
-    assert all(event.origins is None for event in cluster.told if isinstance(event, Committed))
+    told = [event for event in cluster.told if isinstance(event, Committed)]
+    assert all(event.origins is None and event.rounds is None for event in told)
 
 
 def test_an_always_wrong_drafter_commits_one_token_a_round() -> None:

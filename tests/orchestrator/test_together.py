@@ -10,7 +10,7 @@ from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Began, Committed, Ended, PrefillAt, ToFront, together
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.logprobs import Logprobs
-from outrider.protocol.messages import Close, Message, Outcome, Span, Timings, Verify
+from outrider.protocol.messages import Close, Message, Outcome, RoundRecord, Span, Timings, Verify
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 
@@ -89,11 +89,12 @@ def test_tokens_that_wait_behind_each_other_are_one_event_and_nothing_overtakes_
     ]  # fmt: skip
 
 
-def test_log_probabilities_and_origins_stay_with_their_tokens() -> None:
+def test_log_probabilities_origins_and_rounds_stay_with_their_tokens() -> None:
     rows = Logprobs(np.array([[1], [2], [3]], np.int32), np.array([[-1], [-2], [-3]], np.float32))
-    first = Committed("a", (1,), rows.part(0, 1), (Origin.TARGET,))
-    second = Committed("a", (2, 3), rows.part(1, 3), (Origin.COPIED, Origin.TARGET))
+    rounds = tuple(RoundRecord(n, "none", "none", 0, 0, 1, Span(n, n)) for n in range(2))
+    first = Committed("a", (1,), rows.part(0, 1), (Origin.TARGET,), rounds[:1])
+    second = Committed("a", (2, 3), rows.part(1, 3), (Origin.COPIED, Origin.TARGET), rounds[1:])
     (told,) = together([first, second])
     assert isinstance(told, Committed) and told.tokens == (1, 2, 3) and told.logprobs is not None
     assert told.logprobs.ids.tolist() == rows.ids.tolist() and told.logprobs.values.tolist() == rows.values.tolist()
-    assert told.origins == (Origin.TARGET, Origin.COPIED, Origin.TARGET)
+    assert told.origins == (Origin.TARGET, Origin.COPIED, Origin.TARGET) and told.rounds == rounds
