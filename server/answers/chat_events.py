@@ -6,9 +6,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from outrider.orchestrator.client.result import TokenLogprob
 from outrider.server.answers import sse
+from outrider.server.answers.extras import Extras, speculated
 from outrider.server.answers.naming import FINGERPRINT, about
 from outrider.server.answers.parts import Part, Said, Thought
 from outrider.server.answers.probabilities import Speller
@@ -21,7 +22,6 @@ from outrider.server.shapes.chat import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
-    ChatLogprobs,
     ChunkChoice,
     Delta,
     Finish,
@@ -47,8 +47,10 @@ class Head:
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def logprobs(self, rows: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        return self.speller.content(rows) if self.speller is not None else None
+    def beside(self, extras: Extras) -> dict[str, Any]:
+        """What a choice has beside its text."""
+        rows = self.speller.content(extras.logprobs) if self.speller is not None else None
+        return {"logprobs": rows, "speculation": speculated(extras)}
 
 
 def completion(head: Head, choices: Sequence[Choice]) -> ChatCompletion:
@@ -77,9 +79,9 @@ async def chunks(
         match one:
             case Waited(note=note):
                 yield sse.comment(note)
-            case Told(index=index, part=part, logprobs=rows):
+            case Told(index=index, part=part, extras=extras):
                 delta = _delta(part, calls[index])
-                yield _chunk(head, ChunkChoice(index=index, delta=delta, logprobs=head.logprobs(rows)))
+                yield _chunk(head, ChunkChoice(index=index, delta=delta, **head.beside(extras)))
                 calls[index] += isinstance(part, ToolCall)
             case Choice():
                 ended.append(one)
@@ -115,8 +117,8 @@ def _end(head: Head, choice: Choice) -> bytes:
     last = ChunkChoice(
         index=choice.index,
         delta=Delta(),
-        logprobs=head.logprobs(choice.untold),
         finish_reason=_FINISH.get(choice.finish, "stop"),
+        **head.beside(choice.untold),
     )
     chunk = ChatChunk(
         id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[last],
@@ -146,6 +148,6 @@ def _choice(head: Head, choice: Choice) -> ChatChoice:
     return ChatChoice(
         index=choice.index,
         message=message,
-        logprobs=head.logprobs(choice.logprobs),
         finish_reason=_FINISH.get(choice.finish, "stop"),
+        **head.beside(choice.extras),
     )

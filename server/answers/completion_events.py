@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.orchestrator.client.result import TokenLogprob
 from outrider.server.answers import sse
+from outrider.server.answers.extras import Extras, speculated
 from outrider.server.answers.naming import FINGERPRINT, about
 from outrider.server.answers.parts import Said
 from outrider.server.answers.probabilities import Listing, Speller
 from outrider.server.answers.telling import Choice, Told, Waited, sum_of, timings
 from outrider.server.answers.usage import usage
-from outrider.server.shapes.completions import Completion, CompletionChoice, CompletionLogprobs
+from outrider.server.shapes.completions import Completion, CompletionChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ def completion(head: Head, choices: Sequence[Choice], made: Sequence[Choice]) ->
         CompletionChoice(
             index=choice.index,
             text=head.echoes[choice.index] + choice.said,
-            logprobs=Listing(head.speller).next(choice.logprobs) if head.speller is not None else None,
             finish_reason=_finish(choice),
+            **_beside(Listing(head.speller) if head.speller is not None else None, choice.extras),
         )
         for choice in choices
     ]
@@ -60,22 +60,18 @@ async def chunks(head: Head, told: AsyncIterator[Waited | Told | Choice], includ
         if echo:
             yield _event(head.shape([CompletionChoice(index=index, text=echo)]))
     ended: list[Choice] = []
-    speller = head.speller
-    listings = [Listing(speller) for _ in head.echoes] if speller is not None else []
-
-    def logprobs(index: int, rows: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
-        return listings[index].next(rows) if listings else None
-
+    listings = [Listing(head.speller) if head.speller is not None else None for _ in head.echoes]
     async for one in told:
         match one:
             case Waited(note=note):
                 yield sse.comment(note)
-            case Told(index=index, part=Said(text=text), logprobs=rows):
-                yield _event(head.shape([CompletionChoice(index=index, text=text, logprobs=logprobs(index, rows))]))
+            case Told(index=index, part=Said(text=text), extras=extras):
+                more = CompletionChoice(index=index, text=text, **_beside(listings[index], extras))
+                yield _event(head.shape([more]))
             case Choice():
                 ended.append(one)
-                rest = logprobs(one.index, one.untold)
-                last = CompletionChoice(index=one.index, text="", logprobs=rest, finish_reason=_finish(one))
+                rest = _beside(listings[one.index], one.untold)
+                last = CompletionChoice(index=one.index, text="", finish_reason=_finish(one), **rest)
                 yield _event(head.shape([last], **_numbers(head, [one])))
     if include_usage:
         yield _event(head.shape([], **_numbers(head, ended), usage=usage(head.prompt_tokens, ended)))
@@ -84,6 +80,12 @@ async def chunks(head: Head, told: AsyncIterator[Waited | Told | Choice], includ
 
 def _numbers(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
     return {"timings": timings(sum_of(choices)), "outrider": about(choices[0].result, head.seed)}
+
+
+def _beside(listing: Listing | None, extras: Extras) -> dict[str, Any]:
+    """What a choice has beside its text."""
+    rows = listing.next(extras.logprobs) if listing is not None else None
+    return {"logprobs": rows, "speculation": speculated(extras)}
 
 
 def _finish(choice: Choice) -> Any:

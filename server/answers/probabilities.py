@@ -103,4 +103,5 @@ def likeliest(choices: Sequence[Choice], tried: int, kept: int) -> list[Choice]:
 
 
 def _mean(choice: Choice) -> float:
-    return sum(row.logprob for row in choice.logprobs) / max(len(choice.logprobs), 1)
+    rows = choice.extras.logprobs
+    return sum(row.logprob for row in rows) / max(len(rows), 1)

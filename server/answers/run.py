@@ -12,8 +12,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from outrider.orchestrator.client.async_client import AsyncClient, AsyncStream
-from outrider.orchestrator.client.result import GenerationResult, TokenLogprob
+from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.front.text import TextStream
+from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.errors import OutriderError
+from outrider.server.answers.extras import NO_EXTRAS, Extras, extras_of
 from outrider.server.mapping.manner import Manner
 from outrider.server.metrics import Metrics
 from outrider.server.problems import Refused
@@ -21,20 +24,28 @@ from outrider.server.problems import Refused
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One choice: a prompt's tokens, and how they are completed."""
+    """One choice: a prompt's tokens, and how they are completed. `words` spells them out, if their origins are told."""
 
     tokens: tuple[int, ...]
     manner: Manner
+    words: TextStream | None = None
+
+
+def job(codec: TextCodec, tokens: tuple[int, ...], manner: Manner) -> Job:
+    """With what its manner asks for."""
+    sampling = manner.sampling
+    ends = frozenset[int]() if sampling.ignore_eos else codec.eos
+    return Job(tokens, manner, TextStream(codec, tokens, sampling.stop, ends) if manner.origins else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """Choice `index` has more text, by `tokens` tokens; `logprobs`: theirs, if they were asked for."""
+    """Choice `index` has more text, by `tokens`; `extras` are theirs."""
 
     index: int
     text: str
     tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] = ()
+    extras: Extras = NO_EXTRAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +141,7 @@ class Run:
             async with asyncio.timeout(min(limits, default=None)):
                 async for chunk in stream:
                     watch.grown(len(chunk.token_ids))
-                    self._line.put_nowait(Grown(index, chunk.text, chunk.token_ids, chunk.logprobs or ()))
+                    self._line.put_nowait(Grown(index, chunk.text, chunk.token_ids, extras_of(chunk, job.words)))
             result = stream.result
             self._line.put_nowait(Ended(index, result))
         except OutriderError as error:
@@ -152,6 +163,8 @@ class Run:
             mode=manner.mode,
             num_draft_tokens=manner.num_draft_tokens,
             branches=manner.branches,
+            origins=manner.origins,
+            rounds=manner.rounds,
             progress=lambda done, total: self._line.put_nowait(Reading(index, done, total)),
         )
 
@@ -162,6 +175,6 @@ def _add(found: list[News], one: News | Exception) -> None:
         raise one
     last = found[-1] if found else None
     if isinstance(one, Grown) and isinstance(last, Grown) and one.index == last.index:
-        found[-1] = Grown(one.index, last.text + one.text, last.tokens + one.tokens, last.logprobs + one.logprobs)
+        found[-1] = Grown(one.index, last.text + one.text, last.tokens + one.tokens, last.extras + one.extras)
     else:
         found.append(one)

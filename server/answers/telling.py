@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.orchestrator.client.result import GenerationResult, TokenLogprob
+from outrider.orchestrator.client.result import GenerationResult
 from outrider.orchestrator.front import totals
 from outrider.protocol.messages import Timings
+from outrider.server.answers.extras import NO_EXTRAS, Extras, joined
 from outrider.server.answers.parts import Part, Said, Splitter, Thought
 from outrider.server.answers.run import Ended, Grown, Reading, Run
 from outrider.server.model.tool_format import ToolCall
@@ -27,25 +28,25 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A part of choice `index`, and the log-probabilities that came with it or since the part before."""
+    """A part of choice `index`, and what the tokens have that came with it or since the part before."""
 
     index: int
     part: Part
-    logprobs: tuple[TokenLogprob, ...] = ()
+    extras: Extras = NO_EXTRAS
 
 
 @dataclass(slots=True)
 class Choice:
     """All that is known of choice `index`. `finish` is eos, stop, length, cancelled or tool; empty: not finished.
 
-    `untold`: the last of the log-probabilities, which no part came after.
+    `grown`: what its tokens have beside their text; `untold`: the last of it, which no part came after.
     """
 
     index: int
     parts: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    untold: tuple[TokenLogprob, ...] = ()
+    grown: list[Extras] = field(default_factory=list)
+    untold: Extras = NO_EXTRAS
     finish: str = ""
     result: GenerationResult | None = None
 
@@ -62,6 +63,10 @@ class Choice:
         return [part for part in self.parts if isinstance(part, ToolCall)]
 
     @property
+    def extras(self) -> Extras:
+        return joined(self.grown)
+
+    @property
     def timings(self) -> Timings:
         return self.result.timings if self.result is not None else Timings()
 
@@ -75,8 +80,8 @@ class Choice:
             self._add(part)
         if isinstance(one, Grown):
             self.tokens += one.tokens
-            self.logprobs += one.logprobs
-            self.untold += one.logprobs
+            self.grown += [one.extras] if one.extras is not NO_EXTRAS else []
+            self.untold += one.extras
         else:
             self.result, self.finish = one.result, one.result.finish_reason
         if self.calls and (one_call or self.finish in ("eos", "stop")):
@@ -118,7 +123,7 @@ async def telling(
                 continue
             for part in choice.take(one, splitters[one.index], one_call):
                 yield Told(choice.index, part, choice.untold)
-                choice.untold = ()
+                choice.untold = NO_EXTRAS
             if choice.finish:
                 if isinstance(one, Grown):
                     await run.end(choice.index)

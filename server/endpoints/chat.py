@@ -9,7 +9,7 @@ from outrider.server.answers import chat_events
 from outrider.server.answers.guarded import guarded
 from outrider.server.answers.parts import splitter
 from outrider.server.answers.probabilities import speller
-from outrider.server.answers.run import Job
+from outrider.server.answers.run import job
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import telling
 from outrider.server.desk import TheDesk, as_json
@@ -33,7 +33,7 @@ async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Respo
     grammar, wanted = await desk.grammar(form_of(asked), box), chat.logprobs(asked)
     prompt = await desk.prompt(chat.conversation(asked, box, grammar is not None))
     manner = manner_of(desk.model, asked, room(desk.model, len(prompt.tokens), _most(asked)), grammar, wanted)
-    jobs = [Job(prompt.tokens, manner.another(index)) for index in range(choices(asked))]
+    jobs = [job(desk.model.codec, prompt.tokens, manner.another(index)) for index in range(choices(asked))]
     splitters = [splitter(desk.model, prompt, box, grammar is not None) for _ in jobs]
     spell = speller(desk.model, manner.sampling)
     head = chat_events.Head(desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), spell)

@@ -9,7 +9,7 @@ from outrider.server.answers import chat_events, completion_events
 from outrider.server.answers.guarded import guarded
 from outrider.server.answers.parts import Splitter
 from outrider.server.answers.probabilities import likeliest, speller
-from outrider.server.answers.run import Job
+from outrider.server.answers.run import job
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import telling
 from outrider.server.desk import Desk, TheDesk, as_json
@@ -41,7 +41,7 @@ async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) ->
     most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # the best is chosen by them
     manner = manner_of(desk.model, asked, most, await desk.grammar(form_of(asked)), wanted)
-    jobs = [Job(prompt.tokens, manner.another(index)) for prompt in prompts for index in range(tried)]
+    jobs = [job(desk.model.codec, prompt.tokens, manner.another(index)) for prompt in prompts for index in range(tried)]
     splitters = [Splitter() for _ in jobs]
     head = completion_events.Head(
         desk.model.id,

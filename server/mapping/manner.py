@@ -15,7 +15,7 @@ from outrider.protocol.grammar import Grammar
 from outrider.protocol.sampling import MAX_SEED, SamplingParams
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import Refused
-from outrider.server.shapes.base import Sampling, Speculation
+from outrider.server.shapes.base import Sampling, Speculation, Watched
 
 SEEDS = 2**32
 UNBOUNDED = 2**31 - 1
@@ -36,7 +36,7 @@ _SAME_NAMES = (
 class Manner:
     """`sampling` has a seed. `mode`, `num_draft_tokens`, `branches`: as `Client.generate` takes them.
 
-    `timeout`: seconds after which the answer is given up.
+    `timeout`: seconds after which the answer is given up. `origins`, `rounds`: tell them.
     """
 
     sampling: SamplingParams
@@ -44,6 +44,8 @@ class Manner:
     num_draft_tokens: int | None = None
     branches: int | None = None
     timeout: float | None = None
+    origins: bool = False
+    rounds: bool = False
 
     def another(self, index: int) -> Manner:
         """The same with the seed of choice `index`; that of choice 0 is the request's own."""
@@ -83,7 +85,7 @@ def manner_of(
         InvalidRequest: a value is out of range.
         Refused: the same, for what is not Outrider's own to check.
     """
-    return manner(
+    made = manner(
         model,
         asked.speculation,
         asked.timeout,
@@ -97,6 +99,8 @@ def manner_of(
         logprobs=logprobs,
         **{name: getattr(asked, name) for name in _SAME_NAMES},
     )
+    seen = asked.speculation or Watched()
+    return replace(made, origins=seen.origins, rounds=seen.rounds)
 
 
 def stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -55,6 +55,13 @@ class Speculation(Given):
     branches: int | None = None
 
 
+class Watched(Speculation):
+    """`origins`: tell of each token where it came from; `rounds`: of each round who worked when."""
+
+    origins: bool = False
+    rounds: bool = False
+
+
 class StreamOptions(Loose):
     """`include_usage`: a last event with the usage of all choices."""
 
@@ -89,7 +96,7 @@ class Sampling(Given):
     frequency_context_size: int | None = None
     repetition_context_size: int | None = None
     ignore_eos: bool | None = None
-    speculation: Speculation | None = None
+    speculation: Watched | None = None
     timeout: Timeout | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

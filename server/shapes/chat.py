@@ -19,6 +19,7 @@ from outrider.server.shapes.base import (
     Usage,
     absent,
 )
+from outrider.server.shapes.speculated import Speculated
 
 Finish = Literal["stop", "length", "tool_calls"]
 
@@ -146,6 +147,7 @@ class ChatChoice(Answered):
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish
+    speculation: Speculated | None = absent()
 
 
 class ChatCompletion(Answered):
@@ -176,6 +178,7 @@ class ChunkChoice(Answered):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish | None = None
+    speculation: Speculated | None = absent()
 
 
 class ChatChunk(Answered):

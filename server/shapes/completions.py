@@ -8,6 +8,7 @@ from pydantic import Field
 
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.shapes.base import MOST_CHOICES, Answered, Outrider, Sampling, Timings, Usage, absent
+from outrider.server.shapes.speculated import Speculated
 
 Tokens = Annotated[list[int], Field(min_length=1)]
 
@@ -37,6 +38,7 @@ class CompletionChoice(Answered):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
+    speculation: Speculated | None = absent()
 
 
 class Completion(Answered):

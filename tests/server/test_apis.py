@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import anthropic
@@ -255,6 +256,70 @@ def test_the_best_of_several_is_the_likeliest(pair: House) -> None:
     assert [choice["text"] for choice in best["choices"]] == [one.text for one in ranked[:2]]
     assert [choice["index"] for choice in best["choices"]] == [0, 1] and best["choices"][0]["logprobs"] is None
     assert best["usage"]["completion_tokens"] == 32
+
+
+# --- where tokens came from, round by round -------------------------------------------------------------------------
+
+WATCHED = {"origins": True, "rounds": True}
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_origins_and_rounds_agree_with_the_timings(pair: House, path: str, stream: bool, mode: str) -> None:
+    said = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": PLAIN_PROMPT}
+    asked = {**said, "max_tokens": 48, "temperature": 0.8, "seed": 2, "speculation": {**WATCHED, "mode": mode}}
+    told = events(pair, path, **asked) if stream else [post(pair, path, **asked).json()]
+    choices = [choice for event in told for choice in event["choices"]]
+    text = "".join(c.get("text") or (c.get("delta") or c.get("message", {})).get("content") or "" for c in choices)
+    seen, times = [choice["speculation"] for choice in choices if "speculation" in choice], told[-1]["timings"]
+    tokens = [token for one in seen for token in one.get("origins", ())]
+    rounds = [record for one in seen for record in one.get("rounds", ())]
+    assert "".join(token["text"] for token in tokens) == text
+    assert len(tokens) == times["predicted_n"] == sum(record["tokens"] for record in rounds) == 48
+    drafted = sum(token["origin"] != "target" for token in tokens)
+    assert drafted == times["draft_n_accepted"] == sum(record["accepted"] for record in rounds)
+    assert [record["round"] for record in rounds] == list(range(times["rounds"]))
+    assert sum(record["lookup"] in ("hit", "grown") for record in rounds) == times["cache_hits"]
+    assert (drafted > 0) == (mode != "ar") and (times["cache_hits"] > 0) == (mode == "ssd")
+    assert any(record["drafting"] for record in rounds) == (mode != "ar")
+
+
+def test_work_is_told_on_one_clock(pair: House) -> None:
+    """One verify follows another, and a branch that is hit was drafted before the verify of it began."""
+    asked = {"prompt": PROMPT, "max_tokens": 48, "speculation": {**WATCHED, "mode": "ssd"}}
+    rounds = post(pair, "/v1/completions", **asked).json()["choices"][0]["speculation"]["rounds"]
+    for before, after in pairwise(rounds):
+        assert 0 <= ended(before["verify"]) <= after["verify"]["start_ms"]
+    begun: dict[int, list[float]] = {}
+    for work in (work for record in rounds for work in record["drafting"]):
+        begun.setdefault(work["round"], []).append(work["start_ms"])
+    hits = [record for record in rounds if record["lookup"] == "hit"]
+    assert hits and all(min(begun[hit["round"] - 1]) < hit["verify"]["start_ms"] for hit in hits)
+
+
+def ended(work: dict[str, float]) -> float:
+    return work["start_ms"] + work["ms"]
+
+
+def test_who_does_not_ask_is_told_nothing(pair: House) -> None:
+    for asked in ({}, {"speculation": {"mode": "ssd"}}):
+        answer = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=4, **asked).json()
+        assert "speculation" not in answer["choices"][0]
+
+
+def test_each_choice_has_its_own_tokens(pair: House) -> None:
+    """A stop string is in no token's text, and of several choices each has its own, the best ones too."""
+    whole = pair.client.generate(PROMPT, SamplingParams(max_tokens=24)).text
+    asked: dict[str, Any] = {"max_tokens": 24, "speculation": {"origins": True}}
+    stopped = post(pair, "/v1/completions", prompt=PROMPT, stop=[whole[9:12]], **asked).json()["choices"]
+    two = post(pair, "/v1/completions", prompt=PROMPT, n=2, best_of=3, seed=1, temperature=1.0, **asked).json()[
+        "choices"
+    ]
+    for choice in (*stopped, *two):
+        assert "".join(token["text"] for token in choice["speculation"]["origins"]) == choice["text"]
+        assert "rounds" not in choice["speculation"]
+    assert two[0]["text"] != two[1]["text"]
 
 
 # --- OpenAI's client ------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ WRONG = [
     ({"seed": -1}, "seed is -1"),
     ({"speculation": {"mode": 7}}, "speculation.mode"),
     ({"speculation": {"depth": 7}}, "speculation.depth: no such field"),
+    ({"speculation": {"rounds": 1}}, "speculation.rounds"),
     ({"stream": "yes"}, "stream"),
     ({"timeout": 0}, "timeout"),
 ]
