@@ -4,8 +4,8 @@ from __future__ import annotations
 
 SMOOTHING = 0.1
 FADE = 0.99
-# The least variance of x that tells a slope.
-MIN_SPREAD = 0.5
+# A prior slope counts like points that are spread by so much (the sum of squares).
+PRIOR_SPREAD = 32.0
 
 
 class Average:
@@ -28,10 +28,9 @@ class Slope:
         self._n, self._x, self._y = FADE * self._n + 1, FADE * self._x + x, FADE * self._y + y
         self._xx, self._xy = FADE * self._xx + x * x, FADE * self._xy + x * y
 
-    @property
-    def value(self) -> float | None:
-        """None until the points differ enough in x."""
-        spread = self._n * self._xx - self._x**2
-        if spread <= MIN_SPREAD * self._n**2:
-            return None
-        return (self._n * self._xy - self._x * self._y) / spread
+    def value(self, prior: float) -> float:
+        """Near `prior` until points that differ in x say otherwise."""
+        count = max(self._n, 1.0)
+        spread = self._xx - self._x**2 / count
+        together = self._xy - self._x * self._y / count
+        return (together + PRIOR_SPREAD * prior) / (spread + PRIOR_SPREAD)

@@ -40,10 +40,10 @@ def longest_copy(ngrams: NgramIndex, room: int) -> Copy:
     return ngrams.lookup(min(LONGEST_COPY, room))
 
 
-def copied(copy: Copy, tail: Tail) -> Proposal:
+def copied(tail: Tail) -> Proposal:
     """A chain that is nothing but copied; an empty one is an AR step."""
     source = Source.NGRAM if tail.tokens else Source.NONE
-    return Proposal(tail.tokens, source, copied=len(tail.tokens), matched=copy.matched)
+    return Proposal(tail.tokens, source, copied=len(tail.tokens))
 
 
 def filled(
@@ -64,5 +64,5 @@ def filled(
     brings = estimates.drafted.expected_tokens(drafted) - 1.0 + tail.gain
     costs = estimates.tokens_per_ms() * estimates.row_ms() * drafted
     if alone.tokens and alone.gain > brings - costs:
-        return replace(copied(instead, alone), lookup=branch.lookup)
-    return replace(branch, chain=branch.chain + tail.tokens, copied=len(tail.tokens), matched=after.matched)
+        return replace(copied(alone), lookup=branch.lookup)
+    return replace(branch, chain=branch.chain + tail.tokens, copied=len(tail.tokens))

@@ -7,9 +7,12 @@ time follows its rows, whoever's they are; what a millisecond is worth follows w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import takewhile
 
 from outrider.orchestrator.core.acceptance import Acceptance
 from outrider.orchestrator.core.averages import Average, Slope
+from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.row_costs import COST_PER_ROW, RowCosts, usual
 from outrider.orchestrator.core.tuning import Choice, Tuning
 
@@ -103,11 +106,15 @@ class Estimates:
         self._depth_ms.add(milliseconds)
         self._trees_ms.add(branches * self.active, milliseconds)
 
-    def saw_chain(self, drafted: int, accepted: int, copied: int = 0, matched: int = 0) -> None:
-        """A verified chain of `drafted` tokens from a drafter and then `copied` ones, for which so many had matched."""
+    def saw_chain(self, drafted: int, accepted: int) -> None:
+        """A verified chain that began with `drafted` tokens from a drafter."""
         self.drafted.add(drafted, min(accepted, drafted))
-        if copied and accepted >= drafted:
-            self.copied(matched).add(copied, accepted - drafted)
+
+    def saw_copy(self, copy: Copy, committed: Sequence[int]) -> None:
+        """What the text had said would come, verified or not, and what came."""
+        pairs = zip(copy.chain, committed, strict=False)
+        held = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.copied(copy.matched).add(min(len(copy.chain), len(committed)), held)
 
     def saw_link(self, milliseconds: float) -> None:
         """What asking the drafter cost beyond its own work; in company that includes its work for others."""
@@ -148,8 +155,7 @@ class Estimates:
     def row_ms(self) -> float:
         """What one row more adds to a forward."""
         first = self.forward_ms(1)
-        measured = self._row_ms.value
-        return COST_PER_ROW * first if measured is None else min(max(measured, 0.0), first)
+        return min(max(self._row_ms.value(COST_PER_ROW * first), 0.0), first)
 
     def plain_ms(self, texts: int) -> float:
         """A token each for so many texts that decode plainly, one step pipelined."""

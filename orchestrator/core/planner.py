@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.orchestrator.core.controller import Controller
+from outrider.orchestrator.core.copies import LONGEST_COPY, longest_copy
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.proposal import Lookup
-from outrider.orchestrator.core.request import Request, Round, RoundSettings, Waiting
+from outrider.orchestrator.core.request import Foretold, Request, Round, RoundSettings, Waiting
 from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
@@ -115,26 +116,35 @@ class Planner:
         self.estimates.saw_draft(len(message.chain), work_ms)
         self.estimates.saw_link((now_ns - waiting.asked_ns) / MILLISECOND_NS - work_ms)
 
-    def outcome(self, request: Request, ended: Round, outcome: Outcome, kept: int, now_ns: int) -> None:
-        """What a round says about costs and odds; the first is the prompt's."""
+    def outcome(self, request: Request, ended: Round, outcome: Outcome, kept: tuple[int, ...], now_ns: int) -> None:
+        """What a round that made `kept` final says about costs and odds; the first is the prompt's."""
+        self._judge_copy(request, outcome, kept)
         round_ms, request.handled_ns = (now_ns - request.handled_ns) / MILLISECOND_NS, now_ns
         if ended.number == 0:
             return
         proposal, estimates = ended.proposal, self.estimates
-        estimates.saw_round(kept, round_ms)
+        estimates.saw_round(len(kept), round_ms)
         if proposal.going_on and not proposal.draft:
             estimates.saw_plain(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
             self._saw_forward(len(proposal.chain) + 1, outcome)
             drafted = len(proposal.chain) - proposal.copied
-            estimates.saw_chain(drafted, outcome.accepted, proposal.copied, proposal.matched)
+            estimates.saw_chain(drafted, outcome.accepted)
         if proposal.chain and outcome.drafting is not None:
             estimates.saw_draft(len(proposal.chain), _milliseconds(outcome.drafting))
             estimates.saw_link(0.0)
         if proposal.lookup is Lookup.HIT:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
-            self._controller_of(request).saw_round(ended.plan, kept, round_ms)
+            self._controller_of(request).saw_round(ended.plan, len(kept), round_ms)
+
+    def _judge_copy(self, request: Request, outcome: Outcome, kept: tuple[int, ...]) -> None:
+        """Every round shows what a copy would have been worth in it, whatever was verified."""
+        foretold = request.foretold
+        if foretold is not None and foretold.base_len == outcome.base_len:
+            self.estimates.saw_copy(foretold.copy, kept)
+        if not request.ngrams.is_empty:
+            request.foretold = Foretold(len(request.tokens), longest_copy(request.ngrams, LONGEST_COPY))
 
     def _saw_forward(self, own: int, outcome: Outcome) -> None:
         """One forward brings an outcome to each that had a part in it, and is counted once."""

@@ -48,9 +48,9 @@ class Lookup(Enum):
 class Proposal:
     """What the next round verifies after the last committed token.
 
-    The last `copied` tokens are from the text, which had been in the same place by `matched` tokens before. `q`: what
-    the chain was drawn from, None where nothing was drawn. `going_on`: the target goes on by itself after it, plainly
-    or, `draft` tokens a round, with its own drafter, whose chain comes with the outcome.
+    The last `copied` tokens are from the text. `q`: what the chain was drawn from, None where nothing was drawn.
+    `going_on`: the target goes on by itself after it, plainly or, `draft` tokens a round, with its own drafter, whose
+    chain comes with the outcome.
     """
 
     chain: tuple[int, ...] = ()
@@ -58,7 +58,6 @@ class Proposal:
     lookup: Lookup = Lookup.NONE
     going_on: bool = False
     copied: int = 0
-    matched: int = 0
     q: SparseQ | None = None
     draft: int = 0
 

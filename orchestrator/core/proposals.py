@@ -57,13 +57,12 @@ class Proposer:
             return Proposal()
         if request.mode == "ssd" and request.drafters:
             return self.serve(request, committed, room, now_ns)
-        copy = longest_copy(request.ngrams, room)
-        tail = best_tail(self.estimates, copy)
+        tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         if not request.drafters and not self.colocated:
-            return copied(copy, tail)
+            return copied(tail)
         longest = min(request.depth, room)
         if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest):
-            return copied(copy, tail)
+            return copied(tail)
         if self.colocated:
             return Proposal(source=Source.DRAFTER, going_on=True, draft=request.depth)
         return Ask(longest)
@@ -118,8 +117,7 @@ class Proposer:
         longest = min(request.depth, room)
         if self._is_fixed(request) and request.drafters:
             return Ask(longest, missed=True)
-        copy = longest_copy(request.ngrams, room)
-        tail = best_tail(self.estimates, copy)
+        tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         choice = after_miss(self.estimates, tail, longest, bool(request.drafters))
         pushes = request.cache.pushes_until(len(committed) - 1, len(request.proposal.chain))
         if pushes and request.drafters:
@@ -131,7 +129,7 @@ class Proposer:
                 return Linger(committed, wait_ms, missed=True)
         if choice.wait_for:
             return Ask(choice.wait_for, missed=True)
-        return replace(copied(copy, tail), lookup=Lookup.MISS)
+        return replace(copied(tail), lookup=Lookup.MISS)
 
 
 def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.forecasts import Plan
-from outrider.orchestrator.core.ngram import NgramIndex
+from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
@@ -48,6 +48,14 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class Foretold:
+    """What the text says comes after its first `base_len` tokens."""
+
+    base_len: int
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """A round that has ended, as it was: the books are made after the next one is under way."""
 
@@ -64,8 +72,8 @@ class Request:
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
     `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
     last outcome has come. `untold` are committed tokens that the drafters, `drafters` by name, do not know yet.
-    `covered`: how many branches there were to be for the latest outcome, if all had come by then; else 0. `records`: of
-    its rounds, if it asked for them.
+    `foretold`: of the round under way. `covered`: how many branches there were to be for the latest outcome, if all had
+    come by then; else 0. `records`: of its rounds, if it asked for them.
     """
 
     admit: Admit
@@ -85,6 +93,7 @@ class Request:
     halted: bool = False
     over: bool = False
     waiting: Waiting | None = None
+    foretold: Foretold | None = None
     branches_at_ns: int = 0
     handled_ns: int = 0
     account: Account = field(default_factory=Account)

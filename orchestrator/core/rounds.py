@@ -214,7 +214,7 @@ class Rounds:
         """What a round brought is counted, learned from and told."""
         request, ended, outcome, kept = settled.request, settled.ended, settled.outcome, settled.kept
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
-        self._planner.outcome(request, ended, outcome, len(kept), now_ns)
+        self._planner.outcome(request, ended, outcome, kept, now_ns)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
         origins = ended.proposal.origins(outcome.accepted)[: len(kept)] if request.admit.origins else None
         record = self._ledger.record(request, ended, outcome, len(kept))

@@ -11,6 +11,7 @@ from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)
+LONG = Copy(tuple(range(1, 13)), 5)
 
 
 def estimates(row_ms: float = 0.5, holds: bool = True, drafted: int = 3) -> Estimates:
@@ -19,7 +20,7 @@ def estimates(row_ms: float = 0.5, holds: bool = True, drafted: int = 3) -> Esti
     for _ in range(200):
         for rows in range(1, 14):
             found.saw_verify(rows, 10.0 + row_ms * (rows - 1))
-        found.saw_chain(0, 8 if holds else 0, copied=8, matched=5)
+        found.saw_copy(LONG, LONG.chain if holds else (0,))
         found.saw_chain(3, drafted)
         found.saw_round(2, 10.0)
     return found
@@ -53,10 +54,10 @@ def test_copies_that_held_in_one_text_are_soon_given_up_in_another() -> None:
     """A greedy text that repeats itself is followed by a sampled one that does not."""
     found = estimates()
     for _ in range(300):
-        found.saw_chain(0, 12, copied=12, matched=5)
+        found.saw_copy(LONG, LONG.chain)
     assert len(best_tail(found, Copy((1,) * 12, 5)).tokens) == 12
     for _ in range(20):
-        found.saw_chain(0, 1, copied=12, matched=5)
+        found.saw_copy(LONG, (LONG.chain[0], 0))
     assert len(best_tail(found, Copy((1,) * 12, 5)).tokens) <= 4
 
 
@@ -95,4 +96,32 @@ def test_no_chain_is_longer_than_its_room(room: int) -> None:
 
 
 def test_nothing_worth_copying_is_a_decoding_step() -> None:
-    assert copied(COPY, best_tail(estimates(holds=False), COPY)).source is Source.NONE
+    assert copied(best_tail(estimates(holds=False), COPY)).source is Source.NONE
+
+
+# --- the first rounds ---------------------------------------------------------------------------------------------
+
+
+def test_a_few_slow_forwards_at_the_start_do_not_make_rows_seem_dear() -> None:
+    """Eight rounds, of which one was disturbed: what is known of rows anyway outweighs them."""
+    found = Estimates()
+    for rows, milliseconds in ((5, 22.0), (5, 23.0), (3, 21.0), (6, 45.0), (5, 22.0), (5, 23.0), (4, 22.0), (5, 22.0)):
+        found.saw_verify(rows, milliseconds)
+    assert found.row_ms() < 0.2 * found.forward_ms(1)
+
+
+def test_what_a_copy_would_have_brought_is_learned_though_it_was_never_verified() -> None:
+    found = Estimates()
+    before = found.copied(5).rate(0)
+    for _ in range(10):
+        found.saw_copy(LONG, LONG.chain[:3])
+    assert found.copied(5).rate(0) > 0.95 > before and found.copied(5).rate(1) > 0.9
+    for _ in range(10):
+        found.saw_copy(LONG, (0, 1, 2))
+    assert found.copied(5).rate(0) < 0.6
+
+
+def test_a_text_without_a_copy_teaches_nothing() -> None:
+    found, fresh = Estimates(), Estimates()
+    found.saw_copy(Copy(), (1, 2, 3))
+    assert [found.copied(n).rate(0) for n in range(6)] == [fresh.copied(n).rate(0) for n in range(6)]
