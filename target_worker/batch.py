@@ -20,8 +20,10 @@ from outrider.protocol.messages import Span
 from outrider.target_worker.running import Running, draft_together
 
 # A piece of a prompt lengthens a forward that others decode in by about this share of it.
-READING_SHARE = 1.0
+READING_SHARE = 0.8
 SMALLEST_PIECE = 16
+# A piece is so many times the last one at most: what a token takes is known from few forwards, some of them disturbed.
+GROWTH = 2
 SMOOTHING = 0.2
 
 
@@ -57,6 +59,7 @@ class Batch:
         self._ended_ns = 0
         self._step_ms = 0.0
         self._read_ms = 0.0  # a prompt's token
+        self._last_piece = 0
 
     @property
     def is_busy(self) -> bool:
@@ -94,7 +97,7 @@ class Batch:
         # One may have been closed while another's own drafter read its text.
         members = [request for request, _ in pairs if not request.over]
         asks = [ask for request, ask in pairs if not request.over]
-        readings = self._readings([request for request in running if request.reads and not request.over], len(asks))
+        readings = self._readings(running)
         if not asks and not readings:
             return None
         flight = _flight(members, asks, readings, clock.now())
@@ -109,24 +112,29 @@ class Batch:
         failed += _read_alone(readings, clock.since(started_ns))
         return None
 
-    def _readings(self, readers: Sequence[Running], beside: int) -> list[tuple[Running, Reading]]:
-        """The next pieces of the prompts, first come first served, `beside` so many who decode.
+    def _readings(self, running: Collection[Running]) -> list[tuple[Running, Reading]]:
+        """The next pieces of the prompts, first come first served.
 
-        Where more wait than decode they come first: the sooner all decode together, the fewer forwards in all.
+        Where more wait than decode they come first: the sooner all decode together, the fewer forwards in all. Who
+        decodes may have nothing to verify yet: its word is on the way, and would wait for a long piece as well.
         """
-        room, found = self._piece() if len(readers) <= beside else PREFILL, []
+        readers = [request for request in running if request.reads and not request.over]
+        decoding = sum(not request.unread and not request.over for request in running)
+        room, found = self._piece() if len(readers) <= decoding else PREFILL, []
         for request in readers:
             count = min(request.unread, room)
             if count:
                 found.append((request, Reading(request.slot, count)))
                 room -= count
+        self._last_piece = sum(reading.count for _, reading in found)
         return found
 
     def _piece(self) -> int:
         """How much of a prompt fits beside those that decode."""
         if not self._step_ms or not self._read_ms:
             return SMALLEST_PIECE
-        return int(min(max(READING_SHARE * self._step_ms / self._read_ms, SMALLEST_PIECE), PREFILL))
+        fits = READING_SHARE * self._step_ms / self._read_ms
+        return int(min(max(min(fits, GROWTH * self._last_piece), SMALLEST_PIECE), PREFILL))
 
     def _followers(self, flight: Flight, running: Collection[Running]) -> list[Running]:
         """Who of a plain forward's members goes on plainly, if nobody else has anything to feed."""
