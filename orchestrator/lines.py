@@ -7,6 +7,7 @@ from typing import Protocol
 
 from outrider.orchestrator.events import ToCore, ToFront
 from outrider.orchestrator.mailbox import Mailbox
+from outrider.protocol.tallies import Durations
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,12 @@ class CoreFacts(Protocol):
 
     @property
     def rejected_frames(self) -> int: ...
+
+    @property
+    def round_seconds(self) -> Durations: ...
+
+    @property
+    def verify_seconds(self) -> Durations: ...
 
 
 @dataclass(frozen=True, slots=True)

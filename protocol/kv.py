@@ -26,6 +26,16 @@ class KvCost:
 
 
 @dataclass(frozen=True, slots=True)
+class KvUse:
+    """Of the `limit` bytes for texts in all workers together, running ones take `used` as long as they are by now, and
+    `reserved` when they are as long as they may get."""
+
+    limit: Serial = 0
+    used: Serial = 0
+    reserved: Serial = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CacheUse:
     """A worker's prompt cache: it holds `entries` texts in `bytes`; of `lookups` texts that began, `hits` found
     something there or in a running text, `tokens_saved` in all that were not read again."""

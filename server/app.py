@@ -34,7 +34,7 @@ def application(model: ServedModel, endpoint: str, settings: HttpSettings) -> Fa
         redoc_url=None,
         separate_input_output_schemas=False,
     )
-    metrics = Metrics(model.id)
+    metrics = Metrics(model.id, model.context_length)
     app.state.desk = Desk(model, endpoint, metrics, settings)
     for part in (chat, completions, messages, responses, models, tokens, status):
         app.include_router(part.router)

@@ -1,128 +1,124 @@
-"""What Prometheus reads: counts of this process, and the orchestrator's totals as of the moment it asks.
+"""What Prometheus reads: what this process counts and times, and the orchestrator's totals as of the moment it asks.
 
-Names follow vLLM's, with `outrider:` before them.
+Names and buckets follow vLLM's, with `outrider:` before the names; times that are shorter here have buckets below its.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from outrider.orchestrator.client.result import GenerationResult
-from outrider.protocol.messages import Stats, Timings
+from outrider.protocol.messages import Stats
+from outrider.server.processes import Processes
+from outrider.server.totals import Totals
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0,
+)  # fmt: skip
+_GAPS = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_WHOLE = (
+    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0,
+)  # fmt: skip
+_MOST_TOKENS = 1 << 20
 
 
 class Metrics:
-    """One server's."""
+    """One server's; `model` is the label `model_name`, `context` the most tokens of a text, if that is known."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, context: int | None = None) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call] # when each began is nothing that anybody asks
         self.registry = CollectorRegistry()
-        self._totals = Totals()
+        self._model = model
+        self._totals = Totals(model)
+        self._processes = Processes()
         self.registry.register(self._totals)
-        answers, name = Counter("outrider:http_requests", "Answers by path and status", ("path", "status"),
-                                registry=self.registry), ("model_name",)  # fmt: skip
-        self._answers = answers
-        self._first = Histogram("outrider:time_to_first_token_seconds", "From a request to its first text", name,
-                                buckets=_SECONDS, registry=self.registry).labels(model)  # fmt: skip
-        self._gaps = Histogram("outrider:inter_token_latency_seconds", "Between tokens, those of a round evenly", name,
-                               buckets=_GAPS, registry=self.registry).labels(model)  # fmt: skip
-        self._whole = Histogram("outrider:e2e_request_latency_seconds", "From a request to its end", name,
-                                buckets=_SECONDS, registry=self.registry).labels(model)  # fmt: skip
-        self._running = Gauge("outrider:http_choices_running", "Choices begun and not ended", name,
-                              registry=self.registry).labels(model)  # fmt: skip
+        self.registry.register(self._processes)
+        self._answers = Counter(
+            "outrider:http_requests", "Answers by path and status", ("path", "status"), registry=self.registry
+        )
+        self.running = Gauge(
+            "outrider:http_choices_running", "Choices begun and not ended", ("model_name",), registry=self.registry
+        ).labels(model)
+        self.first = self._times("time_to_first_token", "From a choice's beginning to its first tokens", _SECONDS)
+        self.gaps = self._times("inter_token_latency", "Between tokens; those that come together evenly", _GAPS)
+        self.whole = self._times("e2e_request_latency", "From a choice's beginning to its end", _WHOLE)
+        self.queue = self._times("request_queue_time", "Waiting for a turn", _WHOLE)
+        self.prefill = self._times("request_prefill_time", "From the turn to the first token", _WHOLE)
+        self.decode = self._times("request_decode_time", "From the first token to the last", _WHOLE)
+        tokens = _one_two_five(context or _MOST_TOKENS)
+        self.prompt = self._histogram("request_prompt_tokens", "A choice's prompt, remembered tokens included", tokens)
+        self.made = self._histogram("request_generation_tokens", "Tokens of a choice", tokens)
 
     def answered(self, path: str, status: int) -> None:
+        """`path` as the application has it, not as it was asked for."""
         self._answers.labels(path, str(status)).inc()
 
     def watch(self) -> Watch:
         """For one choice that begins now."""
-        return Watch(self._first, self._gaps, self._whole, self._running)
+        return Watch(self)
 
     def text(self, stats: Stats | None) -> bytes:
         """All of it, with the orchestrator's `stats` if it answered."""
-        self._totals.stats = stats
+        self._totals.stats = self._processes.stats = stats
         return generate_latest(self.registry)
+
+    def _times(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._histogram(f"{name}_seconds", told, buckets)
+
+    def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+        labels = ("model_name",)
+        return Histogram(f"outrider:{name}", told, labels, buckets=buckets, registry=self.registry).labels(self._model)
 
 
 class Watch:
-    """Times one choice."""
+    """Times one choice; of those that end well, all of it is counted."""
 
-    def __init__(self, first: Histogram, gaps: Histogram, whole: Histogram, running: Gauge) -> None:
-        self._first, self._gaps, self._whole, self._running = first, gaps, whole, running
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._began = self._last = time.monotonic()
         self._tokens = 0
-        running.inc()
+        metrics.running.inc()
 
     def grown(self, tokens: int) -> None:
         """So many tokens came."""
         now = time.monotonic()
         if not self._tokens:
-            self._first.observe(now - self._began)
+            self._metrics.first.observe(now - self._began)
         elif tokens:
             for _ in range(tokens):
-                self._gaps.observe((now - self._last) / tokens)
+                self._metrics.gaps.observe((now - self._last) / tokens)
         self._last = now
         self._tokens += tokens
 
     def ended(self, result: GenerationResult | None) -> None:
         """However it ended; None: not well."""
-        self._running.dec()
-        if result is not None:
-            self._whole.observe(time.monotonic() - self._began)
-
-
-class Totals(Collector):
-    """The orchestrator's own counts, in the names that vLLM gives them."""
-
-    def __init__(self) -> None:
-        self.stats: Stats | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self.stats
-        yield GaugeMetricFamily("outrider:up", "Whether the orchestrator answers", value=float(stats is not None))
-        if stats is None:
+        metrics = self._metrics
+        metrics.running.dec()
+        if result is None:
             return
-        totals = stats.totals
-        for name, told, gauge in (
-            ("num_requests_running", "Requests in flight", stats.active),
-            ("num_requests_waiting", "Requests in line", stats.queued),
-        ):
-            yield GaugeMetricFamily(f"outrider:{name}", told, value=gauge)
-        for name, told, count in (
-            ("requests_finished", "Requests that ended well", stats.finished),
-            ("requests_failed", "Requests that did not", stats.failed),
-            ("prompt_tokens", "Prompt tokens read", totals.prompt_n),
-            ("prefix_cache_queries", "Prompt tokens looked for among what was read before", _prompts(totals)),
-            ("prefix_cache_hits", "Prompt tokens that did not have to be read again", totals.cache_n),
-            ("generation_tokens", "Tokens made", totals.predicted_n),
-            ("rounds", "Verifies", totals.rounds),
-            ("spec_decode_num_drafts", "Verifies that carried a chain", totals.draft_rounds),
-            ("spec_decode_num_draft_tokens", "Draft tokens verified", totals.draft_n),
-            ("spec_decode_num_accepted_tokens", "Draft tokens that held", totals.draft_n_accepted),
-            ("speculation_cache_hits", "Outcomes whose branch was there", totals.cache_hits),
-            ("speculation_cache_misses", "Outcomes whose branch was not", totals.cache_misses),
-            ("speculation_cache_late", "Misses whose branch came while it was waited for", totals.cache_late),
-            ("stale_messages", "Messages dropped as stale", stats.stale_messages),
-        ):
-            yield CounterMetricFamily(f"outrider:{name}", told, value=count)
-        accepted = CounterMetricFamily(
-            "outrider:spec_decode_num_accepted_tokens_per_pos", "Draft tokens that held, by place", labels=["position"]
-        )
-        for place, count in enumerate(totals.accepted_by_position):
-            accepted.add_metric([str(place)], count)
-        yield accepted
-        workers = GaugeMetricFamily("outrider:worker", "1 in the state it is in", labels=["name", "role", "state"])
-        for worker in stats.workers:
-            workers.add_metric([worker.name, worker.role, worker.state], 1)
-        yield workers
+        times = result.timings
+        metrics.whole.observe(time.monotonic() - self._began)
+        metrics.queue.observe(times.queue_ms / 1000)
+        metrics.prefill.observe(times.prompt_ms / 1000)
+        metrics.decode.observe(times.predicted_ms / 1000)
+        metrics.prompt.observe(result.prompt_tokens)
+        metrics.made.observe(len(result.token_ids))
 
 
-def _prompts(totals: Timings) -> int:
-    return totals.prompt_n + totals.cache_n
+def _one_two_five(most: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20 ... up to `most`."""
+    steps = (float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5))
+    return tuple(step for step in steps if step <= most)

@@ -81,12 +81,13 @@ class Board:
 
     def status(self, front: Front) -> None:
         """One line that changes, on a terminal only."""
-        now, tokens = time.monotonic(), front.tokens_out
+        stats = front.stats("")
+        now, tokens = time.monotonic(), stats.generated
         rate = (tokens - self._tokens) / (now - self._at)
         self._at, self._tokens = now, tokens
         if not (self._ready and self._screen.live):
             return
-        self._screen.show(status_line(front.stats(""), rate))
+        self._screen.show(status_line(stats, rate))
 
     def clear(self) -> None:
         self._screen.clear()

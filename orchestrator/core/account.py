@@ -22,13 +22,13 @@ RECENT_ROUNDS = 64
 
 @dataclass(slots=True)
 class Entry:
-    """One round: the lookup before it, by how many tokens the outcome had accepted; then, once it has `ended_ns`, the
-    tokens `kept` and its chain. `turnaround`: whether the wait before it was one."""
+    """One round: the lookup before it, by how many tokens the outcome had accepted, and where its chain came from;
+    then, once it has `ended_ns`, the tokens `kept` and its chain. `turnaround`: whether the wait before it was one."""
 
     hit: int | None = None
     missed: int | None = None
     late: bool = False
-    copied: bool = False
+    source: Source = Source.NONE
     waits: int = 0
     kept: int = 0
     chain: int = 0
@@ -59,6 +59,7 @@ class Sums:
     accepted_at: Counter[int] = field(default_factory=Counter)
     hits_at: Counter[int] = field(default_factory=Counter)
     misses_at: Counter[int] = field(default_factory=Counter)
+    after_misses: Counter[Source] = field(default_factory=Counter)
 
     def add(self, entry: Entry, most: int) -> None:
         """A round, of whose tokens no more than `most` count; nor does a drafted token behind them."""
@@ -74,8 +75,9 @@ class Sums:
         self.accepted_at.update(range(accepted))
         self.hits_at.update([] if entry.hit is None else [entry.hit])
         self.misses_at.update([] if entry.missed is None else [entry.missed])
+        self.after_misses.update([] if entry.missed is None or entry.late else [entry.source])
         self.late += entry.late
-        self.copied += entry.copied
+        self.copied += entry.source is Source.NGRAM
         self.waits += entry.waits
         self.verify_ns += entry.verify_ns
         self.idle_ns += entry.idle_ns
@@ -110,7 +112,7 @@ class Account:
             entry.missed, entry.late = accepted, proposal.lookup is Lookup.LATE
         elif proposal.lookup.found:
             entry.hit = accepted
-        entry.copied = proposal.source is Source.NGRAM
+        entry.source = proposal.source
 
     def ended(self, number: int, proposal: Proposal, outcome: Outcome, kept: int, now_ns: int) -> None:
         """Round `number`, of whose tokens the first `kept` count; the first round ends the prompt's time.
@@ -163,6 +165,9 @@ class Account:
             cache_hits=sums.hits_at.total(),
             cache_misses=sums.misses_at.total(),
             cache_late=sums.late,
+            missed_then_plain=sums.after_misses[Source.NONE],
+            missed_then_copied=sums.after_misses[Source.NGRAM],
+            missed_then_drafted=sums.after_misses[Source.DRAFTER],
             ngram_chains=sums.copied,
             draft_waits=sums.waits,
             accepted_by_position=tuple(sums.accepted_at[i] for i in positions),

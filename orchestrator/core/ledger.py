@@ -1,4 +1,4 @@
-"""What the rounds write down: each request's account, and the trace. Decides nothing and teaches nobody.
+"""What the rounds write down: each request's account, how long rounds take, the trace. Decides nothing, teaches nobody.
 
 The rounds tell it what was sent and what came.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request, Round
+from outrider.orchestrator.core.stopwatch import Stopwatch
 from outrider.orchestrator.core.trace import ORCHESTRATOR, TARGET, TARGETS_DRAFTER, Trace
 from outrider.protocol.messages import Branches, Drafted, Outcome, RoundRecord, Span
 
@@ -15,7 +16,9 @@ class Ledger:
     """The books of all requests."""
 
     def __init__(self, trace: Trace) -> None:
+        self.rounds, self.verifies = Stopwatch(), Stopwatch()
         self._trace = trace
+        self._verified_ns = 0
 
     def asked(self, request: Request, missed: bool, now_ns: int) -> None:
         if request.records is not None:
@@ -47,6 +50,9 @@ class Ledger:
         """Counts and times of a round; tokens past the end of the request do not count."""
         chain = ended.proposal.chain
         request.account.ended(ended.number, ended.proposal, outcome, kept, now_ns)
+        if ended.number:  # the first is the prompt's
+            self.rounds.add(now_ns - request.handled_ns)
+            self._verified(outcome.work)
         if self._trace.enabled:
             if outcome.drafting is not None:
                 self._trace_own(ended, chain, outcome.work.started_ns, outcome.drafting)
@@ -59,6 +65,12 @@ class Ledger:
         if request.records is None:
             return None
         return request.records.ended(ended.number, ended.proposal, outcome, kept)
+
+    def _verified(self, work: Span) -> None:
+        """One forward brings an outcome to each that had a part in it, and is counted once."""
+        if work.ended_ns != self._verified_ns:
+            self._verified_ns = work.ended_ns
+            self.verifies.add(work.ended_ns - work.started_ns)
 
     def _trace_own(self, ended: Round, chain: tuple[int, ...], verified_ns: int, drafting: Span) -> None:
         """A chain that the target drafted for itself; a row of its own, though it is the target's process."""

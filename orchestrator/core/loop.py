@@ -25,6 +25,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Outcome
+from outrider.protocol.tallies import Durations
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,14 @@ class Core:
     @property
     def rejected_frames(self) -> int:
         return self._pool.rejected
+
+    @property
+    def round_seconds(self) -> Durations:
+        return self._rounds.ledger.rounds.told()
+
+    @property
+    def verify_seconds(self) -> Durations:
+        return self._rounds.ledger.verifies.told()
 
     def run(self) -> None:
         """Runs until Quit; always ends the workers it started."""

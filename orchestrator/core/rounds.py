@@ -69,6 +69,10 @@ class Rounds:
     def active(self) -> int:
         return len(self._requests)
 
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
     def learned(self) -> tuple[Tuning, ...]:
         """What later rounds of this pair on this machine may start from."""
         return self._planner.learned()

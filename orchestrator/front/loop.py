@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import zmq
@@ -27,8 +27,8 @@ from outrider.orchestrator.events import (
     together,
 )
 from outrider.orchestrator.failure import kind_of
-from outrider.orchestrator.front import totals
 from outrider.orchestrator.front.admission import Accepted, Admission
+from outrider.orchestrator.front.books import Books
 from outrider.orchestrator.front.client_socket import ClientSocket, Letter
 from outrider.orchestrator.front.text import Piece
 from outrider.orchestrator.front.waiting import FairQueue
@@ -36,7 +36,10 @@ from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage
 from outrider.orchestrator.kv_room import check_holds
 from outrider.orchestrator.lines import CoreFacts, End, Lines
 from outrider.orchestrator.pair.pairing import ChosenPair
+from outrider.protocol import clock
+from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, WorkerError
+from outrider.protocol.kv import KvUse
 from outrider.protocol.messages import (
     Cancel,
     Chunk,
@@ -62,13 +65,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Ticket:
-    """A request from the client's word to its end. `ending`: stop or cancelled once the reader wants no more."""
+    """A request from the client's word to its end. `ending`: stop or cancelled once the reader wants no more.
+    `begun_ns`: when it was its turn; 0: it waits."""
 
     sender: bytes
     name: str
     accepted: Accepted
     tokens: int = 0
     ending: str = ""
+    asked_ns: int = field(default_factory=clock.now)
+    begun_ns: int = 0
+
+    @property
+    def queue_ms(self) -> float:
+        """How long it has waited for its turn."""
+        return ((self.begun_ns or clock.now()) - self.asked_ns) / MILLISECOND_NS
 
     @property
     def key(self) -> str:
@@ -103,10 +114,7 @@ class Front:
         self._ready = False
         self._fatal = ""
         self._draining = False
-        self._totals = Timings()
-        self._finished = 0
-        self._failed = 0
-        self.tokens_out = 0
+        self._books = Books()
 
     def run(self) -> None:
         """Until `End` comes."""
@@ -134,18 +142,23 @@ class Front:
         return bool(self._named)
 
     def stats(self, request: str) -> Stats:
-        """Workers and totals as of now."""
+        """Workers and totals as of now, for any thread."""
         return Stats(
             request=request,
             version=PACKAGE_VERSION,
             workers=self._workers,
             active=len(self._active),
             queued=len(self._waiting),
-            finished=self._finished,
-            failed=self._failed,
-            totals=self._totals,
+            finished=self._books.finished,
+            failed=self._books.failed,
+            totals=self._books.totals,
             stale_messages=self._facts.stale_messages,
             rejected_frames=self._clients.rejected + self._facts.rejected_frames,
+            generated=self._books.tokens,
+            endings=self._books.endings(),
+            kv=self._kv_use(),
+            round_seconds=self._facts.round_seconds,
+            verify_seconds=self._facts.verify_seconds,
         )
 
     # --- what clients say -----------------------------------------------------------------------------------------
@@ -169,16 +182,18 @@ class Front:
             self._check_room()
             accepted = self._admission.accept(asked, f"r{next(self._serials)}")
         except OutriderError as error:
-            self._failed += 1
-            self._clients.send(sender, Failed(asked.request, kind_of(error), str(error)))
+            self._refuse(sender, Failed(asked.request, kind_of(error), str(error)))
             return
         if self._fatal:
-            self._failed += 1
-            self._clients.send(sender, Failed(asked.request, "WorkerError", self._fatal))
+            self._refuse(sender, Failed(asked.request, "WorkerError", self._fatal))
             return
         ticket = Ticket(sender, asked.request, accepted)
         self._named[sender, asked.request] = ticket
         self._waiting.put(client_of(sender), ticket)
+
+    def _refuse(self, sender: bytes, why: Failed) -> None:
+        self._books.ended(why)
+        self._clients.send(sender, why)
 
     def _check_room(self) -> None:
         settings = self._pair.settings
@@ -198,7 +213,7 @@ class Front:
         if ticket.key in self._active:
             self._core.put(Stop(ticket.key, "cancelled"))
         elif self._waiting.drop(client_of(ticket.sender), ticket):
-            self._close(ticket, Done(ticket.name, "cancelled", Timings()))
+            self._close(ticket, Done(ticket.name, "cancelled", Timings(queue_ms=ticket.queue_ms)))
 
     # --- what the core says ---------------------------------------------------------------------------------------
 
@@ -290,14 +305,14 @@ class Front:
         timings = event.timings
         if event.until is not None and ticket.tokens < timings.predicted_n:
             timings = event.until(ticket.tokens)
-        self._totals = totals.add(self._totals, timings)
+        timings = replace(timings, queue_ms=ticket.queue_ms)
         self._close(ticket, Done(ticket.name, ticket.ending, timings, event.notes))
 
     # --- to clients -----------------------------------------------------------------------------------------------
 
     def _show(self, ticket: Ticket, piece: Piece, event: Committed) -> None:
         ticket.tokens += len(piece.tokens)
-        self.tokens_out += len(piece.tokens)
+        self._books.tokens += len(piece.tokens)
         if piece.text or piece.tokens:
             count = len(piece.tokens)
             logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
@@ -312,10 +327,7 @@ class Front:
     def _close(self, ticket: Ticket, last: Done | Failed) -> None:
         """The ticket's last message; whether anybody hears it makes no difference."""
         self._clients.send(ticket.sender, last)
-        if isinstance(last, Done):
-            self._finished += 1
-        else:
-            self._failed += 1
+        self._books.ended(last)
         self._active.pop(ticket.key, None)
         del self._named[ticket.sender, ticket.name]
 
@@ -332,6 +344,7 @@ class Front:
                 return
             self._waiting.take()
             self._active[first.key] = first
+            first.begun_ns = clock.now()
             self._core.put(first.accepted.admit)
 
     def _fits(self, ticket: Ticket) -> bool:
@@ -339,5 +352,14 @@ class Front:
         room = self._admission.kv_room
         if room is None or not self._active:
             return True
-        taken = sum(self._admission.need(other.accepted.admit) for other in self._active.values())
-        return taken + self._admission.need(ticket.accepted.admit) <= room.limit
+        return self._reserved() + self._admission.need(ticket.accepted.admit) <= room.limit
+
+    def _reserved(self) -> int:
+        return sum(self._admission.need(ticket.accepted.admit) for ticket in list(self._active.values()))
+
+    def _kv_use(self) -> KvUse:
+        room = self._admission.kv_room
+        if room is None:
+            return KvUse()
+        used = sum(room.cost.of(len(one.accepted.admit.tokens) + one.tokens) for one in list(self._active.values()))
+        return KvUse(room.limit, used, self._reserved())

@@ -18,7 +18,7 @@ class FairQueue(Generic[T]):
         self._lines: OrderedDict[bytes, deque[T]] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return sum(map(len, list(self._lines.values())))  # any thread may ask
 
     def put(self, client: bytes, item: T) -> None:
         """At the end of the client's own line."""

@@ -17,10 +17,11 @@ from outrider.protocol.fields import (
     Text,
     Tokens,
 )
-from outrider.protocol.kv import CacheUse, KvCost
+from outrider.protocol.kv import CacheUse, KvCost, KvUse
 from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages.rounds import Span
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.tallies import Durations, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,32 +121,37 @@ class Timings:
     remembered `draft_cache_n` of them.
     `draft_n` chain tokens were verified in `draft_rounds` rounds that carried a chain, `draft_n_accepted` held.
     Hits and misses count outcomes that were looked up in the speculation cache: a hit had its branch there by then. For
-    `cache_late` of the misses the branch came while it was waited for. `looked_up_by_accepted[k]` and
-    `hits_by_accepted[k]` are of outcomes that accepted k tokens. `rounds` counts every verify. `peak_bytes` is the most
-    memory that MLX has held in the target and in its drafters since the request began, or the first of those that ran
-    with it, weights included.
+    `cache_late` of the misses the branch came while it was waited for; after the others the target decoded plainly,
+    verified a chain copied from the text, or one that a drafter was asked for (`missed_then_...`).
+    `looked_up_by_accepted[k]` and `hits_by_accepted[k]` are of outcomes that accepted k tokens. `rounds` counts every
+    verify. `queue_ms`: until it was the request's turn. `peak_bytes` is the most memory that MLX has held in the target
+    and in its drafters since the request began, or the first of those that ran with it, weights included.
     """
 
-    prompt_n: Count = 0
-    cache_n: Count = 0
-    draft_cache_n: Count = 0
+    prompt_n: Serial = 0
+    cache_n: Serial = 0
+    draft_cache_n: Serial = 0
+    queue_ms: float = 0.0
     prompt_ms: float = 0.0
-    predicted_n: Count = 0
+    predicted_n: Serial = 0
     predicted_ms: float = 0.0
     predicted_per_second: float = 0.0
-    draft_n: Count = 0
-    draft_n_accepted: Count = 0
-    draft_rounds: Count = 0
-    rounds: Count = 0
-    cache_hits: Count = 0
-    cache_misses: Count = 0
-    cache_late: Count = 0
-    ngram_chains: Count = 0
-    draft_waits: Count = 0
-    accepted_by_position: tuple[Count, ...] = ()
-    drafted_by_position: tuple[Count, ...] = ()
-    looked_up_by_accepted: tuple[Count, ...] = ()
-    hits_by_accepted: tuple[Count, ...] = ()
+    draft_n: Serial = 0
+    draft_n_accepted: Serial = 0
+    draft_rounds: Serial = 0
+    rounds: Serial = 0
+    cache_hits: Serial = 0
+    cache_misses: Serial = 0
+    cache_late: Serial = 0
+    missed_then_plain: Serial = 0
+    missed_then_copied: Serial = 0
+    missed_then_drafted: Serial = 0
+    ngram_chains: Serial = 0
+    draft_waits: Serial = 0
+    accepted_by_position: tuple[Serial, ...] = ()
+    drafted_by_position: tuple[Serial, ...] = ()
+    looked_up_by_accepted: tuple[Serial, ...] = ()
+    hits_by_accepted: tuple[Serial, ...] = ()
     turnaround_ms: tuple[float, ...] = ()
     verify_ms: float = 0.0
     idle_ms: float = 0.0
@@ -209,15 +215,25 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Orchestrator -> client: workers, totals since the start, and messages dropped as stale."""
+    """Orchestrator -> client: workers, totals since the start, and messages dropped as stale.
+
+    `totals` are those of requests that have ended, `generated` the tokens of those that run, too. `endings` say how
+    often requests ended so: by a reason of Done or a kind of Failed. `round_seconds`: from a request's outcome to its
+    next; `verify_seconds`: the target's forwards, each once, whoever had a part in it.
+    """
 
     request: RequestId
     version: Name
     workers: tuple[WorkerStats, ...]
     active: Count
     queued: Count
-    finished: Count
-    failed: Count
+    finished: Serial
+    failed: Serial
     totals: Timings
-    stale_messages: Count
-    rejected_frames: Count
+    stale_messages: Serial
+    rejected_frames: Serial
+    generated: Serial = 0
+    endings: tuple[Tally, ...] = ()
+    kv: KvUse = field(default_factory=KvUse)
+    round_seconds: Durations = field(default_factory=Durations)
+    verify_seconds: Durations = field(default_factory=Durations)

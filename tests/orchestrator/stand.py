@@ -20,6 +20,7 @@ from outrider.orchestrator.mailbox import Mailbox
 from outrider.orchestrator.pair.pairing import PairText
 from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.messages import Timings, WorkerStats
+from outrider.protocol.tallies import Durations
 
 JOIN_SECONDS = 20.0
 Play = Callable[[Admit], list[ToFront]]
@@ -35,6 +36,8 @@ class ScriptedCore:
     workers_endpoint = "ipc:///none"
     stale_messages = 3
     rejected_frames = 2
+    round_seconds = Durations((0.1,), (3, 1), 2.0)
+    verify_seconds = Durations()
 
     def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
         self.inbox, self.outbox = inbox, outbox

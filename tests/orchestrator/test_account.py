@@ -49,6 +49,31 @@ def test_of_the_last_round_counts_what_lies_before_the_end(kept: int, drafted: i
     assert found.drafted_by_position == tuple(5 + (i < drafted) for i in range(3))
 
 
+@pytest.mark.parametrize("asked", [False, True], ids=["at once", "asked for"])
+@pytest.mark.parametrize(
+    ("source", "lookup", "counts"),
+    [
+        (Source.NONE, Lookup.MISS, (1, 0, 0, 0)),
+        (Source.NGRAM, Lookup.MISS, (0, 1, 0, 0)),
+        (Source.DRAFTER, Lookup.MISS, (0, 0, 1, 0)),
+        (Source.CACHE, Lookup.LATE, (0, 0, 0, 1)),
+        (Source.NGRAM, Lookup.LATE, (0, 0, 0, 1)),
+    ],
+)
+def test_a_miss_is_counted_by_what_followed(
+    source: Source, lookup: Lookup, counts: tuple[int, ...], asked: bool
+) -> None:
+    found = account(3)
+    if asked:  # the miss is known before what follows it
+        found.asked(4, 2)
+    late = asked and lookup is Lookup.MISS
+    found.proposed(4, Proposal((1,), source, Lookup.NONE if late else lookup), 2)
+    found.ended(4, Proposal(), Outcome("r", 0, 4, 0, 0, 9, Span(0, 1)), 1, 9 * SECOND_NS)
+    times = found.timings(7, 11)
+    followed = (times.missed_then_plain, times.missed_then_copied, times.missed_then_drafted, times.cache_late)
+    assert followed == counts and times.cache_misses == 1
+
+
 def test_a_round_under_way_is_not_counted() -> None:
     found = account(4)
     found.asked(5, 2)

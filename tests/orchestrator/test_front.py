@@ -37,6 +37,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.tallies import Durations, Tally
 from tests.orchestrator.stand import says, worker_stats
 
 WAIT_MS = 20_000
@@ -235,7 +236,8 @@ def test_a_waiting_request_can_be_cancelled_and_never_runs(stand):
         done = client.hear_until(Done)[-1]
         assert (done.request, done.reason) == ("second", "cancelled")
         client.say(Cancel("first"))
-        client.hear_until(Done)
+        first = client.hear_until(Done)[-1]
+        assert done.timings.queue_ms > first.timings.queue_ms > 0, "one waited all the time, the other a moment"
         assert len([event for event in stand.core.told if isinstance(event, Admit)]) == 1
 
 
@@ -360,6 +362,17 @@ def test_stats_tell_workers_totals_and_what_was_dropped(stand, codec):
     assert (stats.finished, stats.failed, stats.active, stats.queued) == (1, 1, 0, 0)
     assert stats.totals.predicted_n == len(codec.encode("a b c", special=False)) + 1
     assert stats.stale_messages == 3 and stats.rejected_frames == 2 + 2
+    assert stats.generated == stats.totals.predicted_n
+    assert stats.endings == (Tally("eos", 1), Tally("InvalidRequest", 1))
+    assert stats.round_seconds == stand.core.round_seconds and stats.verify_seconds == Durations()
+
+
+def test_totals_go_on_past_what_one_request_can_have(stand):
+    many = Timings(prompt_n=2**31 - 1, predicted_n=2**31 - 1)
+    stand.core.play = lambda admit: [Began(admit.request, "ar"), Ended(admit.request, "length", many)]
+    for _ in range(2):
+        stand.client().generate("x")
+    assert stand.client().stats().totals.prompt_n == 2**32 - 2
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------

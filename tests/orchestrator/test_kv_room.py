@@ -15,7 +15,7 @@ from outrider.orchestrator.machine.memory import physical
 from outrider.orchestrator.pair.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from outrider.protocol.kv import KvCost
+from outrider.protocol.kv import KvCost, KvUse
 from outrider.protocol.messages import Cancel, Generate
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import worker_stats
@@ -70,6 +70,9 @@ def test_a_request_waits_until_its_text_fits_beside_the_others(make_stand):
         for name in ("a", "b", "c"):
             client.say(ask(name, max_tokens=48))
         assert len(stand.core.wait_for(Admit, 2)) == 2
+        kv = stand.client().stats().kv
+        assert kv == KvUse(limit, 2 * KvCost(1000, 40).of(2), limit), "of each text its prompt, and room for all of it"
+        assert KvCost(1000, 40).of(50) == limit // 2
         client.say(ask("d", max_tokens=1))
         client.say(Cancel("a"))
         stand.core.wait_for(Admit, 3)

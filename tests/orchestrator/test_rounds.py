@@ -95,6 +95,8 @@ def test_origins_agree_with_the_timings(mode: str, text: tuple[int, ...], steps:
     assert found[Origin.TARGET] == times.predicted_n - times.draft_n_accepted
     assert found.total() - found[Origin.TARGET] == sum(times.accepted_by_position)
     assert (found[Origin.PREPARED] > 0) is (times.cache_hits + times.cache_late > 0)
+    followed = (times.cache_late, times.missed_then_plain, times.missed_then_copied, times.missed_then_drafted)
+    assert sum(followed) == times.cache_misses
     if mode == "ar":
         assert found == {Origin.TARGET: 300}
     if mode == "sd":

@@ -18,6 +18,8 @@ from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.model_files import find_model
 
 START_SECONDS = 60.0
+STREAMS = 4
+"""Answers at once to each caller of the chat model's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -19,13 +18,13 @@ import httpx
 import openai
 import pytest
 
-from outrider.orchestrator import EndpointError, Grammar, LocalCluster, SamplingParams, WorkerError
+from outrider.orchestrator import EndpointError, Grammar, SamplingParams, WorkerError
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import Listener
 from outrider.server.mapping.manner import seed_of
-from tests.server.house import House, command, serving, wait_until_up
-from tests.server.scripted import ANSWER, PLAIN, text_of, write_scripted
+from tests.server.house import STREAMS, House, wait_until_up
+from tests.server.scripted import ANSWER, PLAIN, text_of
 
 PROMPT = "def fibonacci(n):"
 PLAIN_PROMPT: Any = [{"role": "user", "content": PROMPT}]
@@ -33,35 +32,7 @@ MODEL = "outrider-embedded"
 HELLO = [{"role": "user", "content": "hi"}]
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOL = {"type": "function", "function": WEATHER}
-STREAMS = 4
 PARIS = {"city": "Paris"}
-
-
-@pytest.fixture(scope="module")
-def houses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, House]]:
-    """That of the chat model, and that of the embedded pair; they start side by side."""
-    folder = tmp_path_factory.mktemp("http")
-    chatty = write_scripted(folder / "chatty")
-
-    with ExitStack() as stack, ThreadPoolExecutor() as pool:
-
-        def attached() -> House:
-            cluster = stack.enter_context(LocalCluster(model=chatty, draft_model=chatty))
-            return stack.enter_context(serving(cluster, chatty, folder, max_streams_per_key=STREAMS))
-
-        waiting = [pool.submit(attached), pool.submit(lambda: stack.enter_context(command()))]
-        one, two = (future.result() for future in waiting)
-        yield one, two
-
-
-@pytest.fixture(scope="module")
-def chat(houses: tuple[House, House]) -> House:
-    return houses[0]
-
-
-@pytest.fixture(scope="module")
-def pair(houses: tuple[House, House]) -> House:
-    return houses[1]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,40 @@
+"""The servers that these tests ask, started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from outrider.orchestrator import LocalCluster
+from tests.server.house import STREAMS, House, command, serving
+from tests.server.scripted import write_scripted
+
+
+@pytest.fixture(scope="session")
+def houses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, House]]:
+    """That of the chat model, and that of the embedded pair; they start side by side."""
+    folder = tmp_path_factory.mktemp("http")
+    chatty = write_scripted(folder / "chatty")
+
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+
+        def attached() -> House:
+            cluster = stack.enter_context(LocalCluster(model=chatty, draft_model=chatty))
+            return stack.enter_context(serving(cluster, chatty, folder, max_streams_per_key=STREAMS))
+
+        waiting = [pool.submit(attached), pool.submit(lambda: stack.enter_context(command()))]
+        one, two = (future.result() for future in waiting)
+        yield one, two
+
+
+@pytest.fixture(scope="session")
+def chat(houses: tuple[House, House]) -> House:
+    return houses[0]
+
+
+@pytest.fixture(scope="session")
+def pair(houses: tuple[House, House]) -> House:
+    return houses[1]

@@ -1,0 +1,161 @@
+"""`/metrics` says what was answered: names, kinds and labels as Prometheus wants them, counts as in the timings."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.protocol.messages import Stats, Timings, WorkerStats
+from outrider.server.processes import Processes
+from tests.server.house import House
+
+INIT = 1
+"""The process that no other is the parent of."""
+TALK = [{"role": "user", "content": "hi"}]
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def metrics(house: House) -> str:
+    answer = httpx.get(f"{house.url}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return answer.text
+
+
+def samples(house: House) -> Samples:
+    """By name and labels but for the model's."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(metrics(house)):
+        for sample in family.samples:
+            labels = frozenset(item for item in sample.labels.items() if item[0] != "model_name")
+            found[sample.name.removeprefix("outrider:"), labels] = sample.value
+    return found
+
+
+def of(found: Samples, name: str, **labels: str) -> float:
+    return found[name, frozenset(labels.items())]
+
+
+def complete(house: House, **asked: Any) -> Any:
+    body = {"prompt": "def fibonacci(n):", "max_tokens": 40, **asked}
+    return httpx.post(f"{house.url}/v1/completions", json=body, timeout=60).json()
+
+
+def test_names_kinds_and_helps_are_what_prometheus_asks_for(pair: House) -> None:
+    families = list(text_string_to_metric_families(metrics(pair)))
+    assert len({family.name for family in families}) == len(families) > 40
+    for family in families:
+        assert family.name.startswith("outrider:") and family.documentation[0].isupper()
+        assert family.type in ("counter", "gauge", "histogram"), family.name
+        assert not any(word in family.name for word in ("_ms", "_mb", "milliseconds"))
+        if family.type == "counter":
+            assert {sample.name.removeprefix(family.name) for sample in family.samples} <= {"_total"}, family.name
+        if family.type == "histogram" and not family.name.endswith("_tokens"):
+            assert family.name.endswith("_seconds")
+
+
+def test_histograms_are_cumulative_and_complete(pair: House) -> None:
+    complete(pair)
+    for family in text_string_to_metric_families(metrics(pair)):
+        if family.type != "histogram":
+            continue
+        buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
+        (count,) = [sample.value for sample in family.samples if sample.name.endswith("_count")]
+        assert buckets[-1].labels["le"] == "+Inf" and buckets[-1].value == count > 0, family.name
+        assert all(a.value <= b.value and float(a.labels["le"]) < float(b.labels["le"]) for a, b in pairwise(buckets))
+
+
+def test_counts_are_those_of_the_answers_timings(pair: House) -> None:
+    before = samples(pair)
+    answers = [complete(pair, speculation={"mode": mode}) for mode in ("ar", "sd", "ssd")]
+    after = samples(pair)
+    times = [answer["timings"] for answer in answers]
+
+    def grew(name: str, **labels: str) -> float:
+        series = name, frozenset(labels.items())
+        return after.get(series, 0.0) - before.get(series, 0.0)
+
+    def told(name: str) -> float:
+        return sum(one[name] for one in times)
+
+    for name, field in {
+        "generation_tokens": "predicted_n",
+        "prompt_tokens": "prompt_n",
+        "prefix_cache_hits": "cache_n",
+        "rounds": "rounds",
+        "spec_decode_num_drafts": "draft_rounds",
+        "spec_decode_num_draft_tokens": "draft_n",
+        "spec_decode_num_accepted_tokens": "draft_n_accepted",
+        "speculation_cache_hits": "cache_hits",
+    }.items():
+        assert grew(f"{name}_total") == told(field), name
+    assert told("draft_n_accepted") > 0 and told("cache_hits") > 0
+    misses = {
+        "branch": "cache_late",
+        "plain": "missed_then_plain",
+        "copied": "missed_then_copied",
+        "drafted": "missed_then_drafted",
+    }
+    for followed, field in misses.items():
+        assert grew("speculation_cache_misses_total", followed_by=followed) == told(field), followed
+    assert told("cache_misses") == sum(told(field) for field in misses.values())
+    places = max(len(one["drafted_by_position"]) for one in times)
+    at = [grew("spec_decode_num_draft_tokens_per_pos_total", position=str(place)) for place in range(places)]
+    assert sum(at) == told("draft_n") and at[0] >= at[-1]
+    assert grew("request_success_total", finished_reason="length") == 3
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+                 "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+                 "request_generation_tokens"):  # fmt: skip
+        assert grew(f"{name}_count") == 3, name
+    assert grew("request_generation_tokens_sum") == told("predicted_n")
+    assert grew("request_decode_time_seconds_sum") == pytest.approx(told("predicted_ms") / 1000)
+    # Each request's rounds but the first, which reads the prompt; one at a time, a forward has one outcome.
+    assert grew("round_duration_seconds_count") == grew("verify_duration_seconds_count") == told("rounds") - 3
+    assert grew("verify_duration_seconds_sum") == pytest.approx(told("verify_ms") / 1000)
+
+
+def test_ends_and_errors_are_counted_by_kind(pair: House) -> None:
+    before = samples(pair)
+    complete(pair, stop=["\n"])
+    complete(pair, prompt=[5] * 100_000)
+    after = samples(pair)
+    for name, labels in (("request_success", {"finished_reason": "stop"}),
+                         ("request_failure", {"error": "InvalidRequest"})):  # fmt: skip
+        assert of(after, f"{name}_total", **labels) == of(before, f"{name}_total", **labels) + 1
+
+
+def test_no_label_is_what_somebody_typed(chat: House) -> None:
+    for path in ("/nowhere/at/all", "/v1/models/nobody's", "/v1/chat/completions/x", "/%ff"):
+        assert httpx.get(f"{chat.url}{path}").status_code == 404
+    httpx.post(f"{chat.url}/v1/chat/completions", json={"model": "typed", "messages": TALK})
+    text = metrics(chat)
+    assert not any(word in text for word in ("nowhere", "nobody", "typed", "%ff"))
+    assert of(samples(chat), "http_requests_total", path="/v1/models/{name:path}", status="404") >= 1
+    assert of(samples(chat), "http_requests_total", path="other", status="404") >= 3
+
+
+def test_each_worker_is_in_one_state(chat: House) -> None:
+    found = {labels: value for (name, labels), value in samples(chat).items() if name == "worker_state"}
+    ready = [dict(labels) for labels, value in found.items() if value == 1]
+    assert sorted(one["worker"] for one in ready) == ["draft-0", "target-0"]
+    assert {one["state"] for one in ready} == {"ready"} and len(found) == 10
+
+
+def test_the_processes_of_the_server_are_looked_at(pair: House) -> None:
+    found = samples(pair)
+    for process in ("http", "orchestrator", "target-0", "draft-0"):
+        assert of(found, "process_resident_memory_bytes", process=process) > 2**20
+        assert of(found, "process_cpu_seconds_total", process=process) > 0
+        assert of(found, "process_open_fds", process=process) > 2
+
+
+def test_a_worker_from_elsewhere_is_no_process_of_this_machine() -> None:
+    """Its number may be that of somebody else's process here."""
+    stranger = WorkerStats("draft", "far", "ready", INIT, "mlx", "m", 1, 1, 1, 1, "")
+    looked_at = Processes()
+    looked_at.stats = Stats("", "0", (stranger,), 0, 0, 0, 0, Timings(), 0, 0)
+    for family in looked_at.collect():
+        assert {sample.labels["process"] for sample in family.samples} == {"http", "orchestrator"}
