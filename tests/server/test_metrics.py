@@ -106,6 +106,8 @@ def test_counts_are_those_of_the_answers_timings(pair: House) -> None:
     at = [grew("spec_decode_num_draft_tokens_per_pos_total", position=str(place)) for place in range(places)]
     assert sum(at) == told("draft_n") and at[0] >= at[-1]
     assert grew("request_success_total", finished_reason="length") == 3
+    assert grew("http_requests_total", path="/v1/completions", status="200") == 3
+    assert of(after, "http_choices_running") == 0
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
                  "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
                  "request_generation_tokens"):  # fmt: skip
