@@ -48,6 +48,7 @@ WITHIN = {
         "simulation": set(),
         "contest": {"timing"},
         "crowd": {"contest"},
+        "conformance": set(),
         "commands": {"timing", "trace", "contest", "crowd"},
     },
     "drafting/coreml": {

@@ -1,0 +1,62 @@
+"""Whatever docs/conformance.md says of other projects' cases holds: those that pass there pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.conformance.asking import Server
+from outrider.bench.conformance.case import DIFFERS, PASSES, REFUSED, Case, Cases, Outcome, Servers, outcome
+from outrider.bench.conformance.families import FAMILIES
+from outrider.bench.conformance.said import CHAT, HELLO
+from outrider.bench.conformance.table import cell, page, passing
+from tests.server.house import House
+
+PAGE = passing((Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8"))
+EVERY = [pytest.param(case, id=f"{family.title}-{place}") for family in FAMILIES for place, case in enumerate(family)]
+
+
+@pytest.fixture(scope="module")
+def servers(houses: tuple[House, House]) -> Servers:
+    chat, pair = houses
+    return Servers(Server(chat.url), Server(pair.url))
+
+
+@pytest.mark.parametrize("case", EVERY)
+def test_a_case_that_passes_in_the_page_passes(servers: Servers, case: Case) -> None:
+    found = outcome(case, servers)
+    assert cell(case.name) in PAGE, "python -m outrider.bench.conformance --write docs/conformance.md"
+    assert found.verdict == PASSES or not PAGE[cell(case.name)], f"{case.name}: {found.words}"
+
+
+def test_no_two_cases_have_one_name_and_the_page_has_no_others() -> None:
+    names = [cell(case.name) for family in FAMILIES for case in family]
+    assert all(names) and sorted(names) == sorted(PAGE)
+
+
+def test_an_outcome_is_what_the_server_did(servers: Servers) -> None:
+    cases = Cases("Ways to end")
+
+    @cases.add("here")
+    def _(at: Servers) -> None:
+        """It is answered."""
+        at.chat.whole(CHAT, messages=HELLO)
+
+    @cases.add("here", why="because")
+    def _(at: Servers) -> None:
+        """It is | refused."""
+        at.chat.whole(CHAT, messages=[])
+
+    @cases.add("here")
+    def _(at: Servers) -> None:
+        """Its fields are otherwise."""
+        at.chat.whole(CHAT, messages=HELLO)["nonsense"]
+
+    found = [outcome(case, servers) for case in cases]
+    assert [one.verdict for one in found] == [PASSES, REFUSED, DIFFERS]
+    assert "400: messages" in found[1].words and "nonsense" in found[2].words
+    text = page([(cases.title, found)])
+    assert passing(text) == {"It is answered": True, "It is \\| refused": False, "Its fields are otherwise": False}
+    assert "because" in text and "Of 3 cases 1 pass, 1 are refused, 1 differ" in text
+    assert Outcome(cases[0], PASSES).words == ""
