@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import sys
-from dataclasses import MISSING
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
-from outrider.protocol.codec import MESSAGES
+import msgpack
+import numpy as np
+
+from outrider.protocol.codec import MESSAGES, encode
 from outrider.protocol.endpoints import MAX_FRAME
-from outrider.protocol.schema import (
-    MAX_CHARACTERS,
-    MAX_ITEMS,
-    Field,
-    Fixed,
-    Flag,
-    Many,
-    Maybe,
-    Raw,
-    Real,
-    Record,
-    Shape,
-    String,
-    Whole,
-    Word,
-    fields_of,
-)
+from outrider.protocol.messages import Chunk, Close, Message
+from outrider.protocol.schema import MAX_CHARACTERS, MAX_ITEMS, Many, Maybe, Record, Shape, fields_of, words
 from outrider.protocol.version import PROTOCOL_VERSION
 
 PAGE = Path("docs/protocol.md")
+
+
+def _header(message: Message) -> str:
+    return json.dumps(msgpack.unpackb(encode(message)[0]))
+
 
 HEAD = f"""\
 # The protocol
@@ -45,13 +39,14 @@ ZeroMQ multipart message of one message or several, one after the other. (A ROUT
 front; that is not part of it.) The target's outcomes of one forward travel so, and the words they bring about; clients
 say and hear one message at a time. A bundle with a message that is refused is refused as a whole.
 
-- **The header** is msgpack: `[version, name, {{field: value, ...}}]`. Every field is sent, defaults too; a record
-  inside a message is a map like the outer one; a tuple is an array; there is no binary and no extension type.
+- **The header** is msgpack: `[version, name, [value, ...]]`, the values of the message's fields in their order. Every
+  field is sent, defaults too; a record inside a message is an array of its fields like the outer one; a tuple is an
+  array; there is no map, no binary and no extension type.
 - **One frame an array**, in field order. The array's field holds `[dtype, shape]` in the header; the frame holds its
   items, little-endian, last axis fastest. An array field that is nil has no frame.
 
-`Close("r1")` is the single frame `[{PROTOCOL_VERSION}, "Close", {{"request": "r1"}}]`; a `Chunk` with two tokens is
-`[{PROTOCOL_VERSION}, "Chunk", {{"request": "r1", "text": "if", "token_ids": ["int32", [2]]}}]` and a frame of 8 bytes.
+As JSON would write it, `Close("r1")` is the single frame `{_header(Close("r1"))}`; a `Chunk` with two tokens is
+`{_header(Chunk("r1", "if", np.zeros(2, np.int32)))}` and a frame of 8 bytes.
 
 Whole numbers are never booleans, numbers are finite, and sizes have limits: {MAX_ITEMS:,} items and {MAX_CHARACTERS:,}
 characters where the field states no smaller one, {MAX_FRAME // 2**20} MiB a frame. `encode` holds the sender to all of
@@ -65,7 +60,8 @@ request's id from it.
 
 Two processes talk only when their protocol versions are equal; a message of another version is refused with a sentence
 that names both. The version is raised when a message changes that a release spoke. In every version, the version
-itself comes first in the header, and `request` keeps its name, so that a peer of another release can be told.
+itself comes first in the header, then the message's name, and `request` keeps its place among the fields of a message,
+so that a peer of another release can be told.
 
 ## Whose turn it is: epoch, round, base_len
 
@@ -106,78 +102,46 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _is_clients(cls: type[Any]) -> bool:
+def _is_clients(cls: type) -> bool:
     return cls.__module__ == "outrider.protocol.messages.clients"
 
 
-def _records() -> dict[str, type[Any]]:
+def _records() -> dict[str, type]:
     """Every dataclass reachable from a message, in the order of first use."""
-    found: dict[str, type[Any]] = {}
+    found: dict[str, type] = {}
     waiting = list(MESSAGES.values())
     while waiting:
-        for field in fields_of(waiting.pop(0)):
-            cls = _record_in(field.shape)
+        for shape in fields_of(waiting.pop(0)).values():
+            cls = _record_in(shape)
             if cls is not None and cls.__name__ not in found:
                 found[cls.__name__] = cls
                 waiting.append(cls)
     return found
 
 
-def _record_in(shape: Shape) -> type[Any] | None:
+def _record_in(shape: Shape) -> type | None:
     match shape:
         case Record(cls):
             return cls
-        case Many(inner, _) | Maybe(inner):
+        case Many(inner) | Maybe(inner):
             return _record_in(inner)
     return None
 
 
-def _section(name: str, cls: type[Any]) -> str:
-    fields = fields_of(cls)
+def _section(name: str, cls: type) -> str:
     lines = [f"### {name}\n", inspect.cleandoc(cls.__doc__ or ""), ""]
-    if fields:
-        lines += ["| field | may be | default |", "|---|---|---|", *map(_row, fields), ""]
+    if shapes := fields_of(cls):
+        defaults = ["" if field.default is MISSING else f"`{field.default!r}`" for field in fields(cls)]
+        rows = zip(shapes.items(), defaults, strict=True)
+        lines += ["| field | may be | default |", "|---|---|---|"]
+        lines += [f"| `{name}` | {_linked(words(shape))} | {default} |" for (name, shape), default in rows]
+        lines += [""]
     return "\n".join(lines)
 
 
-def _row(field: Field) -> str:
-    default = "" if field.default is MISSING else f"`{field.default!r}`"
-    return f"| `{field.name}` | {_words(field.shape)} | {default} |"
-
-
-def _words(shape: Shape) -> str:
-    match shape:
-        case Whole(low, high):
-            return f"whole number, {_power(low)} to {_power(high)}"
-        case Real():
-            return "finite number"
-        case Flag():
-            return "true or false"
-        case String(limit):
-            return f"text, at most {limit:,} characters"
-        case Word(words):
-            return " or ".join(f"`{word}`" for word in words)
-        case Raw(array):
-            sign = "" if array.low is None else f", none under {array.low}"
-            return f"{array.dtype} array, {array.axes} {'axis' if array.axes == 1 else 'axes'}{sign}"
-        case Many(item, limit):
-            return f"at most {limit:,} of: {_words(item)}"
-        case Fixed(items):
-            return f"({'; '.join(map(_words, items))})"
-        case Maybe(inner):
-            return f"nil, or {_words(inner)}"
-        case Record(cls):
-            return f"[{cls.__name__}](#{cls.__name__.lower()})"
-
-
-def _power(value: int) -> str:
-    """2^31-1 rather than 2147483647."""
-    for bits in (31, 63):
-        if value == 2**bits - 1:
-            return f"2^{bits}-1"
-        if value == -(2**bits):
-            return f"-2^{bits}"
-    return f"{value:,}"
+def _linked(said: str) -> str:
+    """Records with a link to where they stand; all else begins with a small letter."""
+    return re.sub(r"\ba ([A-Z]\w+)", lambda found: f"[{found[1]}](#{found[1].lower()})", said)
 
 
 def main() -> None:

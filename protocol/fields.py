@@ -12,10 +12,10 @@ from outrider.protocol.origins import Origin
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A whole number from `low` to `high`, both included."""
+    """A whole number (never a bool) from `low` to `high`, both included."""
 
-    low: int
-    high: int
+    low: int = -(2**63)
+    high: int = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What a message field may hold, read from its type once: the codec, the documentation and the tests all build on this.
 
-Knows dataclasses and the markers of `protocol.fields`; knows nothing of bytes or messages.
+Knows dataclasses and the markers of `protocol.fields`, some of which are shapes; knows nothing of bytes or messages.
 """
 
 from __future__ import annotations
@@ -9,20 +9,14 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any
 
 from outrider.protocol.fields import Array, OneOf, Range, Size
 
 MAX_ITEMS = 2**16
 MAX_CHARACTERS = 2**26
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """An int (never a bool) from `low` to `high`."""
-
-    low: int = -(2**63)
-    high: int = 2**63 - 1
+MAX_AXIS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +34,6 @@ class String:
     """At most `limit` characters."""
 
     limit: int = MAX_CHARACTERS
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """One of `words`."""
-
-    words: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Raw:
-    """A numpy array, sent as a frame of its own."""
-
-    array: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,33 +60,21 @@ class Maybe:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A dataclass inside a message."""
+    """A message, or a dataclass inside one."""
 
-    cls: type[Any]
-
-
-Shape = Whole | Real | Flag | String | Word | Raw | Many | Fixed | Maybe | Record
-
-_PLAIN: dict[object, Shape] = {int: Whole(), float: Real(), bool: Flag(), str: String()}
+    cls: type
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One field of a message: its name, what it may hold and the type as it is written in the dataclass."""
+Shape = Range | Real | Flag | String | OneOf | Array | Many | Fixed | Maybe | Record
 
-    name: str
-    shape: Shape
-    written: str
-    default: object = dataclasses.MISSING
+_PLAIN: dict[object, Shape] = {int: Range(), float: Real(), bool: Flag(), str: String()}
 
 
-def fields_of(cls: type[Any]) -> tuple[Field, ...]:
-    """The fields of a dataclass in order. TypeError for a field type that no message may use."""
+@cache
+def fields_of(cls: type) -> dict[str, Shape]:
+    """What each field of a dataclass may hold, in order. TypeError for a field type that no message may use."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return tuple(
-        Field(field.name, shape_of(hints[field.name]), str(field.type), field.default)
-        for field in dataclasses.fields(cls)
-    )
+    return {field.name: shape_of(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def shape_of(hint: Any) -> Shape:
@@ -115,7 +83,7 @@ def shape_of(hint: Any) -> Shape:
         return _PLAIN[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _marked(arguments[0], arguments[1])
+        return _marked(*arguments)
     if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and arguments[1] is type(None):
         return Maybe(shape_of(arguments[0]))
     if origin is tuple and arguments[-1] is Ellipsis:
@@ -129,14 +97,44 @@ def shape_of(hint: Any) -> Shape:
 
 def _marked(base: Any, marker: object) -> Shape:
     match marker:
-        case Range(low, high):
-            return Whole(low, high)
-        case OneOf(words):
-            return Word(words)
-        case Array():
-            return Raw(marker)
-        case Size(limit) if base is str:
-            return String(limit)
-        case Size(limit):
-            return Many(shape_of(typing.get_args(base)[0]), limit)
+        case Range() | OneOf() | Array():
+            return marker
+        case Size(limit) if isinstance(sized := shape_of(base), String | Many):
+            return dataclasses.replace(sized, limit=limit)
     raise TypeError(f"{marker!r} marks no field type")
+
+
+def words(shape: Shape) -> str:
+    """What a value of this shape is, as errors and the documentation put it."""
+    match shape:
+        case Range(low, high):
+            return f"a whole number from {_power(low)} to {_power(high)}"
+        case Real():
+            return "a finite number"
+        case Flag():
+            return "true or false"
+        case String(limit):
+            return f"text of at most {limit:,} characters"
+        case OneOf(choices):
+            return f"one of {', '.join(choices)}"
+        case Array(dtype, axes, low):
+            sign = "" if low is None else f", none under {low}"
+            return f"an array of {dtype}, {axes} {'axis' if axes == 1 else 'axes'} of at most {MAX_AXIS:,}{sign}"
+        case Many(item, limit):
+            return f"at most {limit:,} of: {words(item)}"
+        case Fixed(items):
+            return f"({'; '.join(map(words, items))})"
+        case Maybe(inner):
+            return f"nil, or {words(inner)}"
+        case Record(cls):
+            return f"a {cls.__name__}"
+
+
+def _power(value: int) -> str:
+    """2^31-1 rather than 2147483647."""
+    for bits in (31, 63):
+        if value == 2**bits - 1:
+            return f"2^{bits}-1"
+        if value == -(2**bits):
+            return f"-2^{bits}"
+    return f"{value:,}"

@@ -38,6 +38,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.tallies import Durations, Tally
+from outrider.protocol.schema import fields_of
 from tests.orchestrator.stand import says, worker_stats
 
 WAIT_MS = 20_000
@@ -430,7 +431,8 @@ def test_a_colocated_drafter_is_named_and_cannot_work_ahead(make_stand, codec):
 
 def test_out_of_range_sampling_from_another_client_is_answered(stand):
     header = msgpack.unpackb(bytes(encode(ask())[0]))
-    header[2]["sampling"]["temp"] = -1.0
+    sampling = header[2][list(fields_of(Generate)).index("sampling")]
+    sampling[list(fields_of(SamplingParams)).index("temp")] = -1.0
     with RawClient(stand.endpoint) as client:
         client.socket.send_multipart([msgpack.packb(header)])
         failed = client.hear()

@@ -16,14 +16,15 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from outrider.protocol.fields import Array, OneOf, Range
 from outrider.protocol.grammar import Grammar
 from outrider.protocol.sampling import MAX_SEED, MOST_LOGPROBS, RULES, SamplingParams
-from outrider.protocol.schema import Fixed, Flag, Many, Maybe, Raw, Real, Record, Shape, String, Whole, Word, fields_of
+from outrider.protocol.schema import Fixed, Flag, Many, Maybe, Real, Record, Shape, String, fields_of
 
 
 def of_shape(shape: Shape) -> st.SearchStrategy[Any]:
     match shape:
-        case Whole(low, high):
+        case Range(low, high):
             return st.integers(low, high) | st.sampled_from((low, high))
         case Real():
             return st.floats(allow_nan=False, allow_infinity=False)
@@ -31,13 +32,13 @@ def of_shape(shape: Shape) -> st.SearchStrategy[Any]:
             return st.booleans()
         case String(limit):
             return st.text(max_size=min(limit, 20))
-        case Word(words):
+        case OneOf(words):
             return st.sampled_from(words)
-        case Raw(array):
-            low = {} if array.low is None else {"min_value": array.low}
-            finite = {"allow_nan": False, "allow_infinity": False} if array.dtype == "float32" else {}
-            lengths = hnp.array_shapes(min_dims=array.axes, max_dims=array.axes, min_side=0, max_side=5)
-            return hnp.arrays(array.dtype, lengths, elements={**low, **finite})
+        case Array(dtype, axes, least):
+            low = {} if least is None else {"min_value": least}
+            finite = {"allow_nan": False, "allow_infinity": False} if dtype == "float32" else {}
+            lengths = hnp.array_shapes(min_dims=axes, max_dims=axes, min_side=0, max_side=5)
+            return hnp.arrays(dtype, lengths, elements={**low, **finite})
         case Many(item, limit):
             return st.lists(of_shape(item), max_size=min(limit, 5)).map(tuple)
         case Fixed(items):
@@ -50,7 +51,7 @@ def of_shape(shape: Shape) -> st.SearchStrategy[Any]:
 
 
 def of_class(cls: type[Any]) -> st.SearchStrategy[Any]:
-    return st.builds(cls, **{field.name: of_shape(field.shape) for field in fields_of(cls)})
+    return st.builds(cls, **{name: of_shape(shape) for name, shape in fields_of(cls).items()})
 
 
 def sampling() -> st.SearchStrategy[SamplingParams]:

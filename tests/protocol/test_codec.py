@@ -34,7 +34,7 @@ def test_every_message_survives_the_wire(cls, random_message, same_message, data
 def test_arrays_travel_as_raw_little_endian_frames_and_come_back_read_only():
     header, raw = encode(Chunk("r", "ab", np.array([1, 258], np.int32)))
     assert bytes(raw) == bytes([1, 0, 0, 0, 2, 1, 0, 0])
-    assert msgpack.unpackb(header)[2]["token_ids"] == ["int32", [2]]
+    assert msgpack.unpackb(header)[2][:3] == ["r", "ab", ["int32", [2]]]
     assert not decode([header, bytes(raw)]).token_ids.flags.writeable
 
 
@@ -62,15 +62,15 @@ def test_a_whole_number_stands_for_the_float_of_its_value():
 
 
 UNSAYABLE = {
-    "negative": (replace(VERIFY, round=-1), "Verify.round is -1; expected a whole number from 0 to"),
+    "negative": (replace(VERIFY, round=-1), "Verify.round is -1; expected a whole number from 0 to 2\\^63-1"),
     "too large": (replace(VERIFY, base_len=2**31), "Verify.base_len"),
     "bool for int": (replace(VERIFY, epoch=True), "Verify.epoch is True"),
     "numpy int": (replace(VERIFY, chain=(np.int64(3),)), r"Verify.chain\[\] is np.int64\(3\)"),
     "list for tuple": (replace(VERIFY, chain=[1]), "Verify.chain"),
-    "too long": (replace(VERIFY, chain=(1,) * 65), "at most 64 items"),
+    "too long": (replace(VERIFY, chain=(1,) * 65), "expected at most 64 of: a whole number"),
     "no word": (replace(VERIFY, kind="guess"), "Verify.kind is 'guess'; expected one of coupled, one-hot, sparse"),
     "name too long": (Close("r" * 65), "at most 64 characters"),
-    "missing array": (Chunk("r", "", None), "Chunk.token_ids is None; expected a int32 array"),
+    "missing array": (Chunk("r", "", None), "Chunk.token_ids is None; expected an array of int32"),
     "other dtype": (Chunk("r", "", np.zeros(2, np.int64)), "Chunk.token_ids"),
     "other axes": (Chunk("r", "", np.zeros((1, 2), np.int32)), "Chunk.token_ids"),
     "negative token": (Chunk("r", "", np.array([3, -1], np.int32)), "Chunk.token_ids holds -1"),
