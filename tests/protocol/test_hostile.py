@@ -146,6 +146,7 @@ REFUSED = {
     "size": (CHUNK, {"token_ids": ["int32", [3]]}, "Chunk.token_ids has 8 bytes"),
     "negative length": (CHUNK, {"token_ids": ["int32", [-2]]}, "Chunk.token_ids"),
     "overflowing length": (CHUNK, {"token_ids": ["int32", [2**62]]}, "Chunk.token_ids"),
+    "long for nothing": (OUTCOME, {"features": ["float32", [0, 2**62]]}, "2 axes of at most 16,777,216"),
 }
 
 
@@ -189,6 +190,12 @@ def test_sampling_out_of_range_is_an_invalid_request_that_can_be_answered():
         decode(generate_with(temp=-1.0))
     assert isinstance(caught.value, InvalidRequest) and caught.value.exit_code == InvalidRequest.exit_code
     assert request_of(generate_with(temp=-1.0)) == "r"
+
+
+def test_a_request_is_read_from_its_place_only():
+    assert request_of(framed("Fault", ["target-0", "r", "lost", False])) == "r"
+    for name, fields in (("Close", "r"), ("Close", [1]), ("Close", []), ("Hello", ["r"]), (["Close"], ["r"])):
+        assert request_of(framed(name, fields)) is None
 
 
 def test_sampling_of_a_wrong_type_is_a_protocol_error():
