@@ -37,8 +37,8 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.tallies import Durations, Tally
 from outrider.protocol.schema import fields_of
+from outrider.protocol.tallies import Durations, Tally
 from tests.orchestrator.stand import says, worker_stats
 
 WAIT_MS = 20_000
