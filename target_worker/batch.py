@@ -20,7 +20,7 @@ from outrider.protocol.messages import Span
 from outrider.target_worker.running import Running, draft_together
 
 # A piece of a prompt lengthens a forward that others decode in by about this share of it.
-READING_SHARE = 0.8
+READING_SHARE = 0.5
 SMALLEST_PIECE = 16
 # A piece is so many times the last one at most: what a token takes is known from few forwards, some of them disturbed.
 GROWTH = 2

@@ -1,4 +1,4 @@
-"""A long prompt beside those who decode is read in pieces that not quite double their forwards, counted in tokens.
+"""A long prompt beside those who decode is read in pieces that make their forwards half as long again, counted in tokens.
 
 The clock is a machine's whose forwards take BASE_MS and EACH_MS a token.
 """
@@ -92,7 +92,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     return lambda each_ms: Machine(monkeypatch, each_ms)
 
 
-@pytest.mark.parametrize(("each_ms", "most"), [(0.5, 19), (0.1, 70), (4.0, SMALLEST_PIECE)])
+@pytest.mark.parametrize(("each_ms", "most"), [(0.25, 20), (0.1, 44), (4.0, SMALLEST_PIECE)])
 @pytest.mark.parametrize("newcomers", [1, 2])
 def test_a_piece_takes_about_as_long_as_a_step_whoever_reads(
     start: Start, each_ms: float, most: int, newcomers: int
@@ -106,29 +106,29 @@ def test_a_piece_takes_about_as_long_as_a_step_whoever_reads(
 
 
 def test_with_nobody_else_a_prompt_is_read_as_fast_as_it_can_be(start: Start) -> None:
-    machine = start(0.5)
+    machine = start(0.25)
     machine.say(*(Close(str(name)) for name in range(DECODING)), turns=5)
     assert max(read for _, read in machine.read("a")) == PREFILL
 
 
 def test_while_more_wait_than_decode_prompts_come_first(start: Start) -> None:
-    beside = [read for _, read in start(0.5).read(*"abcdefghi") if read]
+    beside = [read for _, read in start(0.25).read(*"abcdefghi") if read]
     assert beside[:2] == [PREFILL, PREFILL]  # then the first is read, and no more wait than decode
-    assert max(beside[2:]) <= 1.1 * 19
+    assert max(beside[2:]) <= 1.1 * 20
 
 
 def test_who_waits_for_a_word_decodes_too(start: Start) -> None:
     """Between an outcome and the next VERIFY nobody has anything to feed; the words come during the next forward."""
-    machine = start(0.5)
+    machine = start(0.25)
     machine.say(*(Halt(str(name), 0) for name in range(DECODING)), turns=20)
     beside = machine.read("a")
     assert {asks for asks, _ in beside[:-1]} == {0}
-    assert max(read for _, read in beside) <= 1.1 * 19
+    assert max(read for _, read in beside) <= 1.1 * 20
 
 
 def test_a_forward_that_seemed_quick_makes_no_long_piece(start: Start) -> None:
     """A disturbed step stays in the average for a while: beside it a piece seems to have cost nothing."""
-    machine = start(0.5)
+    machine = start(0.25)
     machine.disturbed_ms = 20 * BASE_MS
     machine.say(turns=2)
     machine.disturbed_ms = 0.0
