@@ -20,9 +20,10 @@ from outrider.protocol.errors import WorkerError
 
 MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker"}
 
-# Blocks from this size on are given back when they are freed. By itself glibc raises the size with what it sees, and a
-# worker keeps what lies between longer-lived blocks; other systems do not look at this.
-STEADY_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
+# Blocks of 1 MiB and more are given back when they are freed. By itself glibc raises that size with what it sees, and a
+# worker keeps what lies between longer-lived blocks. What a forward frees at the heap's end stays for the next one: to
+# have it back costs a quarter of a draft's forward. Other systems do not look at these.
+STEADY_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
 
 
 class SpawnedWorker:

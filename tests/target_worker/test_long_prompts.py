@@ -1,4 +1,4 @@
-"""A long prompt beside those who decode is read in pieces that make their forwards half as long again, counted in tokens.
+"""A long prompt beside those who decode is read in pieces, in tokens: a forward lasts half as long again with one.
 
 The clock is a machine's whose forwards take BASE_MS and EACH_MS a token.
 """
