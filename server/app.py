@@ -15,7 +15,7 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.desk import Desk, ReaderGone
 from outrider.server.door import Door, is_anthropic
-from outrider.server.endpoints import chat, completions, messages, models, responses, status, tokens
+from outrider.server.endpoints import chat, completions, messages, models, page, responses, status, tokens
 from outrider.server.metrics import Metrics
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import problem_of
@@ -36,8 +36,9 @@ def application(model: ServedModel, endpoint: str, settings: HttpSettings) -> Fa
     )
     metrics = Metrics(model.id, model.context_length)
     app.state.desk = Desk(model, endpoint, metrics, settings)
-    for part in (chat, completions, messages, responses, models, tokens, status):
+    for part in (chat, completions, messages, responses, models, tokens, status, page):
         app.include_router(part.router)
+    app.mount("/page", page.files)
     for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _problem)
     app.add_exception_handler(ReaderGone, _gone)

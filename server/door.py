@@ -20,7 +20,9 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.server.metrics import Metrics
 from outrider.server.problems import Problem, Refused
 
-OPEN = frozenset({"/health", "/ready"})
+OPEN = frozenset({"/health", "/ready", "/"})
+PAGE = "/page/"
+"""Whose files are open, too."""
 BODY_SECONDS = 60.0
 UNKNOWN = "other"
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -80,7 +82,8 @@ class Door:
         given = (key_of(scope) or "").encode(errors="replace")
         # No key is compared to fewer or more than all of them, so that time tells nothing.
         known = [hmac.compare_digest(given, key) for key in self._keys]
-        if self._keys and not any(known) and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+        is_open = scope["path"] in OPEN or scope["path"].startswith(PAGE) or scope["method"] == "OPTIONS"
+        if self._keys and not any(known) and not is_open:
             raise Refused(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
             )

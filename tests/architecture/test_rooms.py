@@ -46,6 +46,7 @@ WITHIN = {
         "timing": set(),
         "trace": set(),
         "simulation": set(),
+        "page": set(),
         "contest": {"timing"},
         "crowd": {"contest"},
         "conformance": set(),

@@ -1,0 +1,51 @@
+"""A headless Chromium, driven by the `playwright` package, which the `test` extra has."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from outrider.protocol.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+def found() -> str | None:
+    """Where a Chromium is, if there is one."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def browser(**options: Any) -> Iterator[Browser]:
+    """
+    Raises:
+        InvalidRequest: there is no browser, or nothing to drive it by.
+    """
+    path = found()
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        raise InvalidRequest("there is no playwright; expected `pip install playwright`") from None
+    if path is None:
+        raise InvalidRequest(f"there is no browser; expected {' or '.join(NAMES)} on the path")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=path, args=list(FLAGS), **options)
+        try:
+            yield opened
+        finally:
+            opened.close()

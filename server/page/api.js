@@ -1,0 +1,82 @@
+/** The server's API as the page uses it. Knows HTTP and keys; knows nothing of what is shown. */
+
+const KEY = "outrider-api-key";
+const GONE = "The server does not answer. Is `outrider serve` still running?";
+
+/** What the server refused, or why it could not be asked; `message` is a sentence. */
+export class Refused extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** Keeps the key until the tab is closed; an empty one is forgotten. */
+export function keep(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+/** What is at `path`, as JSON, whatever its status. Raises Refused where nobody answers. */
+export async function look(path) {
+  const response = await asked(path, {});
+  return { status: response.status, body: await response.json() };
+}
+
+/** The events of a streamed answer to `body`: its chunks, and before them `{progress}` in the prompt. Raises Refused. */
+export async function* chat(body, signal) {
+  const response = await asked("v1/chat/completions", {
+    method: "POST",
+    body: JSON.stringify({ ...body, stream: true }),
+    signal,
+  });
+  if (!response.ok) throw await refusal(response);
+  for await (const line of lines(response.body)) {
+    const [, done, total] = /^: prompt (\d+)\/(\d+)$/.exec(line) ?? [];
+    if (total) yield { progress: { done, total } };
+    if (!line.startsWith("data: ")) continue;
+    if (line === "data: [DONE]") return;
+    const event = JSON.parse(line.slice(6));
+    if (event.error) throw new Refused(event.error.message);
+    yield event;
+  }
+  throw new Refused("The answer broke off; the server's log may tell why.");
+}
+
+async function asked(path, options) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
+  try {
+    return await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(GONE);
+  }
+}
+
+async function refusal(response) {
+  try {
+    return new Refused((await response.json()).error.message, response.status);
+  } catch {
+    return new Refused(`The server answered with status ${response.status} and no reason.`, response.status);
+  }
+}
+
+async function* lines(bytes) {
+  const reader = bytes.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  try {
+    while (true) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const found = (held + value).split("\n");
+      held = found.pop();
+      yield* found;
+    }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(GONE);
+  } finally {
+    reader.releaseLock();
+  }
+}

@@ -1,0 +1,67 @@
+/** One answer as it comes: its numbers, its rounds and its text. Knows the events of the API and where each is shown. */
+
+import { chat } from "./api.js";
+import { ofRounds, ofTimings, show } from "./figures.js";
+import { Painter } from "./painter.js";
+import { Timeline } from "./timeline.js";
+
+export class Lane {
+  /** A new one, with `title`, at the end of `place`. */
+  constructor(place, title) {
+    const made = document.querySelector("#lane").content.cloneNode(true);
+    this.node = made.querySelector(".lane");
+    this.node.querySelector("h2").textContent = title;
+    this.node.setAttribute("aria-label", title);
+    this.list = this.node.querySelector(".figures");
+    this.painter = new Painter(this.node.querySelector(".said"));
+    this.timeline = new Timeline(this.node.querySelector(".timeline"));
+    this.found = ofRounds([]);
+    this.text = "";
+    place.append(made);
+  }
+
+  /** Asks for `body` and shows what comes, until it is all there or `signal` stops it; `grown` hears when more has. */
+  async run(body, signal, grown = () => {}) {
+    for await (const event of chat(body, signal)) {
+      if (event.progress) this.#reading(event.progress);
+      else this.#take(event);
+      grown();
+    }
+    this.painter.close(this.text);
+    this.timeline.draw();
+  }
+
+  /** The texts of its tokens, in order. */
+  get tokens() {
+    return this.painter.tokens;
+  }
+
+  #reading({ done, total }) {
+    this.#wait(`Reading the prompt: ${done} of ${total} tokens.`);
+  }
+
+  #wait(words) {
+    const place = this.node.querySelector(".waiting");
+    place.hidden = !words;
+    place.textContent = words;
+  }
+
+  #take(event) {
+    const [choice] = event.choices;
+    if (choice?.speculation) this.#wait("");
+    this.text += choice?.delta.content ?? "";
+    this.painter.add(choice?.speculation?.origins ?? []);
+    this.timeline.add(choice?.speculation?.rounds ?? []);
+    this.found = event.timings ? ofTimings(event.timings) : ofRounds(this.timeline.rounds);
+    show(this.list, this.found);
+    if (event.outrider) this.#ended(event.outrider);
+  }
+
+  #ended({ seed, mode, notes }) {
+    this.seed = seed;
+    this.mode = mode;
+    const list = this.node.querySelector(".notes");
+    list.hidden = !notes.length;
+    for (const words of notes) list.appendChild(document.createElement("li")).textContent = words;
+  }
+}

@@ -1,0 +1,51 @@
+/** AR, then SSD, with one seed: whether both said the same, and how long each took. Knows two lanes. */
+
+import { seconds } from "./figures.js";
+import { Lane } from "./lane.js";
+
+const WAYS = [
+  { mode: "ar", title: "AR: the target alone" },
+  { mode: "ssd", title: "SSD: drafts meanwhile" },
+];
+
+/** Runs both in `place`, one after the other; `bars` grow with them. Returns what to say of it. */
+export async function race(body, place, bars, signal, say) {
+  const lanes = WAYS.map((way) => new Lane(place, way.title));
+  const draw = rows(bars, lanes);
+  let seed = body.seed;
+  for (const [index, lane] of lanes.entries()) {
+    say(`${WAYS[index].mode.toUpperCase()} is running…`);
+    const speculation = { ...body.speculation, mode: WAYS[index].mode };
+    await lane.run({ ...body, seed, speculation }, signal, draw);
+    seed = lane.seed;
+  }
+  return verdict(lanes, seed);
+}
+
+function verdict([ar, ssd], seed) {
+  const differs = ar.tokens.findIndex((text, place) => text !== ssd.tokens[place]);
+  const same = differs < 0 && ar.tokens.length === ssd.tokens.length && ar.text === ssd.text;
+  const texts = same
+    ? `The same text, token for token: ${ar.found.tokens} tokens, seed ${seed}.`
+    : `The texts differ from token ${(differs < 0 ? Math.min(ar.tokens.length, ssd.tokens.length) : differs) + 1} on, seed ${seed}.`;
+  if (!ar.found.rate || !ssd.found.rate) return texts;
+  const [slow, fast] = [ar, ssd].map((lane) => lane.found.rate.toFixed(1));
+  return `${texts} SSD had ${(ssd.found.rate / ar.found.rate).toFixed(2)} times the speed of AR: ${fast} tokens per second to ${slow}.`;
+}
+
+/** A bar for each lane's time, both on one scale; returns what draws them. */
+function rows(place, lanes) {
+  const made = WAYS.map((way) => {
+    const row = place.appendChild(document.createElement("p"));
+    const [name, track, time] = ["b", "span", "span"].map((tag) => row.appendChild(document.createElement(tag)));
+    name.textContent = way.mode.toUpperCase();
+    return { bar: track.appendChild(document.createElement("i")), time };
+  });
+  return () => {
+    const longest = Math.max(...lanes.map((lane) => lane.found.ms), 1);
+    lanes.forEach((lane, index) => {
+      made[index].bar.style.width = `${(100 * lane.found.ms) / longest}%`;
+      made[index].time.textContent = lane.found.ms ? seconds(lane.found.ms) : "";
+    });
+  };
+}

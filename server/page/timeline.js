@@ -1,0 +1,181 @@
+/** A request's rounds on one clock: a row each for the target, its drafters and the orchestrator. Knows rounds alone. */
+
+const SVG = "http://www.w3.org/2000/svg";
+const FROM = { cache: "prepared", drafter: "drafted", ngram: "copied", none: "target" };
+const WORDS = { cache: "a prepared branch", drafter: "a chain drafted just in time", ngram: "a chain copied from the text" };
+const LOOKUPS = { hit: "hit", grown: "hit, waited for to grow", late: "miss, its branch came late", miss: "miss" };
+const MARKS = { hit: "hit", grown: "hit", late: "late", miss: "miss" };
+const OVERLAYS = { drafted: "stripes", copied: "dots" };
+const ROUND_WIDTH = 70;
+const BAR = 22;
+const ROW = 50;
+const LABEL_WIDTH = 9;
+const EVERY_MS = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 120;
+
+export class Timeline {
+  constructor(section) {
+    this.section = section;
+    this.svg = section.querySelector("svg[role=img]");
+    this.slider = section.querySelector("input");
+    this.words = section.querySelector(".chosen-round");
+    this.rounds = [];
+    this.drafting = [];
+    this.chosen = null; // the latest, whichever that is
+    this.waiting = null;
+    this.slider.addEventListener("input", () => this.choose(Number(this.slider.value)));
+    new ResizeObserver(() => this.draw()).observe(section);
+  }
+
+  add(rounds) {
+    if (!rounds.length) return;
+    this.section.hidden = false;
+    this.rounds.push(...rounds);
+    this.drafting.push(...rounds.flatMap((round) => round.drafting));
+    this.waiting ??= setTimeout(() => this.draw(), EVERY_MS);
+  }
+
+  choose(number) {
+    this.chosen = number === this.rounds.length - 1 ? null : number;
+    this.draw();
+  }
+
+  draw() {
+    clearTimeout(this.waiting);
+    this.waiting = null;
+    if (!this.rounds.length || !this.svg.clientWidth) return;
+    const at = this.chosen ?? this.rounds.length - 1;
+    this.slider.max = this.rounds.length - 1;
+    this.slider.value = at;
+    this.words.textContent = told(this.rounds[at], this.rounds.length);
+    this.slider.setAttribute("aria-valuetext", this.words.textContent);
+    const drawing = new Drawing(this.svg, this.#window(at), this.#drafters());
+    drawing.all(this.rounds, this.drafting, this.rounds[at]);
+  }
+
+  #drafters() {
+    return [...new Set(this.drafting.map((work) => work.drafter))].sort();
+  }
+
+  /** From when until when to show: the chosen round in the middle, the latest at the end. */
+  #window(at) {
+    const first = this.rounds[0].verify;
+    const last = this.rounds.at(-1).verify;
+    const decoded = end(last) - end(first);
+    const shown = Math.max(this.svg.clientWidth / ROUND_WIDTH, 5);
+    const length = this.rounds.length > 1 ? (shown * decoded) / (this.rounds.length - 1) : first.ms;
+    const until = this.chosen === null ? end(last) : end(this.rounds[at].verify) + length / 2;
+    return { from: until - length, length };
+  }
+}
+
+/** One picture of a stretch of time. */
+class Drawing {
+  constructor(svg, { from, length }, drafters) {
+    this.svg = svg;
+    this.from = from;
+    this.width = svg.clientWidth;
+    this.scale = this.width / length;
+    this.rows = ["target", ...drafters, "orchestrator"];
+    this.height = this.rows.length * ROW + 18;
+    svg.replaceChildren();
+    svg.setAttribute("height", this.height);
+    svg.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
+  }
+
+  all(rounds, drafting, chosen) {
+    this.#axis();
+    this.#add("rect", { class: "chosen", y: 0, height: this.height - 18, ...this.#across(chosen.verify, 0) });
+    this.rows.forEach((name, row) => this.#add("text", { class: "row", x: 0, y: row * ROW + 12 }, name));
+    for (const round of rounds.filter((one) => this.#sees(one.verify) || (one.decided && this.#sees(one.decided)))) {
+      this.#verify(round);
+      this.#decision(round);
+    }
+    for (const work of drafting.filter((one) => this.#sees(one))) this.#draft(work);
+  }
+
+  #verify(round) {
+    const from = FROM[round.source];
+    this.#bar(0, round.verify, from, round.tokens, told(round));
+    if (OVERLAYS[from]) this.#add("rect", { fill: `url(#${OVERLAYS[from]})`, rx: 2, ...this.#box(0, round.verify) });
+  }
+
+  #draft(work) {
+    const kind = work.branches ? "prepared ahead" : "drafted";
+    const what = work.branches ? `${work.branches} branches, ${work.depth} deep` : `a chain of ${work.depth}, just in time`;
+    this.#bar(this.rows.indexOf(work.drafter), work, kind, work.depth, `round ${work.round}: ${what}; ${ms(work.ms)}`);
+  }
+
+  #decision(round) {
+    if (!round.decided) return;
+    const row = this.rows.length - 1;
+    const y = row * ROW + 20 + BAR / 2;
+    if (round.decided.ms > 0) this.#add("rect", { class: "wait", y: y - 3, height: 6, ...this.#across(round.decided, 1) });
+    if (!MARKS[round.lookup]) return;
+    const mark = this.#add("use", { href: `#mark-${MARKS[round.lookup]}`, x: this.#x(end(round.decided)), y });
+    mark.append(made("title", {}, told(round)));
+  }
+
+  #bar(row, work, kind, label, title) {
+    const box = this.#box(row, work);
+    const bar = this.#add("rect", { class: `bar ${kind}`, rx: 2, ...box });
+    bar.append(made("title", {}, title));
+    if (box.width < LABEL_WIDTH * String(label).length) return;
+    this.#add("text", { class: `label ${kind}`, x: box.x + box.width / 2, y: box.y + BAR / 2 + 4 }, label);
+  }
+
+  #box(row, work) {
+    return { y: row * ROW + 20, height: BAR, ...this.#across(work, 1) };
+  }
+
+  #across(work, least) {
+    return { x: this.#x(work.start_ms), width: Math.max(work.ms * this.scale - 1, least) };
+  }
+
+  #axis() {
+    const step = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((one) => one * this.scale > 70) ?? 10000;
+    const last = this.from + this.width / this.scale;
+    for (let at = Math.max(Math.ceil(this.from / step) * step, 0); at < last; at += step) {
+      const x = this.#x(at);
+      this.#add("line", { class: "tick", x1: x, x2: x, y1: 0, y2: this.height - 16 });
+      if (x < this.width - 40) this.#add("text", { class: "time", x: x + 3, y: this.height - 4 }, ms(at, 0));
+    }
+  }
+
+  #x(at) {
+    return (at - this.from) * this.scale;
+  }
+
+  #sees(work) {
+    return end(work) >= this.from && this.#x(work.start_ms) <= this.width;
+  }
+
+  #add(name, attributes, text) {
+    const node = made(name, attributes, text);
+    this.svg.append(node);
+    return node;
+  }
+}
+
+/** A round in words. */
+export function told(round, of) {
+  const name = `Round ${round.round}${of ? ` of ${of - 1}` : ""}`;
+  const chain = WORDS[round.source] ? `${WORDS[round.source]}, ${round.accepted} of ${round.drafted} accepted` : "no chain";
+  const lookup = LOOKUPS[round.lookup] ? `${LOOKUPS[round.lookup]}; ` : "";
+  const tokens = `${round.tokens} ${round.tokens === 1 ? "token" : "tokens"}`;
+  return `${name}: ${lookup}${chain}; ${tokens} in ${ms(round.verify.ms)} of verify`;
+}
+
+function end(work) {
+  return work.start_ms + work.ms;
+}
+
+function ms(number, digits = 1) {
+  return `${number.toFixed(digits)} ms`;
+}
+
+function made(name, attributes, text) {
+  const node = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}

@@ -1,0 +1,293 @@
+"""The live page in a real browser: what it shows is what the API says, and everybody can use it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.bench.page import visit as visiting
+from outrider.bench.page.agreement import disagreements
+from outrider.bench.page.browser import browser, found
+from outrider.bench.page.visit import colours, done, figure, generate, timings
+from outrider.orchestrator import SamplingParams
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.machine.http_process import Listener
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from tests.server.house import House, wait_until_up
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the test extra has it)")
+pytestmark = pytest.mark.skipif(found() is None, reason="there is no Chromium on the path (apt install chromium)")
+
+PROMPT = "def fibonacci(n):"
+KEY = "a-key-of-the-tests"
+PATIENCE_MS = 60_000
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def visit(chromium: Any, pair: House) -> Iterator[Open]:
+    """`visit(**options) -> Page`, ready. In the end nothing has been complained of, and nobody else asked."""
+    contexts, complaints, asked = [], [], []
+
+    def opened(url: str = pair.url, expected: str = "ready", **options: Any) -> Any:
+        context = chromium.new_context(**options)
+        context.set_default_timeout(PATIENCE_MS)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(url)
+        visiting.ready(page, expected)
+        page.complaints = complaints
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not complaints
+    assert asked and all(url.startswith("http://127.0.0.1:") for url in asked)
+
+
+def fill(page: Any, tokens: int = 32, mode: str = "ssd", seed: int = 2, prompt: str = PROMPT) -> None:
+    visiting.fill(page, prompt, tokens, mode, 0.8, seed)
+
+
+def expected_text(pair: House, tokens: int = 32, seed: int = 2) -> str:
+    return pair.client.generate(PROMPT, SamplingParams(max_tokens=tokens, temp=0.8, seed=seed), mode="ar").text
+
+
+# --- what it shows --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["auto", "ar", "sd", "ssd"])
+def test_colours_and_figures_agree_with_the_timings(visit: Open, pair: House, mode: str) -> None:
+    page = visit()
+    fill(page, mode=mode)
+    answer, lane = generate(page), page.locator(".lane")
+    assert disagreements(lane, answer) == []
+    seen, times = colours(lane), timings(answer)
+    assert visiting.text(answer) == expected_text(pair) and seen.total() == 32 == int(figure(lane, "tokens"))
+    assert (times["cache_hits"] > 0) == (mode in ("auto", "ssd")) and (seen["target"] == 32) == (mode == "ar")
+
+
+def test_the_rounds_lie_on_one_clock_and_can_be_gone_through(visit: Open) -> None:
+    page = visit()
+    fill(page)
+    answer = generate(page)
+    timeline = page.locator(".timeline")
+    rows = timeline.locator("text.row").all_text_contents()
+    assert rows == ["target", "draft-0", "orchestrator"]
+    last = timings(answer)["rounds"] - 1
+    slider = timeline.get_by_role("slider", name="Round")
+    assert slider.get_attribute("aria-valuetext").startswith(f"Round {last} of {last}: ")
+    slider.focus()
+    page.keyboard.press("Home")
+    assert slider.get_attribute("aria-valuetext").startswith(f"Round 0 of {last}: no chain; 1 token in ")
+    page.keyboard.press("ArrowRight")
+    told = slider.get_attribute("aria-valuetext")
+    assert told.startswith(f"Round 1 of {last}: ") and timeline.locator(".chosen-round").inner_text() == told
+    assert timeline.locator(".bar.ahead").count() and timeline.locator("svg use").count()
+
+
+def test_the_race_ends_in_one_text_and_says_so(visit: Open, pair: House) -> None:
+    page, answers = visit(), []
+    page.on("response", lambda response: answers.append(response) if "chat" in response.url else None)
+    fill(page, mode="auto", seed=5)
+    page.get_by_label("Seed").fill("")  # drawn for AR, and SSD has the same
+    page.get_by_role("button", name="Race").click()
+    done(page, "The same text, token for token: 32 tokens, seed ")
+    seed = int(re.search(r"seed (\d+)", page.get_by_role("status").inner_text())[1])  # type: ignore[index]
+    ar, ssd = (page.locator(".lane").nth(place) for place in range(2))
+    assert ar.locator(".text").text_content() == ssd.locator(".text").text_content() == expected_text(pair, seed=seed)
+    assert colours(ar) == Counter(target=32) and colours(ssd)["prepared"]
+    rates = [timings(answer)["predicted_per_second"] for answer in answers]
+    assert [figure(lane, "rate") for lane in (ar, ssd)] == [f"{rate:.1f}" for rate in rates]
+    assert f" {rates[1] / rates[0]:.2f} times the speed of AR" in page.get_by_role("status").inner_text()
+    assert answers[0].request.timing["startTime"] < answers[1].request.timing["startTime"]
+
+
+def test_texts_that_differ_are_not_called_the_same(visit: Open) -> None:
+    """Were AR's answer another one, the page would say from where on."""
+    page = visit()
+
+    def another(route: Any) -> None:
+        body = json.loads(route.request.post_data)
+        body["seed"] += body["speculation"]["mode"] == "ssd"
+        route.continue_(post_data=json.dumps(body))
+
+    page.route("**/v1/chat/completions", another)
+    fill(page, tokens=16)
+    page.get_by_role("button", name="Race").click()
+    done(page, "The texts differ from token ")
+
+
+def test_stopping_ends_the_request(visit: Open, pair: House) -> None:
+    page, tokens = visit(), 240
+    fill(page, tokens)
+    for way in ("button", "Escape"):
+        before = pair.client.stats().totals.predicted_n
+        page.get_by_role("button", name="Generate").click()
+        page.locator(".text .token").nth(3).wait_for(state="attached")
+        assert pair.client.stats().active == 1
+        if way == "button":
+            page.get_by_role("button", name="Stop").click()
+        else:
+            page.keyboard.press(way)
+        done(page, "Stopped.")
+        while (stats := pair.client.stats()).active:
+            pass
+        assert 3 < stats.totals.predicted_n - before < tokens
+    page.get_by_role("button", name="Generate").click()
+    done(page)
+    assert figure(page.locator(".lane"), "tokens") == str(tokens)  # so long it would have become
+
+
+def test_what_is_refused_is_said_in_the_servers_words(visit: Open) -> None:
+    page = visit()
+    fill(page, prompt="word " * 4000)
+    page.get_by_role("button", name="Generate").click()
+    alert = page.get_by_role("alert")
+    alert.filter(has_text="tokens; expected at most").wait_for()
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    fill(page)
+    page.get_by_role("button", name="Generate").click()
+    alert.filter(has_text="The server does not answer. Is `outrider serve` still running?").wait_for()
+    page.unroute("**/v1/chat/completions")
+    page.get_by_role("button", name="Generate").click()
+    done(page)
+    assert alert.count() == 0
+    assert [words for words in page.complaints if "Failed to load resource" not in words] == []
+    page.complaints.clear()  # the browser's own word of a status of 400, and of nobody there
+
+
+# --- who can use it -------------------------------------------------------------------------------------------------
+
+
+def beyond(page: Any) -> list[str]:
+    """What sticks out of the window, or is cut off inside its own box."""
+    found: list[str] = page.evaluate(
+        """() => [...document.body.querySelectorAll("*")]
+            .filter((node) => !node.closest("svg") && node.checkVisibility())
+            .filter((node) => {
+                const box = node.getBoundingClientRect();
+                return box.right > innerWidth + 1 || box.left < -1 || node.scrollWidth > node.clientWidth + 1
+                    && getComputedStyle(node).display !== "inline" && !["INPUT", "SELECT"].includes(node.tagName);
+            })
+            .map((node) => node.outerHTML.slice(0, 100))"""
+    )
+    return found
+
+
+def test_nothing_is_cut_off_or_scrolls_sideways(visit: Open) -> None:
+    """A window of 1280 has 640 points at 200 % zoom, and 320 at 400 %."""
+    page = visit()
+    fill(page)
+    page.get_by_role("button", name="Race").click()
+    done(page, "The same text")
+    for width in (1440, 1280, 640, 360, 320):
+        page.set_viewport_size({"width": width, "height": 450})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert beyond(page) == []
+
+
+def test_the_keyboard_is_enough_and_the_focus_is_seen(visit: Open) -> None:
+    page = visit()
+    seen = []
+    for _ in range(11):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.id"))
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    fields = ["temperature", "top-p", "max-tokens", "seed", "mode", "num-draft-tokens", "branches"]
+    assert seen == ["prompt", "generate", "race", "stop", *fields]
+    page.get_by_label("Max tokens").focus()
+    page.keyboard.press("Control+A")
+    page.keyboard.type("12")
+    page.keyboard.press("Control+Enter")
+    done(page)
+    assert (
+        page.evaluate("document.activeElement.id") == "max-tokens" and figure(page.locator(".lane"), "tokens") == "12"
+    )
+
+
+def test_an_accessibility_engine_finds_nothing_in_light_and_dark(visit: Open) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe here (the test extra has it)")
+    page = visit()
+    fill(page)
+    page.get_by_role("button", name="Race").click()
+    done(page, "The same text")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g)")
+        assert all(int(part) < 64 for part in paper) == (scheme == "dark")
+        found = axe.Axe().run(page).response["violations"]
+        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []
+
+
+# --- keys and files -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded(pair: House, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where the same cluster is served to who has a key."""
+    listener = Listener(HttpSettings(port=0, api_keys=(KEY,)))
+    folder = tmp_path_factory.mktemp("guarded")
+    process = listener.serve(pair.client.endpoint, find_model(str(EMBEDDED_TARGET)), folder, "warning")
+    try:
+        wait_until_up(listener.url, process)
+        yield listener.url
+    finally:
+        process.close()
+        listener.close()
+
+
+def test_a_key_is_asked_for_where_one_is_wanted_and_kept_in_the_tab(visit: Open, guarded: str) -> None:
+    page = visit(guarded, expected="needs an API key")
+    fill(page, tokens=8)
+    page.get_by_label("API key").fill("another")
+    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("alert").filter(has_text="no valid API key").wait_for()
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_role("button", name="Generate").click()
+    done(page)
+    visiting.ready(page)
+    page.reload()
+    visiting.ready(page)
+    assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [0, "", f"{guarded}/"]
+    assert all("401" in words for words in page.complaints)
+    page.complaints.clear()  # the browser's own word of each refusal
+
+
+def test_the_page_is_open_its_policy_strict_and_nothing_else_is_given_out(guarded: str, pair: House) -> None:
+    for path in ("/", "/page/main.js", "/page/style.css", "/page/icon.svg"):
+        answer = httpx.get(f"{guarded}{path}")
+        policy = answer.headers["content-security-policy"]
+        assert answer.status_code == 200 and "default-src 'none'" in policy and "unsafe" not in policy
+        again = httpx.get(f"{guarded}{path}", headers={"if-none-match": answer.headers["etag"]})
+        assert again.status_code == 304
+    for path in ("/page/", "/page/none.js", "/page/..%2fapp.py", "/page/%2e%2e/app.py", "/page/..%2f..%2fREADME.md"):
+        assert httpx.get(f"{guarded}{path}").status_code == 404
+    assert httpx.get(f"{guarded}/page/..%2fmetrics").status_code == 404
+    assert httpx.get(f"{guarded}/metrics").status_code == 401
+    assert "/" not in httpx.get(f"{pair.url}/openapi.json").json()["paths"]
+
+
+def test_every_file_of_the_page_is_used() -> None:
+    folder = Path(__file__).parents[2] / "server" / "page"
+    texts = {path.name: path.read_text() for path in folder.iterdir()}
+    everything = "".join(texts.values())
+    assert not [name for name in texts if name != "index.html" and f"/{name}" not in everything]
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", everything)
