@@ -1,1 +1,1 @@
-"""Machines that one does not have: rounds in arithmetic and in virtual time."""
+"""Machines that one does not have: rounds in arithmetic."""

@@ -2,8 +2,8 @@
 
 Times come from the profile's curves, luck from the draws of a text: whether the drafter's proposal at a position is
 right, and if not, where the true token stands. The same text under two policies has the same luck. No process, no
-message, no model; `virtual_time.py` runs the real rounds and is what this is held against. With a batch, rounds are
-in step: whoever waits makes all wait (paper, corollary 16).
+message, no model; tests hold it against the real rounds in virtual time. With a batch, rounds are in step: whoever
+waits makes all wait (paper, corollary 16).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "target_worker": {"protocol", "grammar", "engine", "drafting"},
     "draft_worker": {"protocol", "grammar", "engine", "drafting"},
     "orchestrator": {"protocol", "grammar"},
-    "bench": {"protocol", "grammar", "engine", "drafting", "draft_worker", "orchestrator"},
+    "bench": {"protocol", "grammar", "engine", "drafting", "orchestrator"},
     "server": {"protocol", "grammar", "orchestrator"},
     "outrider": {"protocol", "orchestrator"},
 }

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.simulation.virtual_time import VirtualCluster, random_texts
 from outrider.orchestrator.core.tuning import Choice, Tuning
 from outrider.protocol.profile import Latency, Profile
+from tests.bench.virtual_time import VirtualCluster, random_texts
 
 PAIR = Profile(
     "a pair like the embedded one", ("none",), Latency(((1, 10.5), (4, 12.5), (16, 19.0))),

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.simulation.virtual_time import VirtualCluster, random_texts
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.forecasts import Forecasts, Way
 from outrider.orchestrator.core.tuning import Tuning
 from outrider.protocol.messages import Timings
 from outrider.protocol.profile import Latency, Profile
+from tests.bench.virtual_time import VirtualCluster, random_texts
 
 PAIR = Profile(
     "a pair like the embedded one", ("none",),

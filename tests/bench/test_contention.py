@@ -47,7 +47,7 @@ def test_it_ends_when_the_bench_fails() -> None:
 def test_it_ends_when_whoever_started_it_is_killed() -> None:
     """Its stdin is a pipe that ends then."""
     process = subprocess.Popen(
-        python("-m", "outrider.bench.contest.busy", "cpu"),
+        python("-m", "outrider.bench.contest.contention", "cpu"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=child_environment(),
