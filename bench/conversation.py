@@ -16,15 +16,14 @@ from statistics import median
 
 import mlx.core as mx
 
-from outrider.bench.prompts import mixed
+from outrider.bench.embedded import words
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.loading import load
 from outrider.engine.open_texts import open_texts, text_cost
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.slots import Slot
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.protocol.sampling import SamplingParams
 
 NEW = 48
@@ -77,15 +76,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
-    words = [token for prompt in mixed(62) for token in codec.encode(prompt.text)]
+    everything = words()
     for name, turn in (("target", targets(str(EMBEDDED_TARGET))), ("drafter", drafts(str(EMBEDDED_DRAFT)))):
         first, second = [], []
         for number in range(options.turns + 1):
             # A token of its own in front: each conversation begins cold.
-            text = [number + 5, *words[: options.tokens - 1]]
+            text = [number + 5, *everything[: options.tokens - 1]]
             first.append(turn(text))
-            second.append(turn([*text, *words[-NEW:]]))
+            second.append(turn([*text, *everything[-NEW:]]))
         cold, warm = median(first[1:]), median(second[1:])
         print(f"{name}: first turn {1000 * cold:.1f} ms, second {1000 * warm:.1f} ms: {warm / cold:.3f} of it")
     return 0

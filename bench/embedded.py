@@ -18,3 +18,8 @@ def embedded_codec() -> TextCodec:
 def mixed_tokens(count: int) -> list[tuple[int, ...]]:
     """Prompts of all classes in turn. Raises InvalidRequest like `mixed`."""
     return [embedded_codec().encode(prompt.text) for prompt in mixed(count)]
+
+
+def words() -> tuple[int, ...]:
+    """All prompts in one text."""
+    return embedded_codec().encode("\n".join(prompt.text for prompt in mixed(None)))

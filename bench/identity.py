@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from outrider.bench.contest.contest import PeerProcess
+from outrider.bench.crowd.ask import Question, ask_all
 from outrider.bench.embedded import embedded_codec
 from outrider.bench.prompts import Prompt, mixed
 from outrider.bench.scrambled import scrambled
@@ -47,6 +46,9 @@ class Way:
     mode: str
     depth: int | None = None
     branches: int | None = None
+
+    def asked(self, case: Case) -> Question:
+        return Question(case.tokens, case.params, self.mode, num_draft_tokens=self.depth, branches=self.branches)
 
     def __str__(self) -> str:
         marks = [f"K={self.depth}"] * (self.depth is not None) + [f"B={self.branches}"] * (self.branches is not None)
@@ -157,18 +159,12 @@ def judge_all(
                     tell(f"{house}, {way}, {sampling}")
                     alone = house == houses[0] and number == 0
                     asked = cases(prompts, sampling, length)
-                    with ThreadPoolExecutor(1 if alone else at_once) as threads:
-                        texts = threads.map(partial(_text, client, way), asked)
-                        for case, tokens in zip(asked, texts, strict=True):
-                            judge.compare(f"{house}: {way}", sampling, case, tokens)
+                    replies = ask_all(client, [way.asked(case) for case in asked], 1 if alone else at_once)
+                    for case, reply in zip(asked, replies, strict=True):
+                        judge.compare(f"{house}: {way}", sampling, case, reply.token_ids)
     if "T=0" in samplings:
         compare_peer(judge, cases(prompts, "T=0", length), tell)
     return judge
-
-
-def _text(client: Client, way: Way, case: Case) -> tuple[int, ...]:
-    found = client.generate(case.tokens, case.params, mode=way.mode, num_draft_tokens=way.depth, branches=way.branches)
-    return tuple(found.token_ids)
 
 
 def compare_peer(judge: Judge, greedy: Sequence[Case], tell: Tell) -> None:

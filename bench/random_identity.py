@@ -22,8 +22,7 @@ from outrider.bench.commands.lists import numbers
 from outrider.bench.crowd.ask import Question, ask, ask_all
 from outrider.bench.crowd.chance import MODES, Sizes, question, subject
 from outrider.bench.crowd.reply import Reply
-from outrider.bench.embedded import embedded_codec
-from outrider.bench.prompts import mixed
+from outrider.bench.embedded import embedded_codec, words
 from outrider.orchestrator.certify import certify
 from outrider.orchestrator.claim import Output, faults
 from outrider.orchestrator.cli import run_as_program
@@ -98,7 +97,7 @@ class Course:
 
     def block(self, first: int, count: int, widths: Sequence[int]) -> list[Judged]:
         """`count` requests from number `first` on: alone, then a part of them at each of the widths."""
-        source = self.codec.encode("\n".join(prompt.text for prompt in mixed(None)))
+        source = words()
         wanted = range(first, first + count)
         subjects = {n: subject(n, self.seed, source, self.sizes) for n in sorted({n // len(MODES) for n in wanted})}
         alone = {}

@@ -100,20 +100,6 @@ def _row(tally: dict[str, int]) -> Row:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Ruled:
-    """One of our modes with the rule in its sampling parameters."""
-
-    name: str
-    inner: Ours
-    rule: str
-    q_width: int
-    saguaro: float = 1.0
-
-    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Any:
-        return self.inner.run(prompt, replace(sampling, rule=self.rule, saguaro=self.saguaro, q_width=self.q_width))
-
-
 def speeds(setup: Setup, temps: Sequence[float], tell: Tell) -> dict[float, dict[str, float]]:
     """Tokens per second by rule, all rules in turns on every prompt."""
     settings = ServeSettings()
@@ -132,11 +118,14 @@ def speeds(setup: Setup, temps: Sequence[float], tell: Tell) -> dict[float, dict
 
 
 def _field(setup: Setup, temp: float, cluster: LocalCluster, peers: PeerProcess) -> list[Contestant]:
-    ours = Ours("ssd", cluster.client(), "ssd", setup.depth, setup.branches)
-    field: list[Contestant] = [Ruled("coupled" if temp else "greedy", ours, "coupled", setup.q_width)]
+    def ours(name: str, **sampling: Any) -> Ours:
+        own = {"q_width": setup.q_width, **sampling}
+        return Ours(name, cluster.client(), "ssd", setup.depth, setup.branches, own)
+
+    field: list[Contestant] = [ours("coupled" if temp else "greedy")]
     for factor in setup.factors(temp) if temp else ():
         name = "residual" if factor == 1 else f"residual, C = {factor:g}"
-        field.append(Ruled(name, ours, "residual", setup.q_width, factor))
+        field.append(ours(name, rule="residual", saguaro=factor))
     return [*field, Peer("sample-match", peers, setup.depth)]
 
 

@@ -29,6 +29,7 @@ from outrider.bench.simulation.stand_in import CONFIG, write
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.protocol import values
 from outrider.protocol.profile import Profile, Published
 from outrider.protocol.sampling import SamplingParams
 
@@ -76,13 +77,14 @@ class Row:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
-    parser.add_argument("--prompts", type=_positive, default=8, metavar="N")
-    parser.add_argument("--max-tokens", type=_positive, default=300, metavar="N")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N")
+    parser.add_argument("--max-tokens", type=int, default=300, metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the rows as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    rows = {str(path): simulate(path, options.prompts, options.max_tokens) for path in options.profiles}
+    prompts, tokens = (values.whole(name, getattr(options, name), 1, 1 << 20) for name in ("prompts", "max_tokens"))
+    rows = {str(path): simulate(path, prompts, tokens) for path in options.profiles}
     if options.out is not None:
         record = {path: [asdict(row) for row in found] for path, found in rows.items()}
         options.out.write_text(json.dumps(record, indent=1))
@@ -257,12 +259,6 @@ def _list(shares: Iterable[float]) -> str:
 
 def _curve(points: Iterable[tuple[int, float]]) -> str:
     return ", ".join(f"{rows}: {ms:g}" for rows, ms in points)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Many requests of random sizes, some cancelled: none may be lost, and memory must stay what it was.
 
-    python -m outrider.bench.soak                               # 1,000 requests, 8 at once, one in ten cancelled
+    python -m outrider.bench.soak                               # 1,000 requests, 8 at once, one in eight cancelled
     python -m outrider.bench.soak --requests 60 --kv-memory 20MB
 
 Prints the resident memory of target, drafter and server after a fifth of the requests and at the end, and what the
@@ -11,49 +11,25 @@ grown by more than 5 %.
 from __future__ import annotations
 
 import argparse
-import random
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
-from outrider.bench.prompts import mixed
+from outrider.bench.crowd.ask import Question, ask
+from outrider.bench.crowd.chance import Sizes, question, subject
+from outrider.bench.embedded import words
 from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
-from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.values import size
 
 GROWTH = 1.05
+SIZES = Sizes(prompt=700, text=60)
 PATIENCE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """One request: how much of the words it begins with, how long its text is, and after how many pieces it is
-    cancelled (None: never)."""
-
-    first: int
-    count: int
-    length: int
-    temp: float
-    mode: str
-    patience: int | None
-
-
-def wishes(count: int, words: int, seed: int) -> list[Wish]:
-    """Random ones; a third begin with the same words."""
-    draws, made = random.Random(seed), []
-    for _ in range(count):
-        prompt = draws.choice((1, 8, 60, 250, draws.randint(1, 700)))
-        first = draws.choice((0, draws.randrange(words - prompt), draws.randrange(words - prompt)))
-        patience = draws.randint(0, 4) if draws.random() < 0.1 else None
-        mode = draws.choice(("ar", "sd", "ssd", "auto"))
-        made.append(Wish(first, prompt, draws.choice((1, 8, 24, 60)), draws.choice((0.0, 0.8)), mode, patience))
-    return made
 
 
 def resident(pids: dict[str, int]) -> dict[str, int]:
@@ -63,15 +39,10 @@ def resident(pids: dict[str, int]) -> dict[str, int]:
     return {name: int(said.stdout or 0) for name, said in told.items()}
 
 
-def ask(cluster: LocalCluster, words: list[int], wish: Wish, number: int) -> str:
-    """Its end: eos, length, cancelled, or the error."""
-    sampling = SamplingParams(max_tokens=wish.length, temp=wish.temp, seed=number)
+def end_of(client: Client, asked: Question) -> str:
+    """How one request ended: eos, stop, length, cancelled, or the error."""
     try:
-        stream = cluster.client().stream(words[wish.first : wish.first + wish.count], sampling, mode=wish.mode)
-        for count, _ in enumerate(stream):
-            if count == wish.patience:
-                return "cancelled"  # leaving the loop cancels
-        return stream.result.finish_reason
+        return ask(client, asked).reason
     except OutriderError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -93,9 +64,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
-    words = [token for prompt in mixed(62) for token in codec.encode(prompt.text)]
-    plan = wishes(options.requests, len(words), options.seed)
+    source = words()
+    about = [subject(number, options.seed, source, SIZES) for number in range(options.requests)]
+    plan = [replace(question(number, options.seed, one), after=0.0) for number, one in enumerate(about)]
     ends: list[str] = []
     with LocalCluster(max_active=options.at_once, kv_memory=options.kv_memory) as cluster:
         pids = {worker.name: worker.pid for worker in cluster.client().stats().workers} | {"server": cluster.pid}
@@ -103,8 +74,7 @@ def run(options: argparse.Namespace) -> int:
         sizes = []
         for part in (early, plan[len(early) :]):
             with ThreadPoolExecutor(options.at_once + 2) as threads:
-                numbered = enumerate(part, len(ends))
-                ends += threads.map(lambda one: ask(cluster, words, one[1], one[0]), list(numbered))
+                ends += threads.map(partial(end_of, cluster.client()), part)
             stats = settled(cluster)
             sizes.append(resident(pids))
     grown = {name: sizes[1][name] / max(sizes[0][name], 1) for name in pids}

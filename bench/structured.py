@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from outrider.bench.commands.lists import numbers
-from outrider.bench.contest.contest import Contestant, Ours, Run, compete
+from outrider.bench.contest.contest import Ours, Run, compete
 from outrider.bench.contest.statistics import ratio, total_rate
+from outrider.bench.contest.summary import summary
 from outrider.bench.embedded import embedded_codec, mixed_tokens
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
@@ -52,16 +53,9 @@ SCHEMA = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Grammared:
-    """A way to generate, its texts by `grammar`."""
-
-    name: str
-    inner: Ours
-    grammar: Grammar | None
-
-    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
-        return self.inner.run(prompt, replace(sampling, grammar=self.grammar, ignore_eos=self.grammar is None))
+def grammared(name: str, way: Ours, grammar: Grammar | None) -> Ours:
+    """The same way, its texts by this grammar."""
+    return replace(way, name=name, sampling={"grammar": grammar, "ignore_eos": grammar is None})
 
 
 def is_by_schema(run: Run) -> bool:
@@ -76,14 +70,10 @@ def has_ended(run: Run) -> bool:
 
 
 def told(name: str, runs: Sequence[Run], against: Sequence[Run]) -> str:
-    times = [run.timings for run in runs if run.timings is not None]
-    drafted, accepted = sum(t.draft_n for t in times), sum(t.draft_n_accepted for t in times)
-    looked_up = sum(t.cache_hits + t.cache_misses for t in times)
-    rounds = sum(t.rounds - 1 for t in times)
-    share = f", {accepted / drafted:.2f} accepted" if drafted else ""
-    share += f", {sum(t.cache_hits for t in times) / looked_up:.2f} hits" if looked_up else ""
-    timed = [run.timed for run in runs]
-    per_round = sum(len(run.tokens) - 1 for run in runs) / rounds
+    found, timed = summary([run.timings for run in runs if run.timings is not None]), [run.timed for run in runs]
+    share = "" if found.acceptance is None else f", {found.acceptance:.2f} accepted"
+    share += "" if found.hit_rate is None else f", {found.hit_rate:.2f} hits"
+    per_round = found.tokens / found.rounds
     versus = ratio(timed, [run.timed for run in against])
     return f"  {name:34} {total_rate(timed):6.1f} tokens/s, {versus} of the first, {per_round:.2f} a round{share}"
 
@@ -91,8 +81,7 @@ def told(name: str, runs: Sequence[Run], against: Sequence[Run]) -> str:
 def by_schema(ways: Sequence[Ours], prompts: Sequence[Sequence[int]], sampling: SamplingParams, screen: Screen) -> int:
     """JSON by SCHEMA in every mode; prints, and returns how many texts are not as they should be."""
     schema = Grammar.json_schema(SCHEMA)
-    contestants: list[Contestant] = [Grammared(way.mode, way, schema) for way in ways]
-    runs = compete(contestants, prompts, sampling, screen.show)
+    runs = compete([grammared(way.mode, way, schema) for way in ways], prompts, sampling, screen.show)
     screen.clear()
     same = sum(len({texts[i].tokens for texts in runs.values()}) == 1 for i in range(len(prompts)))
     ended = [one for texts in runs.values() for one in texts if has_ended(one)]
@@ -108,10 +97,8 @@ def by_schema(ways: Sequence[Ours], prompts: Sequence[Sequence[int]], sampling: 
 def cost(ways: Sequence[Ours], prompts: Sequence[Sequence[int]], sampling: SamplingParams, screen: Screen) -> None:
     """The same free text with a grammar that rules nothing out and without one; prints."""
     pairs = [(way, f"{way.mode}, {FREE}", f"{way.mode}, {LOOSE}") for way in ways]
-    contestants: list[Contestant] = []
-    for way, free, loose in pairs:
-        contestants += [Grammared(free, way, None), Grammared(loose, way, ANYTHING)]
-    runs = compete(contestants, prompts, sampling, screen.show)
+    both = [(grammared(free, way, None), grammared(loose, way, ANYTHING)) for way, free, loose in pairs]
+    runs = compete([way for pair in both for way in pair], prompts, sampling, screen.show)
     screen.clear()
     for _, free, loose in pairs:
         for name in (free, loose):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,8 @@ def run(options: argparse.Namespace) -> int:
                 for section in found:
                     print(report.table(section) + "\n", flush=True)
     title = f"outrider bench: K chosen per family, B = {pair.settings.breadth}"
-    record = report.record(sections, files.machine(pair.settings), raw)
-    files.write(out, "bench", title, record, lambda path: bars.draw(sections, path, title))
+    results = {"sections": [asdict(found) for found in sections], "runs": raw}
+    files.write(out, "bench", title, pair.settings, results, lambda path: bars.draw(sections, path, title))
     return 0
 
 

@@ -6,16 +6,17 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 from outrider.bench.commands import files
 from outrider.bench.commands.lists import modes_of, numbers
-from outrider.bench.contest.contest import PeerProcess
+from outrider.bench.contest.contest import PeerProcess, compete
 from outrider.bench.contest.field import require_peer
 from outrider.bench.crowd import curves, report
 from outrider.bench.crowd.report import Rounds, Width
-from outrider.bench.crowd.turns import Batcher, ModeBatch, Texts, best_peer, in_turns
+from outrider.bench.crowd.turns import SEEDS, Batcher, ModeBatch, Texts, best_peer
 from outrider.bench.prompts import CLASSES, mixed
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.folder import writable
@@ -77,8 +78,8 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
             screen.clear()
             print(report.table(sections[-1]) + "\n", flush=True)
     title = f"outrider bench: several requests at once, {options.max_tokens} tokens each"
-    record = report.record(sections, files.machine(pair.settings), raw)
-    files.write(out, "concurrency", title, record, lambda path: curves.draw(sections, path, title))
+    results = {"sections": [asdict(found) for found in sections], "rounds": raw}
+    files.write(out, "concurrency", title, pair.settings, results, lambda path: curves.draw(sections, path, title))
     return 0
 
 
@@ -92,8 +93,13 @@ def _runs(
             if process is not None:
                 screen.show(f"{width} at once: how mlx-lm reads prompts best")
                 ways.append(best_peer(process, width, [first] * TRIAL_ROUNDS, sampling))
-            in_turns(ways, [first], sampling, lambda said: screen.show(f"warming up: {said}"))
-            yield sampling, width, dict(in_turns(ways, rounds, sampling, screen.show))
+            tell = partial(_tell, screen, width)
+            compete(ways, [first], sampling, tell, seeds=SEEDS)  # warms up
+            yield sampling, width, dict(compete(ways, rounds, sampling, tell, seeds=SEEDS))
+
+
+def _tell(screen: Screen, width: int, said: str) -> None:
+    screen.show(f"{width} at once, {said}")
 
 
 def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> AtOnce:

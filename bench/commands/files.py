@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,16 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 
 
-def write(out: Path, name: str, title: str, record: dict[str, Any], draw: Callable[[Path], None]) -> None:
-    """Writes `name`.json and has `name`.png drawn; says where they are.
+def write(
+    out: Path, name: str, title: str, settings: ServeSettings, results: Mapping[str, Any], draw: Callable[[Path], None]
+) -> None:
+    """Writes `name`.json, with the machine beside the results, and has `name`.png drawn; says where they are.
 
     Raises:
         InvalidRequest: they can't be written.
     """
     try:
-        (out / f"{name}.json").write_text(json.dumps(record, indent=1))
+        (out / f"{name}.json").write_text(json.dumps({"machine": machine(settings), **results}, indent=1))
     except OSError as error:
         raise InvalidRequest(f"the results can't be written to {out}: {error.strerror}") from error
     draw(out / f"{name}.png")

@@ -6,6 +6,8 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
+from outrider.bench.contest.contest import Ours, compete
+from outrider.bench.contest.statistics import total_rate
 from outrider.bench.timing.forecast import (
     Forecast,
     best_of,
@@ -75,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         print(reading)
     print(_verdict(measured, found))
     if options.measure:
-        print(_compare(options, found, screen))
+        print(_compare(options, pair, found, screen))
     tuning.save(_record(measured, turnaround_ms, found, options.temp), where)
     print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {where}")
     return 0
@@ -121,10 +123,8 @@ def _points(points: Sequence[tuple[int, float]]) -> str:
 def _verdict(measured: Probe, found: list[Forecast]) -> str:
     chosen = recommendation(found)
     lines = ["", "forecast (ar, sd: times measured alone, in turn; ssd: the verify as it is beside the drafter):"]
-    for mode in ("ar", "sd", "ssd"):
-        best = best_of(found, mode)
-        if best is not None:
-            lines.append(f"  {mode:4} {_settings(best):14} {best.tokens_per_second:7.1f} tok/s   {best.limit}")
+    for best in _bests(found):
+        lines.append(f"  {best.mode:4} {_settings(best):14} {best.tokens_per_second:7.1f} tok/s   {best.limit}")
     if chosen.mode == "ar":
         lines.append(f"speculation does not help here: {_why_not(measured, found)}. Recommended: --mode ar")
     else:
@@ -152,41 +152,35 @@ def _flags(forecast: Forecast) -> str:
     return f"--num-draft-tokens {forecast.depth}{branches}"
 
 
-def _compare(options: argparse.Namespace, found: list[Forecast], screen: Screen) -> str:
-    """Each mode at its forecast settings, really run, without n-grams as the forecast knows none."""
-    lines = ["", "forecast against measured, tok/s:"]
-    chosen = {**flags.settings_of(options), "ngrams": False}
-    with LocalCluster(progress=screen.show, **chosen) as cluster:
-        client = cluster.client()
-        for mode in ("ar", "sd", "ssd"):
-            best = best_of(found, mode)
-            if best is None:
-                continue
-            screen.show(f"tune: running {mode}")
-            results = [
-                client.generate(
-                    prompt,
-                    SamplingParams(max_tokens=160, temp=options.temp, seed=7, ignore_eos=True),
-                    mode=mode,
-                    num_draft_tokens=best.depth or None,
-                    branches=best.branches or None,
-                )
-                for prompt in PROMPTS
-            ]
-            tokens = sum(result.timings.predicted_n - 1 for result in results)
-            rate = 1000 * tokens / sum(result.timings.predicted_ms for result in results)
-            ratio = best.tokens_per_second / rate
-            lines.append(f"  {mode:4} {best.tokens_per_second:7.1f} against {rate:7.1f}   {ratio:.2f}")
+def _compare(options: argparse.Namespace, pair: ChosenPair, found: list[Forecast], screen: Screen) -> str:
+    """Each mode at its forecast settings, really run, in turns; without n-grams as the forecast knows none."""
+    codec, lines = load_codec(pair.target), ["", "forecast against measured, tok/s:"]
+    sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)
+    with LocalCluster(progress=screen.show, **{**flags.settings_of(options), "ngrams": False}) as cluster:
+        ways = [
+            Ours(best.mode, cluster.client(), best.mode, best.depth or None, best.branches or None)
+            for best in _bests(found)
+        ]
+        runs = compete(
+            ways, [codec.encode(text) for text in PROMPTS], sampling, lambda said: screen.show(f"tune: {said}")
+        )
     screen.clear()
+    for best in _bests(found):
+        rate = total_rate([run.timed for run in runs[best.mode]])
+        ratio = best.tokens_per_second / rate
+        lines.append(f"  {best.mode:4} {best.tokens_per_second:7.1f} against {rate:7.1f}   {ratio:.2f}")
     return "\n".join(lines)
+
+
+def _bests(found: list[Forecast]) -> list[Forecast]:
+    """The best of each mode that was forecast."""
+    return [best for mode in ("ar", "sd", "ssd") if (best := best_of(found, mode)) is not None]
 
 
 def _record(p: Probe, turnaround_ms: float, found: list[Forecast], temp: float) -> Tuning:
     chosen = best_of(found, "ssd") or found[0]
     rehearsal = next(t for t in p.rehearsals if (t.depth, t.branches) == (chosen.depth, chosen.branches))
-    bests = sorted(
-        filter(None, (best_of(found, mode) for mode in ("ar", "sd", "ssd"))), key=lambda f: -f.tokens_per_second
-    )
+    fastest = sorted(_bests(found), key=lambda best: -best.tokens_per_second)
     return Tuning(
         step_ms=p.step_ms,
         verify_ms=p.verify_ms.points,
@@ -196,6 +190,6 @@ def _record(p: Probe, turnaround_ms: float, found: list[Forecast], temp: float) 
         turnaround_ms=turnaround_ms,
         acceptance=tuple(rehearsal.acceptance(position) for position in range(rehearsal.depth)),
         hit_rate=rehearsal.hit_rate,
-        choices=tuple(Choice(f.mode, f.depth, f.branches, f.tokens_per_second) for f in bests),
+        choices=tuple(Choice(f.mode, f.depth, f.branches, f.tokens_per_second) for f in fastest),
         temp=temp,
     )

@@ -1,12 +1,24 @@
-"""Something else that is busy on the target's device while a bench runs; it ends with the bench, however that ends."""
+"""Something else that is busy on the target's device while a bench runs; it ends with the bench, however that ends.
+
+`python -m outrider.bench.contest.contention gpu|cpu` is what runs: on a CPU it streams memory, as another model's
+weights would; on a GPU it multiplies matrices. It says that it is ready when it has begun, and goes on until its stdin
+ends.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from collections.abc import Callable
 
-from outrider.bench.helper import Helper
+from outrider.bench.helper import Helper, say_ready
 from outrider.orchestrator.machine import cores
 from outrider.orchestrator.settings import ServeSettings
+
+# Larger than any cache, so that each pass comes from memory.
+STREAMED_FLOATS = 64 << 20
+SIDE = 2048
 
 
 class Contention(Helper):
@@ -15,7 +27,7 @@ class Contention(Helper):
     def __init__(self, settings: ServeSettings) -> None:
         self._core = cores.core_of("target", settings)
         self._on_gpu = sys.platform == "darwin"
-        super().__init__("outrider.bench.contest.busy", "gpu" if self._on_gpu else "cpu")
+        super().__init__("outrider.bench.contest.contention", "gpu" if self._on_gpu else "cpu")
         cores.pin(self.pid, self._core)
 
     def describe(self) -> str:
@@ -23,3 +35,36 @@ class Contention(Helper):
             return "contended: another process multiplies matrices on the GPU"
         where = "a core of its own choice" if self._core is None else f"core {self._core}, the target's"
         return f"contended: another process streams memory on {where}"
+
+
+def main() -> int:
+    turn = _multiplying() if sys.argv[1:] == ["gpu"] else _streaming()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    turn()
+    say_ready()
+    while True:
+        turn()
+
+
+def _streaming() -> Callable[[], None]:
+    import numpy as np
+
+    source, sink = np.ones(STREAMED_FLOATS, np.float32), np.empty(STREAMED_FLOATS, np.float32)
+    return lambda: np.copyto(sink, source)
+
+
+def _multiplying() -> Callable[[], None]:
+    import mlx.core as mx
+
+    matrix = mx.random.normal((SIDE, SIDE))
+    return lambda: mx.eval(matrix @ matrix)
+
+
+def _end_with_stdin() -> None:
+    """Whoever started this holds the other end, and is gone when it closes."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -6,9 +6,9 @@ decoding: from the first generated token to the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from outrider.bench.contest.statistics import Timed
 from outrider.bench.helper import Helper
@@ -21,7 +21,8 @@ from outrider.protocol.messages import Timings
 from outrider.protocol.profile import NOT_KEPT
 from outrider.protocol.sampling import SamplingParams
 
-W = TypeVar("W")
+T = TypeVar("T", contravariant=True)
+R = TypeVar("R", covariant=True)
 
 # In the name of a contestant whose draft lives in the target's process.
 COLOCATED = "colocated"
@@ -36,29 +37,34 @@ class Run:
     timings: Timings | None = None
 
 
-class Contestant(Protocol):
-    """A way to generate; `name` is what tables call it."""
+class Way(Protocol[T, R]):
+    """A way to make something of each task; `name` is what tables call it."""
 
     @property
     def name(self) -> str: ...
 
-    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run: ...
+    def run(self, task: T, sampling: SamplingParams, /) -> R: ...
+
+
+Contestant: TypeAlias = Way[Sequence[int], Run]
+"""A way to go on from a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """One of our modes on a running cluster; `depth` None: the cluster's own K."""
+    """One of our modes on a running cluster; `depth` None: the cluster's own K. `sampling`: what it samples otherwise
+    than the others."""
 
     name: str
     client: Client
     mode: str
     depth: int | None = None
     branches: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
-        result = self.client.generate(
-            prompt, sampling, mode=self.mode, num_draft_tokens=self.depth, branches=self.branches
-        )
+        own = replace(sampling, **self.sampling)
+        result = self.client.generate(prompt, own, mode=self.mode, num_draft_tokens=self.depth, branches=self.branches)
         require_pace(result)
         times = result.timings
         return Run(result.token_ids, Timed(len(result.token_ids) - 1, times.predicted_ms / 1000), times)
@@ -108,29 +114,25 @@ class Peer:
 
 
 def compete(
-    contestants: Sequence[Contestant],
-    prompts: Sequence[Sequence[int]],
+    ways: Sequence[Way[T, R]],
+    tasks: Sequence[T],
     sampling: SamplingParams,
     tell: Callable[[str], None],
-    between: Callable[[Sequence[int], SamplingParams], None] | None = None,
-) -> dict[str, list[Run]]:
-    """Every contestant on every prompt, whoever begins changing from prompt to prompt. By name, in prompt order.
+    between: Callable[[T, SamplingParams], None] | None = None,
+    seeds: int = 1,
+) -> dict[str, list[R]]:
+    """Every way on every task, whoever begins changing from task to task. By name, in the tasks' order.
 
-    `between` is called once a prompt, while all contestants are still.
+    A task has so many `seeds` of its own, of which the sampling names the first. `between` is called once a task, while
+    all ways are still.
     """
-    runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
-    for number, prompt in enumerate(prompts):
-        chosen = replace(sampling, seed=number)
-        for contestant in rotated(contestants, number):
-            tell(f"prompt {number + 1} of {len(prompts)}: {contestant.name}")
-            runs[contestant.name].append(contestant.run(prompt, chosen))
+    runs: dict[str, list[R]] = {way.name: [] for way in ways}
+    for number, task in enumerate(tasks):
+        chosen, first = replace(sampling, seed=seeds * number), number % len(ways)
+        for way in (*ways[first:], *ways[:first]):
+            tell(f"{number + 1} of {len(tasks)}: {way.name}")
+            runs[way.name].append(way.run(task, chosen))
         if between is not None:
-            tell(f"prompt {number + 1} of {len(prompts)}: times alone")
-            between(prompt, chosen)
+            tell(f"{number + 1} of {len(tasks)}: times alone")
+            between(task, chosen)
     return runs
-
-
-def rotated(ways: Sequence[W], by: int) -> Iterator[W]:
-    """All of them, another one first each time."""
-    for index in range(len(ways)):
-        yield ways[(index + by) % len(ways)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -25,14 +24,6 @@ from outrider.engine.loading import load
 from outrider.orchestrator.cli import run_as_program
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`tokens` generated, and the seconds from the first to the last of them."""
-
-    tokens: list[int]
-    decode_seconds: float
-
-
 class Peers:
     """Both models in this process, as mlx-lm's speculative decoding has them; without a draft only plain decoding."""
 
@@ -42,7 +33,7 @@ class Peers:
         self._tokenizer: Any = load_tokenizer(model)
         self._tokenizer.eos_token_ids = set()  # every run is as long as asked
 
-    def run(self, tokens: list[int], max_tokens: int, num_draft_tokens: int, temp: float, seed: int) -> Run:
+    def run(self, tokens: list[int], max_tokens: int, num_draft_tokens: int, temp: float, seed: int) -> dict[str, Any]:
         mx.random.seed(seed)
         options: dict[str, Any] = {"sampler": make_sampler(temp), "max_tokens": max_tokens}
         if num_draft_tokens:
@@ -51,7 +42,7 @@ class Peers:
         for response in stream_generate(self._target, self._tokenizer, tokens, **options):
             first = first or time.perf_counter()
             generated.append(response.token)
-        return Run(generated, time.perf_counter() - first)
+        return {"tokens": generated, "decode_seconds": time.perf_counter() - first}
 
     def batch(
         self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, places: int, reads: int
@@ -82,7 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     peers = Peers(options.model, options.draft_model)
-    answer_all(lambda asked: peers.batch(**asked) if "batch" in asked else asdict(peers.run(**asked)))
+    answer_all(lambda asked: peers.batch(**asked) if "batch" in asked else peers.run(**asked))
     return 0
 
 

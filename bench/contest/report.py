@@ -1,4 +1,4 @@
-"""What a contest showed: a table for people, a record for machines.
+"""What a contest showed: a table for people.
 
 Knows runs and numbers; nothing of how they came about. The picture is `outrider.bench.contest.bars`.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from outrider.bench.contest.contest import Run
 from outrider.bench.contest.statistics import Interval, median_rate, ratio, repeated_share
@@ -75,11 +74,6 @@ def table(found: Section) -> str:
         cells += [_percent(row.acceptance), _number(row.tokens_per_round), _percent(row.hit_rate)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, *(["", *found.notes] if found.notes else [])])
-
-
-def record(sections: Sequence[Section], machine: dict[str, Any], runs: dict[str, Any]) -> dict[str, Any]:
-    """Everything, for JSON."""
-    return {"machine": machine, "sections": [asdict(found) for found in sections], "runs": runs}
 
 
 def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run], judged: Judged | None) -> Row:

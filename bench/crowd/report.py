@@ -1,12 +1,11 @@
-"""What requests at once showed: a table for people, a record for machines. Intervals are over rounds, and over the
+"""What requests at once showed: a table for people. Intervals are over rounds, and over the
 requests in them where a number is of a request; the picture is `curves`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -101,8 +100,3 @@ def table(found: Width) -> str:
     if found.auto_over_best is not None:
         lines += ["", f"- auto over {found.best}, the best of the modes: {found.auto_over_best}"]
     return "\n".join(lines)
-
-
-def record(sections: Sequence[Width], machine: dict[str, Any], rounds: dict[str, Any]) -> dict[str, Any]:
-    """Everything, for JSON."""
-    return {"machine": machine, "sections": [asdict(found) for found in sections], "rounds": rounds}

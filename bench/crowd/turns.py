@@ -1,14 +1,12 @@
-"""Several requests at once by every way, the ways in turns: one round after the other, so that a drifting machine
-drifts for all alike. A way is one of our modes, or mlx-lm's batch of the same prompts on the same weights.
-"""
+"""Ways to answer several requests at once: our modes, or mlx-lm's batch of the same prompts on the same weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeAlias
 
-from outrider.bench.contest.contest import PeerProcess, rotated
+from outrider.bench.contest.contest import PeerProcess, Way, compete
 from outrider.bench.contest.statistics import total_rate
 from outrider.bench.crowd.ask import Question, ask_all
 from outrider.bench.crowd.reply import Arrival, Reply, timed
@@ -18,17 +16,14 @@ from outrider.protocol.sampling import SamplingParams
 PEER = "mlx-lm"
 # How many prompts mlx-lm may read in one forward: 8 is its own default; which is fastest here is tried.
 PEER_READS = (1, 4, 8)
+# More than there are requests in a round; each has its own.
+SEEDS = 1000
 
 Texts = Sequence[tuple[int, ...]]
 
 
-class Batcher(Protocol):
-    """Answers all of these prompts, so many at once as it has places; `name` is what tables call it."""
-
-    @property
-    def name(self) -> str: ...
-
-    def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]: ...
+Batcher: TypeAlias = Way[Texts, list[Reply]]
+"""Answers all of these prompts, so many at once as it has places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +69,6 @@ def best_peer(process: PeerProcess, places: int, rounds: Sequence[Texts], sampli
     tried = [
         PeerBatch(process, places, reads, f"{PEER}, {reads} read together") for reads in PEER_READS if reads <= places
     ]
-    found = in_turns(tried, rounds, sampling, lambda _: None)
+    found = compete(tried, rounds, sampling, lambda _: None, seeds=SEEDS)
     rates = {way.reads: total_rate([timed(replies) for replies in found[way.name]]) for way in tried}
     return PeerBatch(process, places, max(rates, key=rates.__getitem__))
-
-
-def in_turns(
-    ways: Sequence[Batcher], rounds: Sequence[Texts], sampling: SamplingParams, tell: Callable[[str], None]
-) -> Mapping[str, list[list[Reply]]]:
-    """By name, the replies of each round; who begins changes from round to round."""
-    found: dict[str, list[list[Reply]]] = {way.name: [] for way in ways}
-    for number, texts in enumerate(rounds):
-        chosen = replace(sampling, seed=1000 * number)
-        for way in rotated(ways, number):
-            tell(f"{len(texts)} requests, round {number + 1} of {len(rounds)}: {way.name}")
-            found[way.name].append(way.run(texts, chosen))
-    return found
