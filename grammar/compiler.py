@@ -1,13 +1,14 @@
 """Grammars to matchers of llguidance: compiled once each, over the tokens of one model's tokenizer.
 
-Also says, without any model's tokens, whether a grammar can be compiled at all. Knows grammars; nothing of requests.
+Knows grammars; nothing of requests.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -59,19 +60,6 @@ class Compiler:
         return self._tokenizers[ends]
 
 
-@lru_cache(KEPT)
-def check(grammar: Grammar) -> None:
-    """Whether it can be compiled and something can begin by it, whatever the tokens.
-
-    Raises:
-        InvalidRequest: no; the message has the library's reason.
-    """
-    tokenizer = _bytes()
-    constraint = Constraint(compiled(grammar, tokenizer), tokenizer, 0)
-    constraint.allowed([()])
-    constraint.check(())
-
-
 def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     """Raises InvalidRequest when it can't be."""
     try:
@@ -90,17 +78,21 @@ def _is_spent(matcher: LLMatcher) -> bool:
     return bool(copy.is_error())
 
 
+def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
+    """A schema, a grammar or a regular expression as one of several in "llguidance", which others call `name`."""
+    if grammar.kind == "grammar":
+        return {"name": name, "lark_grammar": any_to_lark(grammar.text)}
+    (part,) = json.loads(_described(grammar))["grammars"]
+    return {**part, "name": name}
+
+
 def _described(grammar: Grammar) -> str:
-    """In the library's own words."""
+    """In the library's own words. What GBNF's converter raises is nothing narrower than Exception."""
     match grammar.kind:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(grammar.text)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
+        case "llguidance":
+            return grammar.text
     return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
-
-
-@cache
-def _bytes() -> LLTokenizer:
-    """A vocabulary of single bytes."""
-    return LLTokenizer("byte")

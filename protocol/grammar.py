@@ -14,7 +14,7 @@ from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fields import OneOf, Size
 
-KINDS = ("json_schema", "grammar", "regex")
+KINDS = ("json_schema", "grammar", "regex", "llguidance")
 MAX_GRAMMAR = 2**16
 
 
@@ -23,10 +23,11 @@ class Grammar:
     """The generated text, up to its end token, is what `text` describes. The prompt does not count.
 
     `kind` "json_schema": a JSON Schema as JSON; "grammar": Lark's notation or llama.cpp's GBNF; "regex": a regular
-    expression without look-around.
+    expression without look-around; "llguidance": that library's JSON with a list of grammars, where the first begins.
+    Lark's notation has special tokens as <|name|> or <[id]>; all else is bytes, which spell no special token.
 
     Raises:
-        InvalidRequest: no such kind, no text, more than 65,536 characters of it, or a schema that is no JSON.
+        InvalidRequest: no such kind, no text, more than 65,536 characters of it, or no JSON where it is to be.
     """
 
     kind: Annotated[str, OneOf(KINDS)]
@@ -39,13 +40,13 @@ class Grammar:
         if len(self.text) > MAX_GRAMMAR:
             raise InvalidRequest(f"the {self.name} has {len(self.text)} characters; expected at most {MAX_GRAMMAR}")
         object.__setattr__(self, "text", values.plain(self.text))
-        if self.kind == "json_schema":
-            _require_json(self.text)
+        if self.kind in ("json_schema", "llguidance"):
+            _require_json(self.name, self.text)
 
     @property
     def name(self) -> str:
         """What it is in words."""
-        return self.kind.replace("json_schema", "JSON schema").replace("regex", "regular expression")
+        return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.kind, "grammar")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | bool) -> Grammar:
@@ -65,11 +66,11 @@ class Grammar:
         return cls.json_schema({"type": "object"})
 
 
-def _require_json(text: str) -> None:
+def _require_json(name: str, text: str) -> None:
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the JSON schema can't be read ({error}); expected JSON") from None
+        raise InvalidRequest(f"the {name} can't be read ({error}); expected JSON") from None
 
 
 def as_grammar(given: object) -> Grammar | None:

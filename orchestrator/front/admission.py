@@ -8,7 +8,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 
-from outrider.grammar.compiler import check
+from outrider.grammar.checking import check
+from outrider.grammar.vocabulary import vocabulary_of
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.kv_room import KvRoom, in_mb
@@ -42,6 +43,7 @@ class Admission:
     def __init__(self, text: PairText) -> None:
         self._text = text
         self._settings = text.pair.settings
+        self._vocabulary = vocabulary_of(text.codec.tokenizer)
         self.context_length = text.pair.target.context_length
         self.vocab_size = text.pair.target.vocab_size
         draft = text.pair.draft
@@ -131,7 +133,7 @@ class Admission:
         if not self._text.codec.eos:
             target = self._text.pair.target.name
             raise InvalidRequest(f"{target} has no end token, so a text by a {grammar.name} could not end")
-        check(grammar)
+        check(grammar, self._vocabulary)
 
     def _fitted(self, sampling: SamplingParams, prompt_tokens: int) -> tuple[SamplingParams, tuple[str, ...]]:
         """With a seed, and no more tokens than the context has room for."""

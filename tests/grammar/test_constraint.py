@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llguidance import LLParserLimits
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from outrider.grammar import compiler
-from outrider.grammar.compiler import Compiler, check
+from outrider.grammar.checking import check
+from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
+from outrider.grammar.vocabulary import Vocabulary, vocabulary_of
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
@@ -124,6 +127,10 @@ def test_a_grammar_is_compiled_once() -> None:
         ("grammar", "start: nowhere", "unknown name"),
         ("grammar", "start: start", "leads nowhere|can't be followed"),
         ("grammar", 'root ::= "a" [', "can't be used"),
+        ("grammar", "start: <nowhere>", "unknown special token"),
+        ("grammar", "start: some\nsome[max_tokens=3]: /a*/", "it has max_tokens= or stop="),
+        ("grammar", 'start: some "b"\nsome[stop="b"]: /a*/', "it has max_tokens= or stop="),
+        ("llguidance", '{"grammars": []}', "empty"),
     ],
 )
 def test_what_cant_be_compiled_or_met_is_refused_with_the_reason(kind: str, text: str, words: str) -> None:
@@ -153,6 +160,7 @@ def test_what_can_be_is_not(kind: str, text: str) -> None:
         ("regex", " ", "the regular expression is empty"),
         ("json_schema", "{", "can't be read"),
         ("json_schema", "[" * 30_000, "can't be read"),
+        ("llguidance", "start: /a/", "the grammar can't be read"),
         ("regex", "a" * 70_000, "70000 characters; expected at most 65536"),
     ],
 )
@@ -189,3 +197,36 @@ def test_behind_its_end_a_text_is_nobodys_business() -> None:
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json can't serve a grammar"):
         Compiler(tmp_path).constraint(CHOICE, (END,), 0)
+
+
+MARKS = Vocabulary(4096, ((7, "<think>"), (8, "</think>"), (3, "[CALL]")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("grammar", "start: <think> /a*/ </think>"),
+        ("grammar", "start: <[3]> /a+/ <[7-8]> | <think>"),
+        ("grammar", "start: <[4095]> | <[*]>"),
+        ("llguidance", '{"grammars": [{"lark_grammar": "start: <think> @form"}, {"name": "form", "json_schema": {}}]}'),
+    ],
+)
+def test_a_grammar_may_name_the_marks_that_the_model_has(kind: str, text: str) -> None:
+    check(Grammar(kind, text), MARKS)
+    for other in (Vocabulary(), Vocabulary(4096, MARKS.marks[2:])) if "think" in text else ():
+        with pytest.raises(InvalidRequest, match="unknown special token"):
+            check(Grammar(kind, text), other)
+
+
+def test_marks_are_added_tokens_that_are_special_or_look_like_tags(tmp_path: Path) -> None:
+    """As the library itself takes them when it reads a tokenizer: no bytes are such a token, and only they are not."""
+    added = [("<a>", False), ("[B]", True), ("plain", False), ("<open", False)]
+    tokenizer = Tokenizer(models.BPE(vocab={chr(97 + i): i for i in range(26)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in added])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = vocabulary_of(tokenizer)
+    assert found == Vocabulary(30, ((26, "<a>"), (27, "[B]")))
+    anything = Compiler(tmp_path).constraint(Grammar("regex", "(?s:.*)"), [27], 0)
+    assert anything is not None
+    assert tokens_of(anything.allowed([[]])) == {*range(26), 28, 29, 27}  # the last ends the text

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 
 import jsonschema
 import numpy as np
@@ -40,12 +40,25 @@ SCHEMA = {
     "required": ["name", "kind", "sizes"],
     "additionalProperties": False,
 }
+PAD = 1
+"""A special token: no bytes spell it."""
 PATTERN = r"(f\([a-z]{1,4}\);){2,4}( go| gone)?"
 GRAMMARS = {
     "schema": Grammar.json_schema(SCHEMA),
     "regex": Grammar("regex", PATTERN),
     "lark": Grammar(
         "grammar", 'start: "[" pair ("," pair)* "]"\npair: "(" NUM ("" | "+" NUM) ")"\nNUM: /[0-9]{1,2}/\n'
+    ),
+    "marked": Grammar(
+        "llguidance",
+        json.dumps(
+            {
+                "grammars": [
+                    {"lark_grammar": f"start: THOUGHT <[{PAD}]> @form\nTHOUGHT: /[a-z ]{{3,12}}/"},
+                    {"name": "form", "json_schema": SCHEMA},
+                ]
+            }
+        ),
     ),
 }
 SAMPLINGS = {
@@ -83,6 +96,10 @@ def check_text(grammar: str, run: Run) -> None:
             jsonschema.validate(json.loads(text), SCHEMA)
         case "regex":
             assert re.fullmatch(PATTERN, text)
+        case "marked":
+            thought, form = (text_of(list(part)) for mark, part in groupby(run.tokens, PAD.__eq__) if not mark)
+            assert re.fullmatch("[a-z ]{3,12}", thought) and run.tokens.count(PAD) == 1
+            jsonschema.validate(json.loads(form), SCHEMA)
         case "lark":
             assert re.fullmatch(r"\[\(\d{1,2}(\+\d{1,2})?\)(,\(\d{1,2}(\+\d{1,2})?\))*\]", text)
 
