@@ -53,7 +53,7 @@ def write_scripted(path: Path, scripts: tuple[Script, ...] = SCRIPTS, template: 
     pieces = list(dict.fromkeys(["<|im_start|>", *(piece for script in scripts for piece in script)]))
     vocabulary = [*alphabet, *pieces]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in pieces])
+    tokenizer.add_tokens([AddedToken(piece, special=_is_mark(piece), normalized=False) for piece in pieces])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))
@@ -71,6 +71,11 @@ def write_scripted(path: Path, scripts: tuple[Script, ...] = SCRIPTS, template: 
         follows.update((vocabulary.index(a), vocabulary.index(b)) for a, b in pairwise(script))
     mx.save_safetensors(str(path / "model.safetensors"), _weights(follows), metadata={"format": "mlx"})
     return path
+
+
+def _is_mark(piece: str) -> bool:
+    """Others are text like any other, which a grammar may allow."""
+    return piece.startswith("<") and piece.endswith(">")
 
 
 def _weights(follows: dict[int, int]) -> dict[str, mx.array]:

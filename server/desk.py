@@ -18,6 +18,7 @@ from outrider.server.answers.sse import gone
 from outrider.server.answers.telling import Choice, whole
 from outrider.server.callers import Callers, caller_of
 from outrider.server.mapping.form import Form
+from outrider.server.mapping.held import held
 from outrider.server.mapping.toolbox import Toolbox
 from outrider.server.metrics import Metrics
 from outrider.server.model.served import Conversation, Prompt, ServedModel
@@ -60,16 +61,13 @@ class Desk:
         """A text's tokens, the same way."""
         return await asyncio.to_thread(self.model.plain, text)
 
-    async def grammar(self, form: Form | None, box: Toolbox = NO_TOOLS) -> Grammar | None:
-        """What the text is held to, once it is known that it can be: off the loop's thread, for that may take a while.
+    async def grammar(self, prompt: Prompt, form: Form | None, box: Toolbox = NO_TOOLS) -> Grammar | None:
+        """What the answer to `prompt` is held to: off the loop's thread, for compiling may take a while.
 
         Raises:
             Refused: it can't be.
         """
-        if form is None:
-            return None
-        await asyncio.to_thread(form.check, box)
-        return form.grammar
+        return await asyncio.to_thread(held, self.model, prompt, box, form)
 
     def begin(self, request: Request, jobs: Sequence[Job]) -> Run:
         """Sends the jobs off. Raises Refused at the end of the day, and who has as many under way as may be."""

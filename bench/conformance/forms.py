@@ -148,7 +148,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """text.format of a response is held to."""
     answer = at.chat.whole(RESPOND, input="hi", text={"format": {"type": "json_schema", "name": "f", "schema": FORM}})
-    form(answer["output"][0]["content"][0]["text"])
+    form(answer["output"][-1]["content"][0]["text"])
 
 
 @cases.add("llama.cpp test_compat_oai_responses")
@@ -162,7 +162,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """output_config.format of a message is held to."""
     asked = {"messages": HELLO, "max_tokens": 64, "output_config": {"format": {"type": "json_schema", "schema": FORM}}}
-    form(at.chat.whole(CLAUDE, **asked)["content"][0]["text"])
+    form(at.chat.whole(CLAUDE, **asked)["content"][-1]["text"])
 
 
 @cases.add("vLLM test_completion_with_function_calling")

@@ -6,20 +6,21 @@ What may be the beginning of a mark is held back until it is known, so nothing g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from outrider.server.mapping.toolbox import Toolbox
-from outrider.server.model.served import Prompt, ServedModel
+from outrider.server.model.served import Prompt, ServedModel, Thoughts
 from outrider.server.model.thinking import Tags
 from outrider.server.model.tool_format import NoCall, ToolCall, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Words for the reader."""
+    """Words for the reader; `at`: how many characters the model wrote before them, marks and thoughts included."""
 
     text: str
+    at: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +37,28 @@ class State(Enum):
     SAYING = 1
     THINKING = 2
     CALLING = 3
+    SAYING_ALL = 4
 
 
 class Splitter:
     """One text's. Marks that the model does not use, or that nobody asked for, are words like any other.
 
-    White space between a mark and what follows it belongs to neither. A call that can't be read is given out as the
-    words it is.
+    White space between a mark and what follows it belongs to neither, line breaks where the words are in a form. A call
+    that can't be read is given out as the words it is.
     """
 
     def __init__(
         self, thinking: Tags | None = None, tools: ToolFormat | None = None, box: Toolbox | None = None,
-        state: State = State.SAYING,
+        state: State = State.SAYING, in_form: bool = False, by_grammar: bool = False,
     ) -> None:  # fmt: skip
+        """`in_form`: where words begin, all is words. `by_grammar`: an end mark in a call that can't be read yet is a
+        part of it."""
         self._thinking, self._tools = thinking, tools
         self._box = box or Toolbox()
         self._state = state
+        self._in_form, self._by_grammar = in_form, by_grammar
         self._held = ""
+        self._at = self._looked = 0
         self._after_mark = state is State.THINKING
 
     def feed(self, text: str) -> list[Part]:
@@ -64,22 +70,42 @@ class Splitter:
         """What was held back, now that no more will come."""
         held, self._held = self._held, ""
         if self._state is State.CALLING:
-            return list(self._called(held, complete=self._end() == ""))
+            return self._called(held, complete=self._end() == "")
         return self._shown(held)
 
     def _parts(self) -> Iterator[Part]:
         while True:
+            if self._in_form and self._words_begin():
+                self._state = State.SAYING_ALL
             marks = self._marks()
-            place, mark = _first(self._held, marks)
+            place, mark = _first(self._held, marks, self._looked)
             if mark is None:
                 if self._state is not State.CALLING:
-                    kept = _begun(self._held, marks)
-                    shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-                    yield from self._shown(shown)
+                    shown = len(self._held) - _begun(self._held, marks)
+                    yield from self._shown(self._held[:shown])
+                    self._forget(shown)
                 return
-            before, self._held = self._held[:place], self._held[place + len(mark) :]
-            yield from self._called(before, True) if self._state is State.CALLING else self._shown(before)
+            before = self._held[:place]
+            if self._state is not State.CALLING:
+                yield from self._shown(before)
+            elif self._by_grammar and not self._calls(before):
+                self._looked = place + len(mark)
+                continue
+            else:
+                yield from self._called(before, True)
+            self._forget(place + len(mark))
             self._turn(mark)
+
+    def _forget(self, count: int) -> None:
+        """The first characters of what is held have been told."""
+        self._held, self._at, self._looked = self._held[count:], self._at + count, 0
+
+    def _words_begin(self) -> bool:
+        """Whether what is written is neither a mark nor the beginning of one."""
+        text = self._held.lstrip("\n")
+        if self._state is not State.SAYING or not text:
+            return False
+        return not any(text.startswith(mark) or mark.startswith(text) for mark in self._marks())
 
     def _turn(self, mark: str) -> None:
         if self._state is not State.SAYING:
@@ -91,6 +117,8 @@ class Splitter:
         self._after_mark = self._state is not State.CALLING
 
     def _marks(self) -> tuple[str, ...]:
+        if self._state is State.SAYING_ALL:
+            return ()
         if self._state is State.SAYING:
             tools = (self._tools.tags.start,) if self._tools is not None and self._box.tools else ()
             return ((self._thinking.start,) if self._thinking is not None else ()) + tools
@@ -103,35 +131,38 @@ class Splitter:
         return tags.end if tags is not None else ""
 
     def _shown(self, text: str) -> list[Part]:
+        whole = len(text)
         if self._after_mark:
-            text = text.lstrip()
+            text = text.lstrip("\n" if self._state is State.SAYING_ALL else None)
             self._after_mark = not text
         if not text:
             return []
-        return [Thought(text) if self._state is State.THINKING else Said(text)]
+        return [Thought(text) if self._state is State.THINKING else Said(text, self._at + whole - len(text))]
 
-    def _called(self, text: str, complete: bool) -> Iterator[Part]:
-        if self._tools is None:
-            return
+    def _called(self, text: str, complete: bool) -> list[Part]:
+        """The calls that `text` is, or the words that it is when it can't be read, or was cut off."""
+        found = self._calls(text) if complete else []
+        if found or self._tools is None:
+            return found
+        tags = self._tools.tags
+        return [Said(tags.start + text + (tags.end if complete else ""), self._at - len(tags.start))]
+
+    def _calls(self, text: str) -> list[Part]:
         try:
-            if not complete:
-                raise NoCall("it was cut off")
-            yield from self._tools.calls(text, self._box.tools)
+            return list(self._tools.calls(text, self._box.tools)) if self._tools is not None else []
         except NoCall:
-            tags = self._tools.tags
-            yield Said(tags.start + text + (tags.end if complete else ""))
+            return []
 
 
-def splitter(model: ServedModel, prompt: Prompt, box: Toolbox, in_form: bool = False) -> Splitter:
-    """For an answer to `prompt`, which may begin it inside a thought or a call. One in a form is words alone."""
-    if in_form:
-        return Splitter()
-    state = State.CALLING if prompt.calls else State.THINKING if prompt.thinks else State.SAYING
-    return Splitter(model.thinking, model.tools, box, state)
+def splitter(model: ServedModel, prompt: Prompt, box: Toolbox, in_form: bool, by_grammar: bool) -> Splitter:
+    """For an answer to `prompt`, which may begin inside a thought."""
+    state = State.THINKING if prompt.thoughts is Thoughts.BEGUN else State.SAYING
+    thinking = None if in_form and prompt.thoughts is Thoughts.NONE else model.thinking
+    return Splitter(thinking, model.tools, box, state, in_form, by_grammar)
 
 
-def _first(text: str, marks: tuple[str, ...]) -> tuple[int, str | None]:
-    places = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+def _first(text: str, marks: tuple[str, ...], start: int) -> tuple[int, str | None]:
+    places = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
     return min(places) if places else (-1, None)
 
 

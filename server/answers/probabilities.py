@@ -13,6 +13,7 @@ from outrider.orchestrator.client.result import TokenLogprob
 from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.logprobs import NEVER
 from outrider.protocol.sampling import SamplingParams
+from outrider.server.answers.parts import Said
 from outrider.server.answers.telling import Choice
 from outrider.server.model.served import ServedModel
 from outrider.server.shapes.chat import ChatLogprobs, LikelyToken, SpelledToken
@@ -31,7 +32,7 @@ class Speller:
     def content(self, rows: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         """As chats have them; None for no tokens."""
         told = self.told(rows)
-        return ChatLogprobs(content=[self._spelled(row) for row in told]) if told else None
+        return ChatLogprobs(content=[self.spelled(row) for row in told]) if told else None
 
     def told(self, rows: Sequence[TokenLogprob]) -> list[TokenLogprob]:
         return [row for row in rows if row.token not in self._ends]
@@ -43,12 +44,37 @@ class Speller:
         """What is not a whole character is U+FFFD."""
         return self.bytes_of(token).decode(errors="replace")
 
-    def _spelled(self, row: TokenLogprob) -> SpelledToken:
+    def spelled(self, row: TokenLogprob) -> SpelledToken:
         top = [self._likely(token, value) for token, value in row.top if value > NEVER]
         return SpelledToken(**self._likely(row.token, row.logprob).model_dump(), top_logprobs=top)
 
     def _likely(self, token: int, value: float) -> LikelyToken:
         return LikelyToken(token=self.text(token), logprob=max(value, LEAST), bytes=list(self.bytes_of(token)))
+
+
+class Wording:
+    """The tokens of the words that a reader is told: of what the model writes those that a stretch of it is made of."""
+
+    def __init__(self, speller: Speller) -> None:
+        self._speller = speller
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rows: list[tuple[int, SpelledToken]] = []
+        self._length = self._told = 0
+
+    def take(self, rows: Sequence[TokenLogprob]) -> None:
+        """The next that were written."""
+        for row in self._speller.told(rows):
+            self._length += len(self._characters.decode(self._speller.bytes_of(row.token)))
+            self._rows.append((self._length, self._speller.spelled(row)))
+
+    def next(self, words: Said) -> list[SpelledToken]:
+        """The tokens that `words` end, or go on with, and that no words before them had."""
+        found = []
+        while self._told < len(self._rows) and self._rows[self._told][0] <= words.at + len(words.text):
+            end, row = self._rows[self._told]
+            found += [row] if end > words.at else []
+            self._told += 1
+        return found
 
 
 class Listing:

@@ -5,34 +5,30 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.server.answers import sse
 from outrider.server.answers.naming import about
-from outrider.server.answers.parts import Part, Said, Thought
+from outrider.server.answers.parts import Part, Said
+from outrider.server.answers.probabilities import Speller, Wording
+from outrider.server.answers.response_items import Item
 from outrider.server.answers.telling import Choice, Told, Waited, timings
 from outrider.server.answers.usage import responses_usage
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 from outrider.server.shapes.base import Object
-from outrider.server.shapes.responses import (
-    Output,
-    OutputCall,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    ReasoningText,
-    ResponseObject,
-)
-
-_PREFIX = {Said: "msg", Thought: "rs", ToolCall: "fc"}
+from outrider.server.shapes.chat import SpelledToken
+from outrider.server.shapes.responses import Output, ResponseObject
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is known before the first word, and what was asked and is told again."""
+    """What is known before the first word, and what was asked and is told again.
+
+    `speller`: for log-probabilities, if they are wanted.
+    """
 
     model: str
     seed: int
@@ -44,6 +40,7 @@ class Head:
     max_output_tokens: int | None
     temperature: float
     top_p: float
+    speller: Speller | None = None
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
     created_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -68,7 +65,7 @@ def response(head: Head, choice: Choice, items: list[Output] | None = None) -> R
     """The whole answer; `items` are those that a stream has told already."""
     cut = choice.finish == "length"
     state = "incomplete" if cut else "completed"
-    made = items if items is not None else [_Item(part, state).whole() for part in choice.parts]
+    made = items if items is not None else _items(head, choice, state)
     return head.shape(
         made,
         status=state,
@@ -79,11 +76,19 @@ def response(head: Head, choice: Choice, items: list[Output] | None = None) -> R
     )
 
 
+def _items(head: Head, choice: Choice, state: str) -> list[Output]:
+    wording = Wording(head.speller) if head.speller is not None else None
+    if wording is not None:
+        wording.take(choice.extras.logprobs)
+    return [Item(part, state, wording).whole() for part in choice.parts]
+
+
 class Events:
     """One stream's; each event has its number."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
+        self._wording = Wording(head.speller) if head.speller is not None else None
         self._number = -1
         self._items: list[Output] = []
 
@@ -92,21 +97,24 @@ class Events:
         begun = self._head.shape([], status="in_progress").model_dump()
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
-        item: _Item | None = None
+        item: Item | None = None
         async for one in told:
             match one:
                 case Waited(note=note):
                     yield sse.comment(note)
-                case Told(part=part):
+                case Told(part=part, extras=extras):
+                    if self._wording is not None:
+                        self._wording.take(extras.logprobs)
                     if item is None or type(item.part) is not type(part) or isinstance(part, ToolCall):
                         for data in self._closed(item, "completed"):
                             yield data
-                        item = _Item(part, "in_progress")
+                        item = Item(part, "in_progress", self._wording)
+                        rows = item.rows
                         for data in self._begun(item):
                             yield data
                     else:
-                        item.grow(part)
-                    yield self._delta(item, part)
+                        rows = item.grow(part)
+                    yield self._delta(item, part, rows)
                 case Choice():
                     state = "incomplete" if one.finish == "length" else "completed"
                     for data in self._closed(item, state):
@@ -120,7 +128,7 @@ class Events:
         answer = self._head.shape(self._items, status="failed", error=error)
         return self._event("response.failed", response=answer.model_dump())
 
-    def _begun(self, item: _Item) -> Iterator[bytes]:
+    def _begun(self, item: Item) -> Iterator[bytes]:
         at = len(self._items)
         yield self._event("response.output_item.added", output_index=at, item=item.empty().model_dump())
         if not isinstance(item.part, ToolCall):
@@ -128,14 +136,14 @@ class Events:
                 "response.content_part.added", item_id=item.id, output_index=at, content_index=0, part=item.content("")
             )
 
-    def _delta(self, item: _Item, part: Part) -> bytes:
+    def _delta(self, item: Item, part: Part, rows: list[SpelledToken]) -> bytes:
         at: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items)}
         if isinstance(part, ToolCall):
             return self._event("response.function_call_arguments.delta", **at, delta=part.arguments)
-        more: dict[str, Any] = {"logprobs": []} if isinstance(part, Said) else {}
+        more = {"logprobs": _plain(rows)} if isinstance(part, Said) else {}
         return self._event(f"response.{item.word}.delta", **at, content_index=0, delta=part.text, **more)
 
-    def _closed(self, item: _Item | None, state: str) -> Iterator[bytes]:
+    def _closed(self, item: Item | None, state: str) -> Iterator[bytes]:
         if item is None:
             return
         item.status = state
@@ -145,7 +153,7 @@ class Events:
                 "response.function_call_arguments.done", **at, name=item.part.name, arguments=item.part.arguments
             )
         else:
-            more: dict[str, Any] = {"logprobs": []} if isinstance(item.part, Said) else {}
+            more = {"logprobs": _plain(item.rows)} if isinstance(item.part, Said) else {}
             yield self._event(f"response.{item.word}.done", **at, content_index=0, text=item.part.text, **more)
             yield self._event("response.content_part.done", **at, content_index=0, part=item.content(item.part.text))
         whole = item.whole()
@@ -158,43 +166,5 @@ class Events:
         return sse.event(json.dumps(body, ensure_ascii=False), kind)
 
 
-class _Item:
-    """A part that grows, under its own id."""
-
-    def __init__(self, part: Part, status: str) -> None:
-        self.part = part
-        self.status = status
-        self.id = f"{_PREFIX[type(part)]}_{secrets.token_hex(12)}"
-        self._call_id = part.id or f"call_{secrets.token_hex(12)}" if isinstance(part, ToolCall) else ""
-
-    @property
-    def word(self) -> str:
-        return "output_text" if isinstance(self.part, Said) else "reasoning_text"
-
-    def content(self, text: str) -> dict[str, Any]:
-        """The one part of its content with `text`."""
-        return (OutputText(text=text) if isinstance(self.part, Said) else ReasoningText(text=text)).model_dump()
-
-    def grow(self, part: Part) -> None:
-        if isinstance(self.part, Said) and isinstance(part, Said):
-            self.part = Said(self.part.text + part.text)
-        elif isinstance(self.part, Thought) and isinstance(part, Thought):
-            self.part = Thought(self.part.text + part.text)
-
-    def empty(self) -> Output:
-        match self.part:
-            case Said():
-                return OutputMessage(id=self.id, status=self.status, content=[])
-            case Thought():
-                return OutputReasoning(id=self.id, status=self.status, content=[])
-            case ToolCall(name=name):
-                return OutputCall(id=self.id, call_id=self._call_id, name=name, arguments="", status=self.status)
-
-    def whole(self) -> Output:
-        match self.part:
-            case Said(text=text):
-                return OutputMessage(id=self.id, status=self.status, content=[OutputText(text=text)])
-            case Thought(text=text):
-                return OutputReasoning(id=self.id, status=self.status, content=[ReasoningText(text=text)])
-            case ToolCall(name=name, arguments=arguments):
-                return OutputCall(id=self.id, call_id=self._call_id, name=name, arguments=arguments, status=self.status)
+def _plain(rows: Sequence[SpelledToken]) -> list[Object]:
+    return [row.model_dump() for row in rows]

@@ -91,7 +91,7 @@ class Choice:
     def _add(self, part: Part) -> None:
         last = self.parts[-1] if self.parts else None
         if isinstance(part, Said) and isinstance(last, Said):
-            self.parts[-1] = Said(last.text + part.text)
+            self.parts[-1] = Said(last.text + part.text, last.at)
         elif isinstance(part, Thought) and isinstance(last, Thought):
             self.parts[-1] = Thought(last.text + part.text)
         else:

@@ -30,11 +30,12 @@ async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Respo
     desk.check_model(asked.model)
     chat.refuse(asked)
     box = chat.box(desk.model, asked)
-    grammar, wanted = await desk.grammar(form_of(asked), box), chat.logprobs(asked)
-    prompt = await desk.prompt(chat.conversation(asked, box, grammar is not None))
+    form, wanted = form_of(asked), chat.logprobs(asked)
+    prompt = await desk.prompt(chat.conversation(asked, box))
+    grammar = await desk.grammar(prompt, form, box)
     manner = manner_of(desk.model, asked, room(desk.model, len(prompt.tokens), _most(asked)), grammar, wanted)
     jobs = [job(desk.model.codec, prompt.tokens, manner.another(index)) for index in range(choices(asked))]
-    splitters = [splitter(desk.model, prompt, box, grammar is not None) for _ in jobs]
+    splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None) for _ in jobs]
     spell = speller(desk.model, manner.sampling)
     head = chat_events.Head(desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), spell)
     with_usage = usage_wanted(asked)

@@ -40,7 +40,7 @@ async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) ->
         raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MOST_CHOICES} in all", "n")
     most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # the best is chosen by them
-    manner = manner_of(desk.model, asked, most, await desk.grammar(form_of(asked)), wanted)
+    manner = manner_of(desk.model, asked, most, await desk.grammar(Prompt(()), form_of(asked)), wanted)
     jobs = [job(desk.model.codec, prompt.tokens, manner.another(index)) for prompt in prompts for index in range(tried)]
     splitters = [Splitter() for _ in jobs]
     head = completion_events.Head(

@@ -27,8 +27,9 @@ async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Res
     desk.check_model(asked.model)
     messages.refuse(asked)
     box = messages.box(desk.model, asked)
-    grammar = await desk.grammar(messages.form(asked), box)
-    prompt = await desk.prompt(messages.conversation(asked, box, grammar is not None))
+    form = messages.form(asked)
+    prompt = await desk.prompt(messages.conversation(asked, box))
+    grammar = await desk.grammar(prompt, form, box)
     how = manner(
         desk.model,
         asked.speculation,
@@ -46,7 +47,8 @@ async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Res
         return stop_that_ended(desk.model.codec, prompt.tokens, choice.tokens, how.sampling)
 
     head = message_events.Head(desk.model.id, how.sampling.seed or 0, len(prompt.tokens), stopped_by)
-    jobs, splitters = [Job(prompt.tokens, how)], [splitter(desk.model, prompt, box, grammar is not None)]
+    jobs = [Job(prompt.tokens, how)]
+    splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None)]
     if not asked.stream:
         (choice,) = await desk.whole(request, jobs, splitters, box.one)
         return as_json(message_events.message(head, choice))
@@ -60,7 +62,5 @@ async def count(asked: Counted, desk: TheDesk) -> Response:
     """The tokens that a conversation is."""
     desk.check_model(asked.model)
     messages.refuse(asked)
-    prompt = await desk.prompt(
-        messages.conversation(asked, messages.box(desk.model, asked), messages.form(asked) is not None)
-    )
+    prompt = await desk.prompt(messages.conversation(asked, messages.box(desk.model, asked)))
     return as_json(TokenCount(input_tokens=len(prompt.tokens)))

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from outrider.server.answers import response_events
 from outrider.server.answers.guarded import guarded
 from outrider.server.answers.parts import splitter
+from outrider.server.answers.probabilities import speller
 from outrider.server.answers.run import Job
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import telling
@@ -17,7 +18,7 @@ from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, typed
 from outrider.server.mapping import responses
 from outrider.server.mapping.manner import manner, room
-from outrider.server.shapes.responses import FunctionChosen, ResponseObject, ResponsesRequest
+from outrider.server.shapes.responses import ResponseObject, ResponsesRequest
 
 router = APIRouter(route_class=typed())
 
@@ -28,8 +29,9 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
     desk.check_model(asked.model)
     responses.refuse(asked)
     box = responses.box(desk.model, asked)
-    grammar = await desk.grammar(responses.form(asked), box)
-    prompt = await desk.prompt(responses.conversation(asked, box, grammar is not None))
+    form = responses.form(asked)
+    prompt = await desk.prompt(responses.conversation(asked, box))
+    grammar = await desk.grammar(prompt, form, box)
     how = manner(
         desk.model,
         asked.speculation,
@@ -41,6 +43,7 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         min_p=asked.min_p,
         seed=asked.seed,
         grammar=grammar,
+        logprobs=responses.logprobs(asked),
     )
     head = response_events.Head(
         model=desk.model.id,
@@ -53,8 +56,10 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         max_output_tokens=asked.max_output_tokens,
         temperature=how.sampling.temp,
         top_p=how.sampling.top_p,
+        speller=speller(desk.model, how.sampling),
     )
-    jobs, splitters = [Job(prompt.tokens, how)], [splitter(desk.model, prompt, box, grammar is not None)]
+    jobs = [Job(prompt.tokens, how)]
+    splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None)]
     if not asked.stream:
         (choice,) = await desk.whole(request, jobs, splitters, box.one)
         return as_json(response_events.response(head, choice))
@@ -65,4 +70,4 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
 
 def _choice(asked: ResponsesRequest) -> str | dict[str, Any]:
     choice = asked.tool_choice
-    return choice.model_dump() if isinstance(choice, FunctionChosen) else choice or "auto"
+    return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, typed
 from outrider.server.mapping import chat
-from outrider.server.mapping.toolbox import ANY, toolbox
+from outrider.server.mapping.toolbox import Choice, toolbox
 from outrider.server.model.served import Conversation, ServedModel
 from outrider.server.problems import Refused
 from outrider.server.shapes.plain import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -43,7 +43,7 @@ def _tokens(asked: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     if len(given) != 1:
         raise Refused("expected content, prompt or messages, and one of them only")
     if asked.messages is not None:
-        box = toolbox(model, chat.tools(asked.tools), ANY, None, one=False)
+        box = toolbox(model, chat.tools(asked.tools), Choice())
         keywords = asked.chat_template_kwargs or {}
         talk = Conversation(chat.messages(asked.messages), box.tools, keywords, answer=asked.add_generation_prompt)
         return model.prompt(talk).tokens

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.server.mapping import speech
-from outrider.server.mapping.toolbox import ANY, MUST, Toolbox, function, toolbox
+from outrider.server.mapping.toolbox import MUST, Choice, Toolbox, function, toolbox
 from outrider.server.model.served import Conversation, ServedModel
 from outrider.server.problems import Refused
-from outrider.server.shapes.chat import ChatMessage, ChatRequest, Part, Tool, ToolChosen
+from outrider.server.shapes.chat import ChatMessage, ChatRequest, Part, Tool, ToolChosen, ToolsAllowed
 
 _REFUSED = {
     "audio": "no sound is made here",
@@ -39,13 +39,24 @@ def logprobs(asked: ChatRequest) -> int | None:
 
 
 def box(model: ServedModel, asked: ChatRequest) -> Toolbox:
-    choice = asked.tool_choice
-    named = choice.function.name if isinstance(choice, ToolChosen) else None
-    kind = MUST if named is not None else choice if isinstance(choice, str) else ANY
-    return toolbox(model, tools(asked.tools), kind, named, one=asked.parallel_tool_calls is False)
+    strict = [tool.function.name for tool in asked.tools or () if tool.function is not None and tool.function.strict]
+    return toolbox(model, tools(asked.tools), _choice(asked), strict)
 
 
-def conversation(asked: ChatRequest, box: Toolbox, in_form: bool) -> Conversation:
+def _choice(asked: ChatRequest) -> Choice:
+    one = asked.parallel_tool_calls is False
+    match asked.tool_choice:
+        case None:
+            return Choice(one=one)
+        case str(kind):
+            return Choice(kind, one=one)
+        case ToolChosen(function=function):
+            return Choice(MUST, (function.name,), one)
+        case ToolsAllowed(allowed_tools=allowed):
+            return Choice(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
+
+
+def conversation(asked: ChatRequest, box: Toolbox) -> Conversation:
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning_effort)
@@ -56,8 +67,6 @@ def conversation(asked: ChatRequest, box: Toolbox, in_form: bool) -> Conversatio
         keywords=keywords,
         answer=asked.add_generation_prompt is not False,
         go_on=go_on,
-        must_call=box.must,
-        in_form=in_form,
     )
 
 

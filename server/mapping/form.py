@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.grammar.compiler import check
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.grammar import Grammar
-from outrider.server.mapping.toolbox import Toolbox
 from outrider.server.problems import Refused
 from outrider.server.shapes.base import Sampling, StructuredOutputs
 
@@ -20,21 +18,6 @@ class Form:
 
     grammar: Grammar
     param: str
-
-    def check(self, box: Toolbox) -> None:
-        """
-        Raises:
-            Refused: it can't be compiled, or tools may be called, which it has no words for.
-        """
-        if box.tools:
-            raise Refused(
-                f"{self.param}: a text in a form calls no tools; leave tools out, or set tool_choice to none",
-                self.param,
-            )
-        try:
-            check(self.grammar)
-        except InvalidRequest as error:
-            raise Refused(f"{self.param}: {error}", self.param) from None
 
 
 def form_of(asked: Sampling) -> Form | None:

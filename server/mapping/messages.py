@@ -7,12 +7,12 @@ from typing import Any
 
 from outrider.server.mapping import speech
 from outrider.server.mapping.form import Form, by_format
-from outrider.server.mapping.toolbox import ANY, MUST, NONE, Toolbox, function, toolbox
+from outrider.server.mapping.toolbox import ANY, MUST, NONE, Choice, Toolbox, function, toolbox
 from outrider.server.model.served import Conversation, ServedModel
 from outrider.server.problems import Refused
 from outrider.server.shapes.messages import Block, Counted, Turn
 
-_CHOICES = {"auto": ANY, "any": MUST, "none": NONE, "tool": MUST}
+_CHOICES = {"auto": ANY, "any": MUST, "none": NONE}
 
 
 def refuse(asked: Counted) -> None:
@@ -37,14 +37,23 @@ def box(model: ServedModel, asked: Counted) -> Toolbox:
         if tool.type not in (None, "custom"):
             raise Refused(f"tools.{place}: {tool.type[:40]} runs at Anthropic; expected tools of your own", "tools")
         given.append(function(tool.name, tool.description, tool.input_schema))
+    strict = [tool.name for tool in asked.tools or () if tool.strict]
+    return toolbox(model, given, _choice(asked), strict)
+
+
+def _choice(asked: Counted) -> Choice:
     choice = asked.tool_choice
     if choice is None:
-        return toolbox(model, given, ANY, None, one=False)
-    named = choice.name if choice.type == "tool" else None
-    return toolbox(model, given, _CHOICES[choice.type], named, one=bool(choice.disable_parallel_tool_use))
+        return Choice()
+    one = bool(choice.disable_parallel_tool_use)
+    if choice.type != "tool":
+        return Choice(_CHOICES[choice.type], one=one)
+    if choice.name is None:
+        raise Refused("tool_choice: it is to be a tool, and names none; expected its name", "tool_choice")
+    return Choice(MUST, (choice.name,), one)
 
 
-def conversation(asked: Counted, box: Toolbox, in_form: bool) -> Conversation:
+def conversation(asked: Counted, box: Toolbox) -> Conversation:
     """An assistant's turn at the end is continued, as Anthropic does."""
     said: list[dict[str, Any]] = []
     if asked.system:
@@ -56,7 +65,7 @@ def conversation(asked: Counted, box: Toolbox, in_form: bool) -> Conversation:
         keywords.setdefault("enable_thinking", asked.thinking.type != "disabled")
     last = said[-1]
     go_on = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
-    return Conversation(said, box.tools, keywords, go_on=go_on, must_call=box.must, in_form=in_form)
+    return Conversation(said, box.tools, keywords, go_on=go_on)
 
 
 def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:

@@ -6,11 +6,12 @@ from typing import Any
 
 from outrider.server.mapping import speech
 from outrider.server.mapping.form import Form, by_format
-from outrider.server.mapping.toolbox import ANY, MUST, Toolbox, function, toolbox
+from outrider.server.mapping.toolbox import MUST, Choice, Toolbox, function, toolbox
 from outrider.server.model.served import Conversation, ServedModel
 from outrider.server.problems import Refused
-from outrider.server.shapes.responses import Content, FunctionChosen, Item, ResponsesRequest
+from outrider.server.shapes.responses import Content, FunctionChosen, FunctionsAllowed, Item, ResponsesRequest
 
+_LOGPROBS = "message.output_text.logprobs"
 _READABLE = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _REFUSED = {
     "previous_response_id": "no response is stored here; send the whole input",
@@ -22,8 +23,8 @@ _REFUSED = {
 
 def refuse(asked: ResponsesRequest) -> None:
     """Raises Refused for what would change the answer and can't be done."""
-    if asked.top_logprobs:
-        raise Refused("top_logprobs: only chats and completions have log-probabilities here", "top_logprobs")
+    if asked.top_logprobs and logprobs(asked) is None:
+        raise Refused(f"top_logprobs: none are wanted; expected {_LOGPROBS} in include", "top_logprobs")
     for name, why in _REFUSED.items():
         if getattr(asked, name) is not None:
             raise Refused(f"{name}: {why}", name)
@@ -31,6 +32,11 @@ def refuse(asked: ResponsesRequest) -> None:
         raise Refused("background: answers are given at once here; leave it out", "background")
     if asked.truncation not in (None, "disabled"):
         raise Refused("truncation: no input is shortened here; expected disabled or nothing", "truncation")
+
+
+def logprobs(asked: ResponsesRequest) -> int | None:
+    """How many of each place's likeliest tokens are told; None: no log-probabilities at all."""
+    return asked.top_logprobs or 0 if _LOGPROBS in (asked.include or ()) else None
 
 
 def form(asked: ResponsesRequest) -> Form | None:
@@ -47,13 +53,24 @@ def box(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
         if tool.type != "function" or not tool.name:
             raise Refused(f"tools.{place}: only functions can be called here", f"tools.{place}")
         given.append(function(tool.name, tool.description, tool.parameters))
-    choice = asked.tool_choice
-    named = choice.name if isinstance(choice, FunctionChosen) else None
-    kind = MUST if named is not None else choice if isinstance(choice, str) else ANY
-    return toolbox(model, given, kind, named, one=asked.parallel_tool_calls is False)
+    strict = [tool.name for tool in asked.tools or () if tool.strict and tool.name]
+    return toolbox(model, given, _choice(asked), strict)
 
 
-def conversation(asked: ResponsesRequest, box: Toolbox, in_form: bool) -> Conversation:
+def _choice(asked: ResponsesRequest) -> Choice:
+    one = asked.parallel_tool_calls is False
+    match asked.tool_choice:
+        case None:
+            return Choice(one=one)
+        case str(kind):
+            return Choice(kind, one=one)
+        case FunctionChosen(name=name):
+            return Choice(MUST, (name,), one)
+        case FunctionsAllowed(mode=mode, tools=allowed):
+            return Choice(mode, tuple(tool.name for tool in allowed), one)
+
+
+def conversation(asked: ResponsesRequest, box: Toolbox) -> Conversation:
     said: list[dict[str, Any]] = []
     if asked.instructions:
         said.append({"role": "system", "content": asked.instructions})
@@ -64,7 +81,7 @@ def conversation(asked: ResponsesRequest, box: Toolbox, in_form: bool) -> Conver
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning is not None and asked.reasoning.effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning.effort)
-    return Conversation(said, box.tools, keywords, must_call=box.must, in_form=in_form)
+    return Conversation(said, box.tools, keywords)
 
 
 def _items(items: list[Item]) -> list[dict[str, Any]]:

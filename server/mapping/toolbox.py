@@ -1,12 +1,11 @@
 """Which tools an answer may call: every API's `tools` and `tool_choice` as one record.
 
-A call that is asked for is begun for the model, by its format's own mark, with only the tool that was named to choose
-from; what it writes then is its own.
+The model is shown only those that may be called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,23 @@ ANY, NONE, MUST = "auto", "none", "required"
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """`tools` in OpenAI's shape, as templates and parsers take them. `must`: one is called; `one`: no more than one."""
+    """`tools` in OpenAI's shape, as templates and parsers take them. `must`: one is called; `one`: no more than one.
+
+    `strict`: the names of those whose calls are held to their schemas in any case.
+    """
 
     tools: tuple[dict[str, Any], ...] = ()
     must: bool = False
+    one: bool = False
+    strict: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`tool_choice`: `kind` is auto, none or required; `names`: of these tools alone, None: of all."""
+
+    kind: str = ANY
+    names: tuple[str, ...] | None = None
     one: bool = False
 
 
@@ -31,20 +43,24 @@ def function(name: str, description: str | None, parameters: dict[str, Any] | No
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
 
 
-def toolbox(model: ServedModel, tools: Sequence[dict[str, Any]], choice: str, named: str | None, one: bool) -> Toolbox:
-    """`choice` is auto, none or required; `named`: that one is required.
+def toolbox(model: ServedModel, tools: Sequence[dict[str, Any]], choice: Choice, strict: Iterable[str] = ()) -> Toolbox:
+    """The tools that may be called; `strict`: the names of those that say so.
 
     Raises:
-        Refused: the model knows no tools, or what is required is not there.
+        Refused: the model knows no tools, two have one name, or what is required is not there.
     """
-    if named is not None:
-        tools = [tool for tool in tools if tool["function"]["name"] == named]
-        if not tools:
-            raise Refused(f"tool_choice names {named[:80]!r}, which is not among the tools", "tool_choice")
-    if choice == MUST and not tools:
+    by_name = {tool["function"]["name"]: tool for tool in tools}
+    if len(by_name) < len(tools):
+        raise Refused("tools: two have the same name; expected a name for each", "tools")
+    for name in choice.names or ():
+        if name not in by_name:
+            raise Refused(f"tool_choice names {name[:80]!r}, which is not among the tools", "tool_choice")
+    allowed = tools if choice.names is None else [by_name[name] for name in dict.fromkeys(choice.names)]
+    if choice.kind == MUST and not allowed:
         raise Refused("tool_choice requires a call, and there are no tools", "tool_choice")
-    if choice == NONE or not tools:
+    if choice.kind == NONE or not allowed:
         return Toolbox()
     if model.tools is None:
         raise Refused(f"{model.id} has no template or no format for calling tools; leave tools out", "tools")
-    return Toolbox(tuple(tools), must=choice == MUST or named is not None, one=one)
+    held = frozenset(strict) & {tool["function"]["name"] for tool in allowed}
+    return Toolbox(tuple(allowed), choice.kind == MUST, choice.one, held)

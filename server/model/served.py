@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from outrider.grammar.vocabulary import Vocabulary, vocabulary_of
 from outrider.orchestrator.pair.chat import Message, chat_template, render, without_end
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model, read_json
 from outrider.orchestrator.pair.model_text import as_text
@@ -28,7 +30,7 @@ class Conversation:
     """What is said so far, as templates take it, and how the answer begins.
 
     `tools` are functions in OpenAI's shape. `answer`: begin the assistant's turn; `go_on`: continue the last message
-    instead. `must_call`: the answer begins inside a call of a tool; `in_form`: it has a form, which has no thoughts.
+    instead.
     """
 
     messages: Sequence[Message]
@@ -36,17 +38,22 @@ class Conversation:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     answer: bool = True
     go_on: bool = False
-    must_call: bool = False
-    in_form: bool = False
+
+
+class Thoughts(Enum):
+    """Whether an answer has thoughts: none, as the model likes, or it begins inside one."""
+
+    NONE = 1
+    FREE = 2
+    BEGUN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model reads. Its answer begins inside a thought or inside a call where the prompt ends in one."""
+    """What the model reads."""
 
     tokens: tuple[int, ...]
-    thinks: bool = False
-    calls: bool = False
+    thoughts: Thoughts = Thoughts.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,7 @@ class ServedModel:
 
     names: tuple[str, ...]
     codec: TextCodec
+    vocabulary: Vocabulary
     template: str | None
     thinking: Tags | None
     tools: ToolFormat | None
@@ -110,12 +118,10 @@ class ServedModel:
         )
         if talk.go_on:
             text = without_end(text, str(talk.messages[-1].get("content") or ""))
-        thinks = self._in_thought(text)
-        if thinks and (talk.must_call or talk.in_form) and self.thinking is not None:
-            text, thinks = f"{text}{self.thinking.end}\n\n", False
-        if talk.must_call and self.tools is not None:
-            text += self.tools.tags.start
-        return Prompt(self._fitting(text, special=False), thinks, talk.must_call)
+        thoughts = self._thoughts(text, talk)
+        if thoughts is Thoughts.BEGUN and self.thinking is not None and talk.keywords.get("enable_thinking") is False:
+            text, thoughts = f"{text}{self.thinking.end}\n\n", Thoughts.NONE
+        return Prompt(self._fitting(text, special=False), thoughts)
 
     def _fitting(self, text: str, special: bool) -> tuple[int, ...]:
         """The tokens of `text`, which is not tokenized at all where it would surely be too long: that takes seconds."""
@@ -134,10 +140,13 @@ class ServedModel:
             raise InvalidRequest(f"{self.id} has no chat template; leave out what is meant for one")
         return self.plain(as_text(talk.messages))
 
-    def _in_thought(self, text: str) -> bool:
+    def _thoughts(self, text: str, talk: Conversation) -> Thoughts:
         if self.thinking is None:
-            return False
-        return text.rfind(self.thinking.start) > text.rfind(self.thinking.end)
+            return Thoughts.NONE
+        if text.rfind(self.thinking.start) > text.rfind(self.thinking.end):
+            return Thoughts.BEGUN
+        begins = talk.answer and not talk.go_on and not text.rstrip().endswith(self.thinking.end)
+        return Thoughts.FREE if begins and talk.keywords.get("enable_thinking") is not False else Thoughts.NONE
 
 
 def load_served(name: str, folder: Path, names: tuple[str, ...]) -> ServedModel:
@@ -153,6 +162,7 @@ def load_served(name: str, folder: Path, names: tuple[str, ...]) -> ServedModel:
     return ServedModel(
         names=names or own_names(name, folder),
         codec=codec,
+        vocabulary=vocabulary_of(codec.tokenizer),
         template=template,
         thinking=thinking_tags(vocabulary) if template is not None else None,
         tools=tool_format(template, vocabulary, named) if template is not None else None,

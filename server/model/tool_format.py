@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from outrider.protocol.errors import ModelError
+from outrider.server.model.call_styles import Style, style_of
 from outrider.server.model.thinking import Tags, is_xtml
 
 PACKAGE = "_outrider_tool_parsers"
@@ -52,11 +53,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One of mlx-lm's parsers."""
+    """One of mlx-lm's parsers. `style`: how its calls are written; None: nobody knows here."""
 
     name: str
     tags: Tags
     module: ModuleType
+    style: Style | None = None
 
     def calls(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
         """The calls that `text`, what stood between the marks, writes.
@@ -85,7 +87,8 @@ def tool_format(template: str | None, vocabulary: Collection[str], named: str | 
         module = import_module(f"{_parsers()}.{name}")
     except ImportError:
         raise ModelError(f"the model's tool calls are written as {name!r}, which this mlx-lm can't read") from None
-    return ToolFormat(name, Tags(module.tool_call_start, module.tool_call_end), module)
+    tags = Tags(module.tool_call_start, module.tool_call_end)
+    return ToolFormat(name, tags, module, style_of(name, template or ""))
 
 
 def infer(template: str | None, vocabulary: Collection[str]) -> str | None:
@@ -105,7 +108,7 @@ def _call(parsed: dict[str, Any]) -> ToolCall:
     name, arguments, own = parsed["name"], parsed.get("arguments", {}), parsed.get("id")
     if not isinstance(name, str) or not name:
         raise NoCall("it names no function")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return ToolCall(name, text, own if isinstance(own, str) else None)
 
 

@@ -78,13 +78,30 @@ class ToolChosen(Loose):
     function: Named
 
 
+class ToolAllowed(Loose):
+    type: Literal["function"] = "function"
+    function: Named
+
+
+class Allowed(Given):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolAllowed], Field(min_length=1)]
+
+
+class ToolsAllowed(Loose):
+    """Some of the functions; `mode`: whether one of them is to be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 class ChatRequest(Sampling):
     """A conversation that is to be answered."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChosen | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChosen | ToolsAllowed | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = None

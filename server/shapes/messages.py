@@ -47,6 +47,7 @@ class ClientTool(Loose):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     input_schema: Object | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(Loose):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.shapes.base import (
     MOST_MESSAGES,
     Answered,
@@ -19,6 +20,7 @@ from outrider.server.shapes.base import (
     Timings,
     absent,
 )
+from outrider.server.shapes.chat import SpelledToken
 
 
 class Content(Loose):
@@ -53,6 +55,14 @@ class FunctionChosen(Loose):
     name: str
 
 
+class FunctionsAllowed(Loose):
+    """Some of the functions; `mode`: whether one of them is to be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChosen], Field(min_length=1)]
+
+
 class Reasoning(Loose):
     effort: str | None = None
 
@@ -64,7 +74,7 @@ class ResponsesRequest(Given):
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChosen | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChosen | FunctionsAllowed | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -78,7 +88,8 @@ class ResponsesRequest(Given):
     chat_template_kwargs: Object | None = None
     speculation: Speculation | None = None
     timeout: Timeout | None = None
-    top_logprobs: int | None = None
+    include: list[str] | None = Field(None, description="message.output_text.logprobs; others change nothing")
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
@@ -86,7 +97,6 @@ class ResponsesRequest(Given):
     truncation: str | None = None
     max_tool_calls: int | None = None
     # Ignored: nothing of the answer depends on them.
-    include: Any = None
     metadata: Any = None
     store: Any = None
     user: Any = None
@@ -102,6 +112,7 @@ class OutputText(Answered):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Object] = Field(default_factory=list)
+    logprobs: list[SpelledToken] | None = absent()
 
 
 class OutputMessage(Answered):

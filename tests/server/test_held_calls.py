@@ -1,0 +1,319 @@
+"""Calls by a grammar: whatever it allows is, read by mlx-lm's parser, a call whose arguments satisfy the schema."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from outrider.grammar.compiler import Compiler
+from outrider.grammar.vocabulary import vocabulary_of
+from outrider.protocol.grammar import Grammar
+from outrider.server.answers.parts import Said, Splitter, Thought, splitter
+from outrider.server.mapping.form import Form
+from outrider.server.mapping.held import held
+from outrider.server.mapping.toolbox import Toolbox, function
+from outrider.server.model.served import Prompt, Thoughts
+from outrider.server.model.thinking import Tags
+from outrider.server.model.tool_format import ToolCall, tool_format
+from outrider.server.problems import Refused
+
+END = "<|end|>"
+THINK = Tags("<think>", "</think>")
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+FLAT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 5, "description": "where"},
+        "unit": {"enum": ["C", "F"], "type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+DEEP: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "code": {"type": "string", "pattern": "^[a-z]{2}[0-9]$"},
+        "area": {"$ref": "#/$defs/area"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+        "note": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+    },
+    "required": ["tags"],
+    "additionalProperties": False,
+    "$defs": {"area": {"enum": [{"x": 1}, {"x": 2.5}, [True, None]]}},
+}
+NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = (function("flat", "words", FLAT), function("deep", "words", DEEP), function("none", "words", NONE))
+SPECIAL = {
+    "json_tools": ("<tool_call>", "</tool_call>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "mistral headed": ("[TOOL_CALLS]", "[ARGS]"),
+    "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+                "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "glm47": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "laguna": ("<tool_call>", "</tool_call>"),
+    "longcat": ("<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>", "</longcat_arg_key>"),
+    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
+    "muse_spark": (),
+    "minicpm5": (),
+    "pythonic": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "function_gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+}  # fmt: skip
+WITHOUT_DEEP = ("qwen3_coder", "minimax_m2", "minicpm5", "function_gemma", "gemma4")
+every_format = pytest.mark.parametrize("name", SPECIAL)
+
+
+def written(path: Path, marks: Sequence[str]) -> Tokenizer:
+    """A tokenizer of bytes and marks, saved in `path`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in (*marks, END)])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return tokenizer
+
+
+class Model:
+    """A model that writes what the grammar allows, at random."""
+
+    def __init__(self, path: Path, name: str, marks: Sequence[str]) -> None:
+        self.tokenizer = written(path, marks)
+        self.compiler = Compiler(path)
+        template = "[ARGS]" if name == "mistral headed" else ""
+        self.served: Any = SimpleNamespace(
+            vocabulary=vocabulary_of(self.tokenizer),
+            tools=tool_format(template, (), name.split()[0]),
+            thinking=THINK,
+            codec=SimpleNamespace(eos={self.tokenizer.token_to_id(END)}),
+        )
+        tags = self.served.tools.tags
+        self.wishes = [mark for mark in (tags.start, tags.end, THINK.start, THINK.end, END) if mark]
+
+    def text(self, grammar: Grammar, seed: int) -> str:
+        """Marks come more often than other bytes would spell them."""
+        end, rng = self.tokenizer.token_to_id(END), random.Random(seed)
+        constraint = self.compiler.constraint(grammar, [end], 0)
+        assert constraint is not None
+        wishes = [self.tokenizer.encode(mark, add_special_tokens=False).ids for mark in self.wishes]
+        tokens, wish = [], iter([])
+        while end not in tokens:
+            bits = constraint.allowed([tokens])
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+            constraint.check(tokens)
+            if (wanted := next(wish, None)) not in allowed:
+                wish = iter(rng.choice(wishes) if rng.random() < (0.2 if tokens else 0.8) else [])
+                wanted = next(wish, None)
+            tokens.append(wanted if wanted in allowed else rng.choice(allowed))
+            assert len(tokens) < 5000
+        return self.tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+
+    def parts(self, text: str, box: Toolbox, prompt: Prompt, in_form: bool = False) -> list[Any]:
+        """As they come one character after the other."""
+        found: Splitter = splitter(self.served, prompt, box, in_form, by_grammar=True)
+        return [part for letter in text for part in found.feed(letter)] + found.finish()
+
+
+def read(parts: list[Any], tools: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of calls, which are by their schemas."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    for call in calls:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+    return [call.name for call in calls]
+
+
+def tools_of(name: str) -> tuple[dict[str, Any], ...]:
+    return tuple(tool for tool in TOOLS if tool["function"]["name"] != "deep" or name not in WITHOUT_DEEP)
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["tokens", "bytes"])
+@every_format
+def test_what_must_be_a_call_is_one(tmp_path: Path, name: str, special: bool) -> None:
+    model, tools = Model(tmp_path, name, SPECIAL[name] if special else ()), tools_of(name)
+    box = Toolbox(tools, must=True, strict=frozenset(["flat", "deep", "none"]))
+    grammar = held(model.served, Prompt(()), box, None)
+    assert grammar is not None
+    found = []
+    for seed in range(12):
+        text = model.text(grammar, seed)
+        parts = model.parts(text, box, Prompt(()))
+        names = read(parts, tools)
+        assert names and not any(isinstance(part, Said) for part in parts), text
+        found.append(names)
+    assert {name for names in found for name in names} == {tool["function"]["name"] for tool in tools}
+    assert max(map(len, found)) > 1
+
+
+@pytest.mark.parametrize("name", ["json_tools", "mistral", "kimi_k2", "glm47"])
+def test_no_more_than_one_call_may_be_asked_for(tmp_path: Path, name: str) -> None:
+    model, box = Model(tmp_path, name, SPECIAL[name]), Toolbox(TOOLS, must=True, one=True)
+    grammar = held(model.served, Prompt(()), box, None)
+    assert grammar is not None
+    for seed in range(10):
+        assert len(read(model.parts(model.text(grammar, seed), box, Prompt(())), TOOLS)) == 1
+
+
+@pytest.mark.parametrize(
+    ("special", "thoughts"), [*((True, one) for one in Thoughts), (False, Thoughts.NONE), (False, Thoughts.BEGUN)]
+)
+@pytest.mark.parametrize("name", ["json_tools", "qwen3_coder"])
+def test_strict_tools_leave_words_and_thoughts_free(
+    tmp_path: Path, name: str, special: bool, thoughts: Thoughts
+) -> None:
+    """Each mark begins a call that can be read."""
+    marks = (*SPECIAL[name], "<think>", "</think>") if special else ()
+    model, tools, prompt = Model(tmp_path, name, marks), tools_of(name), Prompt((), thoughts)
+    box, seen = Toolbox(tools, strict=frozenset(["flat"])), set[type]()
+    grammar = held(model.served, prompt, box, None)
+    assert grammar is not None
+    said = "<think>a <tool_call> b</think>\n\nI look." if thoughts is not Thoughts.NONE else "I look."
+    said = said.removeprefix("<think>") if thoughts is Thoughts.BEGUN else said
+    assert accepts(model, grammar, said) and not accepts(model, grammar, f"{said}<tool_call>x")
+    for seed in range(10):
+        text = model.text(grammar, seed)
+        parts = model.parts(text, box, prompt)
+        thought = thoughts is Thoughts.BEGUN or text.startswith("<think>")
+        assert len(read(parts, tools)) == (text.partition("</think>")[2] if thought else text).count("<tool_call>")
+        seen |= {type(part) for part in parts}
+    assert ToolCall in seen and Said in seen and (thoughts is Thoughts.NONE or Thought in seen)
+
+
+FORMS = {
+    "json_schema": Form(Grammar.json_schema({"type": "object", "maxProperties": 1, **COMPACT}), "response_format"),
+    "regex": Form(Grammar("regex", "[a-z <]{4}/"), "guided_regex"),
+    "grammar": Form(Grammar("grammar", 'root ::= "<tool" [0-9]+ "</think>"'), "grammar"),
+}
+
+
+@pytest.mark.parametrize("thoughts", Thoughts)
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_form_beside_tools_is_that_or_calls(tmp_path: Path, kind: str, thoughts: Thoughts) -> None:
+    model, prompt = Model(tmp_path, "json_tools", (*SPECIAL["json_tools"], "<think>", "</think>")), Prompt((), thoughts)
+    box, form = Toolbox(TOOLS), FORMS[kind]
+    both, alone = held(model.served, prompt, box, form), held(model.served, prompt, Toolbox(), form)
+    assert both is not None and alone is not None and (alone == form.grammar) == (thoughts is Thoughts.NONE)
+    seen = set[type]()
+    for seed in range(20):
+        for grammar, tools in ((both, box), (alone, Toolbox())):
+            parts = model.parts(model.text(grammar, seed), tools, prompt, in_form=True)
+            kinds = {type(part) for part in parts} - {Thought}
+            seen |= {type(part) for part in parts}
+            assert len(kinds) == 1 and (tools is box or kinds == {Said})
+            said = "".join(part.text for part in parts if isinstance(part, Said))
+            if kinds == {ToolCall}:
+                assert read(parts, TOOLS)
+            elif kind == "json_schema":
+                assert len(json.loads(said)) <= 1
+            else:
+                assert re.fullmatch("[a-z <]{4}/" if kind == "regex" else r"<tool\d+</think>", said)
+    assert seen == {Said, ToolCall, *(() if thoughts is Thoughts.NONE else (Thought,))}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"type": "object", "properties": {"x": {"type": "nonsense"}}}, "of f the JSON schema .* nonsense"),
+        ({"type": "array"}, "of f .*arguments"),
+        ({"type": "object", "properties": {"x": False}, "required": ["x"]}, "of f .*Unsatisfiable"),
+    ],
+)
+def test_a_schema_that_cant_be_met_is_refused_by_the_tools_name(
+    tmp_path: Path, parameters: dict[str, Any], words: str
+) -> None:
+    model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
+    with pytest.raises(Refused, match=words) as refused:
+        held(model.served, Prompt(()), Toolbox((function("f", None, parameters),), must=True), None)
+    assert refused.value.problem.param == "tools"
+
+
+def test_what_is_strict_is_held_to_every_word_of_its_schema(tmp_path: Path) -> None:
+    """Of others what the library does not know is left out."""
+    model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
+    tools = (function("f", None, {"type": "object", "properties": {"x": {"type": "string", "format": "odd"}}}),)
+    assert held(model.served, Prompt(()), Toolbox(tools, must=True), None) is not None
+    with pytest.raises(Refused, match=r"of f .*odd"):
+        held(model.served, Prompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None)
+
+
+def test_what_a_format_has_no_words_for_is_begun_as_a_call(tmp_path: Path) -> None:
+    model, name = Model(tmp_path, "qwen3_coder", SPECIAL["qwen3_coder"]), "qwen3_coder"
+    assert name in WITHOUT_DEEP
+    grammar = held(model.served, Prompt(()), Toolbox(TOOLS, must=True), None)
+    assert grammar is not None
+    assert accepts(model, grammar, "<tool_call>whatever <tool_call>") and not accepts(model, grammar, "no")
+    assert held(model.served, Prompt(()), Toolbox(TOOLS, strict=frozenset(["deep"])), None) is None
+
+
+def accepts(model: Model, grammar: Grammar, text: str) -> bool:
+    end = model.tokenizer.token_to_id(END)
+    constraint = model.compiler.constraint(grammar, [end], 0)
+    assert constraint is not None
+    tokens = [*model.tokenizer.encode(text, add_special_tokens=False).ids, end]
+    for length in range(len(tokens)):
+        words = constraint.allowed([tokens[:length]])[0]
+        if not words[tokens[length] // 32] >> (tokens[length] % 32) & 1:
+            return False
+    return True
+
+
+QWEN = "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n</tool_call>"
+GLM = "<tool_call>f<arg_key>x</arg_key><arg_value>{}</arg_value></tool_call>"
+MINIMAX = '<minimax:tool_call><invoke name="f"><parameter name="x">{}</parameter></invoke></minimax:tool_call>'
+MINICPM = '<function name="f"><param name="x">{}</param></function>'
+FUNCTION_GEMMA = "<start_function_call>call:f{{x:<escape>{}<escape>}}<end_function_call>"
+GEMMA = '<|tool_call>call:f{{x:<|"|>{}<|"|>}}<tool_call|>'
+TEXT: dict[str, Any] = {"type": "string"}
+MAYBE: dict[str, Any] = {"anyOf": [TEXT, {"type": "null"}]}
+STRINGS = [
+    ("qwen3_coder", QWEN, TEXT, ("Paris", "\n two\nlines ", "none", "[1]"), ("Null", "a</parameter>b")),
+    ("qwen3_coder", QWEN, MAYBE, ("Paris", "none"), (" [1]", '{"a": 1}')),
+    ("glm47", GLM, TEXT, ("7", "null", "a < b"), (" Paris", "Paris\t")),
+    ("minimax_m2", MINIMAX, TEXT, ("true", "None"), ("null", "Paris\n", "a</parameter>")),
+    ("minimax_m2", MINIMAX, MAYBE, ("true",), ("None", "nil")),
+    ("minicpm5", MINICPM, TEXT, ("a > b",), ("<![CDATA[a]]>", " a")),
+    ("function_gemma", FUNCTION_GEMMA, TEXT, ("a, b:c", "a{b"), ("a}b",)),
+    ("gemma4", GEMMA, TEXT, ('"a", {b:', "a}"), ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "schema", "known", "unknown"), STRINGS)
+def test_a_string_may_be_written_as_far_as_it_is_read_again(
+    tmp_path: Path, name: str, text: str, schema: dict[str, Any], known: tuple[str, ...], unknown: tuple[str, ...]
+) -> None:
+    """What is allowed is read as just that; what is not is read as something else."""
+    model = Model(tmp_path, name, SPECIAL[name])
+    box = Toolbox((function("f", None, {"properties": {"x": schema}, "required": ["x"]}),), must=True)
+    grammar = held(model.served, Prompt(()), box, None)
+    assert grammar is not None
+    for value in known + unknown:
+        whole = text.format(value)
+        assert accepts(model, grammar, whole) == (value in known), value
+        calls = [part for part in model.parts(whole, box, Prompt(())) if isinstance(part, ToolCall)]
+        assert ([json.loads(call.arguments) for call in calls] == [{"x": value}]) == (value in known), value
+
+
+def test_a_mark_in_a_value_does_not_end_a_call_that_is_held(tmp_path: Path) -> None:
+    """Where the format's marks are bytes, a string may have them."""
+    model = Model(tmp_path, "json_tools", ())
+    box = Toolbox((function("f", None, {"properties": {"x": TEXT}}),), must=True)
+    grammar = held(model.served, Prompt(()), box, None)
+    assert grammar is not None
+    text = '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>b"}}</tool_call>'
+    assert accepts(model, grammar, text)
+    (call,) = model.parts(text, box, Prompt(()))
+    assert json.loads(call.arguments) == {"x": "a</tool_call>b"}

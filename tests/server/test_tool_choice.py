@@ -1,0 +1,252 @@
+"""Calls that have to come, and calls or thoughts beside a form, through every API: held by a grammar, and drafted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from tests.server.house import House
+
+HELLO: Any = [{"role": "user", "content": "hi"}]
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+}
+WEATHER = {"name": "get_weather", "parameters": CITY}
+TOOL: Any = {"type": "function", "function": WEATHER}
+OTHER: Any = {"type": "function", "function": {"name": "other"}}
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+FORM = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}},
+    "required": ["sure"],
+    "additionalProperties": False,
+}
+IN_FORM: Any = {
+    "type": "json_schema",
+    "json_schema": {"schema": {**FORM, "x-guidance": {"whitespace_flexible": False}}},
+}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def ai(chat: House) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(chat: House) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=chat.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def post(house: House, path: str = CHAT, **body: Any) -> httpx.Response:
+    return httpx.post(f"{house.url}{path}", json={"max_tokens": 400, **body}, timeout=60)
+
+
+def message(answer: httpx.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]
+
+
+def calls(answer: httpx.Response) -> list[tuple[str, Any]]:
+    made = [call["function"] for call in message(answer).get("tool_calls") or ()]
+    return [(call["name"], json.loads(call["arguments"])) for call in made]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_has_to_come_satisfies_its_schema_in_every_mode(chat: House, stream: bool) -> None:
+    """The model would not write it so: its script says nothing of days. Drafts are by the grammar, and taken."""
+    found = set()
+    for mode in ("ar", "sd", "ssd"):
+        asked: dict[str, Any] = {
+            "messages": HELLO, "tools": [OTHER, TOOL], "tool_choice": NAMED, "temperature": 0.9, "seed": 3,
+            "speculation": {"mode": mode}, "max_tokens": 400, "stream": stream,
+        }  # fmt: skip
+        text = httpx.post(f"{chat.url}{CHAT}", json=asked, timeout=60).text
+        told = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] if stream else []
+        last = told[-1] if stream else json.loads(text)
+        made = [c for one in told for c in one["choices"][0]["delta"].get("tool_calls", ())] if stream else []
+        made = made or last["choices"][0]["message"]["tool_calls"]
+        for call in made:
+            jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+        assert last["choices"][0]["finish_reason"] == "tool_calls"
+        assert (last["timings"]["draft_n_accepted"] > 0) == (mode != "ar")
+        found.add(tuple((call["function"]["name"], call["function"]["arguments"]) for call in made))
+    assert len(found) == 1 and {name for one in found for name, _ in one} == {"get_weather"}
+
+
+def test_any_of_the_tools_is_called_once_where_there_may_be_no_more(chat: House) -> None:
+    for seed in range(4):
+        asked: dict[str, Any] = {"messages": HELLO, "tools": [OTHER, TOOL], "tool_choice": "required", "seed": seed}
+        found = calls(post(chat, **asked, temperature=1.5, parallel_tool_calls=False))
+        assert len(found) == 1 and found[0][0] in ("other", "get_weather")
+
+
+def test_every_api_requires_calls(ai: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    other: dict[str, Any] = {"name": "other", "parameters": None}
+    tools: Any = [{"type": "function", "strict": True, **WEATHER}, {"type": "function", "strict": False, **other}]
+    choices: Any = [
+        {"type": "function", "name": "get_weather"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]},
+    ]
+    for choice in choices:
+        answer = ai.responses.create(model="chatty", input="hi", tools=tools, tool_choice=choice, max_output_tokens=400)
+        assert answer.output and {item.type for item in answer.output} == {"function_call"}
+        assert {item.name for item in answer.output if item.type == "function_call"} == {"get_weather"}
+        assert answer.to_dict()["tool_choice"] == choice
+    nothing: dict[str, Any] = {"type": "object", "properties": {}}
+    theirs: Any = [{"name": "get_weather", "input_schema": CITY}, {"name": "other", "input_schema": nothing}]
+    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        how: Any = {**choice, "disable_parallel_tool_use": True}
+        said = claude.messages.create(model="chatty", max_tokens=400, messages=HELLO, tools=theirs, tool_choice=how)
+        (use,) = said.content
+        assert use.type == "tool_use" and said.stop_reason == "tool_use"
+        jsonschema.validate(use.input, CITY if use.name == "get_weather" else {})
+
+
+def test_the_tools_that_are_allowed_are_those_that_may_be_called(chat: House) -> None:
+    name = {"type": "function", "function": {"name": "other"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [name]}}
+    found = calls(post(chat, messages=HELLO, tools=[OTHER, TOOL], tool_choice=allowed))
+    assert {name for name, _ in found} == {"other"}
+    wrong = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+    refused = post(chat, messages=HELLO, tools=[OTHER], tool_choice=wrong)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
+
+
+def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(chat: House) -> None:
+    strict = {"type": "function", "function": {**WEATHER, "strict": True}}
+    free = message(post(chat, messages=HELLO, tools=[TOOL]))
+    held = message(post(chat, messages=HELLO, tools=[strict]))
+    assert held["content"] == free["content"] == "I look."
+    assert json.loads(free["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+    jsonschema.validate(json.loads(held["tool_calls"][0]["function"]["arguments"]), CITY)
+
+
+def test_beside_a_form_a_tool_is_called_or_the_form_is_said(chat: House) -> None:
+    mark = httpx.post(f"{chat.url}/tokenize", json={"content": "<tool_call>"}, timeout=60).json()["tokens"][0]
+    asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "response_format": IN_FORM}
+    said = message(post(chat, **asked, logit_bias={str(mark): -9.0}))
+    jsonschema.validate(json.loads(said["content"]), FORM)
+    assert "tool_calls" not in said
+    called = message(post(chat, **asked, logit_bias={str(mark): 9.0}))
+    jsonschema.validate(json.loads(called["tool_calls"][0]["function"]["arguments"]), CITY)
+    assert called["content"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_thinks_does_so_before_the_form(chat: House, stream: bool) -> None:
+    texts = set()
+    for mode in ("ar", "ssd"):
+        asked: dict[str, Any] = {
+            "messages": HELLO, "response_format": IN_FORM, "max_tokens": 400, "stream": stream,
+            "speculation": {"mode": mode}, "chat_template_kwargs": {"enable_thinking": True},
+        }  # fmt: skip
+        text = httpx.post(f"{chat.url}{CHAT}", json=asked, timeout=60).text
+        if stream:
+            deltas = [
+                json.loads(line[6:])["choices"][0]["delta"] for line in text.splitlines() if line[:7] == "data: {"
+            ]
+            thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+            words = "".join(delta.get("content", "") for delta in deltas)
+        else:
+            said = json.loads(text)["choices"][0]["message"]
+            thought, words = said["reasoning_content"], said["content"]
+        assert thought.strip() == "Hmm, let me see."
+        jsonschema.validate(json.loads(words), FORM)
+        texts.add(words)
+    assert len(texts) == 1
+
+
+def test_a_model_that_is_not_to_think_does_not(chat: House) -> None:
+    """Where its template begins a thought all the same, that is closed."""
+    begun = [*HELLO, {"role": "user", "content": "<|im_start|>assistant\n<think>"}]
+    asked: dict[str, Any] = {"messages": begun, "response_format": IN_FORM, "add_generation_prompt": False}
+    assert message(post(chat, **asked))["reasoning_content"]
+    told = message(post(chat, **asked, chat_template_kwargs={"enable_thinking": False}))
+    assert "reasoning_content" not in told and json.loads(told["content"])
+
+
+def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": [TOOL, TOOL]}, "tools", "two have the same name"),
+        ({"tools": [tool_of({"type": "array"})]}, "tools", "of f arguments are to be 'array'"),
+        ({"tools": [tool_of({"properties": {"x": {"type": "odd"}}})]}, "tools", "of f the JSON schema .*odd"),
+        ({"tools": [TOOL], "grammar": "start: <nothing>"}, "grammar", "unknown special token"),
+        ({"tools": [TOOL], "tool_choice": {**NAMED, "function": {"name": "g"}}}, "tool_choice", "not among"),
+    ],
+)
+def test_what_cant_be_held_is_refused_with_the_field(chat: House, body: dict[str, Any], param: str, words: str) -> None:
+    refused = post(chat, messages=HELLO, **{"tool_choice": "required", **body})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+    assert re.search(words, refused.json()["error"]["message"])
+
+
+def test_a_grammar_may_name_the_models_special_tokens(chat: House) -> None:
+    grammar = 'start: "a" <tool_call> /[0-9]{2}/ </tool_call>'
+    answer = post(chat, "/v1/completions", prompt="x", grammar=grammar).json()
+    text = answer["choices"][0]["text"]
+    assert text.startswith("a<tool_call>") and text.endswith("</tool_call>") and len(text) == 26
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+# --- log-probabilities of responses ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_responses_log_probabilities_are_the_chats(ai: openai.OpenAI, stream: bool) -> None:
+    chat = ai.chat.completions.create(model="chatty", messages=HELLO, logprobs=True, top_logprobs=3)
+    assert chat.choices[0].logprobs is not None
+    expected = [row.model_dump() for row in chat.choices[0].logprobs.content or ()]
+    asked: Any = {"model": "chatty", "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    if stream:
+        told = list(ai.responses.create(**asked, stream=True))
+        final = next(event.response for event in told if event.type == "response.completed")
+        deltas = [
+            row.to_dict() for event in told if event.type == "response.output_text.delta" for row in event.logprobs
+        ]
+        assert deltas == expected
+    else:
+        final = ai.responses.create(**asked)
+    (item,) = final.output
+    assert item.type == "message" and item.content[0].type == "output_text"
+    assert [row.to_dict() for row in item.content[0].logprobs or ()] == expected
+    assert "".join(row["token"] for row in expected) == final.output_text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_words_have_them(ai: openai.OpenAI, stream: bool) -> None:
+    """Not the thought before them, nor the call behind."""
+    asked: Any = {"model": "chatty", "input": "hi", "include": ["message.output_text.logprobs"]}
+    tools: Any = [{"type": "function", "strict": False, **WEATHER}]
+    thinks = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    for more, words in ((thinks, ["\n\nIt is", " four."]), ({"tools": tools}, ["I look."])):
+        if stream:
+            told = list(ai.responses.create(**asked, **more, stream=True))
+            final = next(event.response for event in told if event.type == "response.completed")
+        else:
+            final = ai.responses.create(**asked, **more)
+        (item,) = [item for item in final.output if item.type == "message"]
+        assert item.content[0].type == "output_text"
+        assert [row.token for row in item.content[0].logprobs or ()] == words
+
+
+def test_how_many_are_likeliest_is_asked_for_with_them(chat: House) -> None:
+    refused = httpx.post(f"{chat.url}/v1/responses", json={"input": "hi", "top_logprobs": 3}, timeout=60)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "top_logprobs"
