@@ -39,13 +39,13 @@ class Processes(Collector):
         yield from (cpu, memory, files)
 
     def _all(self) -> Iterator[tuple[str, psutil.Process]]:
-        yield "http", psutil.Process()
-        try:
-            orchestrator = psutil.Process(os.getppid())
-            children = {child.pid: child for child in orchestrator.children(recursive=True)}
-        except psutil.Error:
-            return
-        yield "orchestrator", orchestrator
-        for worker in self.stats.workers if self.stats is not None else ():
-            if worker.pid in children:
-                yield worker.name, children[worker.pid]
+        parent = os.getppid()
+        workers = self.stats.workers if self.stats is not None else ()
+        named = [("http", os.getpid()), ("orchestrator", parent), *((worker.name, worker.pid) for worker in workers)]
+        for name, number in named:
+            try:
+                process = psutil.Process(number)
+                if number in (os.getpid(), parent) or process.ppid() == parent:
+                    yield name, process
+            except psutil.Error:  # it has ended
+                continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
@@ -36,7 +38,8 @@ async def ready(desk: TheDesk, response: Response) -> Ready:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(desk: TheDesk) -> Response:
     """For Prometheus."""
-    return Response(desk.metrics.text(await _stats(desk)), media_type=CONTENT_TYPE_LATEST)
+    text = await asyncio.to_thread(desk.metrics.text, await _stats(desk))  # others have news to write meanwhile
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 async def _stats(desk: Desk) -> Stats | None:
