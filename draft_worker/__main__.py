@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from outrider.drafting.replay import ReplayDrafter
 from outrider.engine.memory import Peak
 from outrider.engine.pace import Pace
 from outrider.grammar.compiler import TOKENIZER, Compiler
+from outrider.protocol import logs
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
@@ -24,7 +24,7 @@ from outrider.protocol.worker_link import WorkerLink
 
 def main() -> int:
     options = _parser().parse_args()
-    logging.basicConfig(level=options.log_level.upper(), format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
+    logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
     with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation) as link:
         try:
             link.send(Loading("draft", f"starting the {options.backend} drafter"))
@@ -78,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent-fd", type=int, default=None)
     parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
     parser.add_argument("--log-level", default="warning")
+    parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
+    parser.add_argument("--log-fd", type=int, default=None, help="where the server that started it logs")
     return parser
 
 

@@ -134,6 +134,9 @@ class DraftWorker:
 
     def _fault(self, request: str | None, error: OutriderError) -> None:
         """A drafter that fails loses that request, never the worker."""
+        drafting = self._drafting.get(request or "")
+        about = {"request": request, "round": drafting.newest.round if drafting is not None else None}
+        log.warning("request %s failed: %s", request, error, extra=about)
         self._drop(request or "", spoilt=True)
         self._link.send(Fault(name=self._link.name, request=request, message=str(error)))
 
@@ -256,7 +259,8 @@ class DraftWorker:
         expected = drafting.work.committed_len + len(message.tokens)
         if message.epoch < drafting.epoch or message.round < drafting.newest.round or message.base_len < expected:
             self._stale += 1
-            log.debug("stale commit of round %d (%d so far)", message.round, self._stale)
+            about = {"request": message.request, "round": message.round}
+            log.debug("stale commit of round %d (%d so far)", message.round, self._stale, extra=about)
             return
         if message.base_len > expected:
             self._drop(message.request)

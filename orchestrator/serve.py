@@ -167,7 +167,10 @@ def _threads(
         stack.callback(Sweeper(directory.path, clients.door.bound.claim).dismiss)
         http = None
         if listener is not None:
-            http = listener.serve(clients.endpoint, pair.target, directory.path, pair.settings.log_level)
+            settings = pair.settings
+            http = listener.serve(
+                clients.endpoint, pair.target, directory.path, settings.log_level, settings.log_format
+            )
             stack.callback(http.close)
         lines = Lines(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[Drain | End](context))
         core = Core(pair.settings, context, lines.core, lines.events, directory.path)

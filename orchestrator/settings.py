@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from outrider.protocol import values
+from outrider.protocol import logs, values
 from outrider.protocol.errors import InvalidRequest
 
 MODES = ("auto", "ar", "sd", "ssd")
@@ -29,6 +29,7 @@ _WORDS = {
     "fan_out": FAN_OUTS,
     "branch_depth": BRANCH_DEPTHS,
     "log_level": LOG_LEVELS,
+    "log_format": logs.FORMATS,
 }
 MAX_DRAFT_TOKENS = 32
 MAX_BRANCHES_ASKED = 256
@@ -78,6 +79,7 @@ class ServeSettings:
     prompt_cache: bool = True
     trace: Path | None = None
     log_level: str = "warning"
+    log_format: str = "text"
     replay: Path | None = None
     simulate: Path | None = None
     colocate: bool = False
@@ -194,6 +196,7 @@ class Settings(TypedDict, total=False):
     prompt_cache: bool
     trace: str | os.PathLike[str] | None
     log_level: str
+    log_format: str
     replay: str | os.PathLike[str] | None
     simulate: str | os.PathLike[str] | None
     colocate: bool

@@ -83,6 +83,7 @@ class WorkerLink:
             match self._polled():
                 case Welcome(name=name):
                     self.name = name
+                    log.info("%s is let in", name)
                     threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
                     return
                 case Shutdown(reason=""):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from pathlib import Path
 
+from outrider.protocol import logs
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.messages import Hello, Loading, Remark
@@ -16,7 +16,7 @@ from outrider.protocol.worker_link import WorkerLink
 
 def main() -> int:
     options = _parser().parse_args()
-    logging.basicConfig(level=options.log_level.upper(), format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
+    logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
     with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation) as link:
         try:
             link.send(Loading("target", "importing MLX"))
@@ -82,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent-fd", type=int, default=None)
     parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
     parser.add_argument("--log-level", default="warning")
+    parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
+    parser.add_argument("--log-fd", type=int, default=None, help="where the server that started it logs")
     return parser
 
 

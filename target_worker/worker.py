@@ -147,6 +147,9 @@ class TargetWorker:
 
     def _fail(self, request: str | None, error: OutriderError) -> None:
         """That request is lost, never the worker."""
+        running = self._running.get(request or "")
+        about = {"request": request, "round": running.round + 1 if running is not None else None}
+        log.warning("request %s failed: %s", request, error, extra=about)
         self._close(request or "", spoilt=True)
         self._link.send(Fault(self._link.name, request, str(error)))
 
@@ -241,7 +244,8 @@ class TargetWorker:
             return
         if message.epoch < running.epoch or message.round <= running.round:
             self._stale += 1
-            log.debug("stale verify of round %d (%d so far)", message.round, self._stale)
+            about = {"request": message.request, "round": message.round}
+            log.debug("stale verify of round %d (%d so far)", message.round, self._stale, extra=about)
             return
         if not running.answers or (running.has_next and not running.going_on):
             return  # said twice, or under way

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from outrider.orchestrator.settings import (
     MODES,
     ServeSettings,
 )
+from outrider.protocol import logs
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.grammar import Grammar
 from outrider.protocol.sampling import PRESETS, RULES, SamplingParams
@@ -65,6 +65,8 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--replay", type=Path, metavar="FILE", help="script of the replay drafter")
     group.add_argument("--simulate", type=Path, metavar="FILE", help="a machine's latency profile to keep to")
     add_log_flag(parser)
+    form = f"default {_DEFAULTS.log_format}; json: an object a line on stderr, from every process"
+    parser.add_argument("--log-format", metavar="|".join(logs.FORMATS), help=form)
 
 
 def add_log_flag(parser: argparse.ArgumentParser) -> None:
@@ -121,9 +123,10 @@ def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
     return given if grammar is None else {**given, "grammar": grammar}
 
 
-def set_up_logging(options: argparse.Namespace) -> None:
+def set_up_logging(options: argparse.Namespace, process: str = "outrider") -> None:
+    """What is said wrongly is told when the settings are checked."""
     level = options.log_level if options.log_level in LOG_LEVELS else _DEFAULTS.log_level
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logs.set_up(level, getattr(options, "log_format", None) or _DEFAULTS.log_format, process)
 
 
 def _given(options: argparse.Namespace, record: type[Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from outrider.orchestrator.pair.model_text import ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Timings
 
-REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level")
+REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format")
 TIMINGS = (
     "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
     "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import socket
 import time
 
@@ -20,6 +21,8 @@ from outrider.protocol.messages import Stats
 
 DRAIN_SECONDS = 30
 
+log = logging.getLogger(__name__)
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", help="where clients connect, ipc://PATH or tcp://HOST:PORT; default: a fresh one")
@@ -32,11 +35,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    flags.set_up_logging(options)
+    flags.set_up_logging(options, "orchestrator")
     settings, http = ServeSettings(**flags.settings_of(options)), http_flags.settings_of(options)
     drain = values.whole("drain_timeout", options.drain_timeout, 0, MOST_SECONDS)
     if options.parent_fd is not None:
         return _for_parent(settings, http, socket.socket(fileno=options.parent_fd))
+    if settings.log_format == "json":
+        return _in_json(settings, http, drain)
     board = Board(Screen())
     try:
         unfinished = serve.run(settings, board.tell, status=board.status, http=http, drain_timeout=drain)
@@ -45,6 +50,29 @@ def run(options: argparse.Namespace) -> int:
     if unfinished is not None:
         raise as_error(unfinished.kind, unfinished.message)
     return 0
+
+
+def _in_json(settings: ServeSettings, http: HttpSettings | None, drain: int) -> int:
+    """All that is told on stderr is logged, so that it has one form."""
+    try:
+        unfinished = serve.run(settings, _log, http=http, drain_timeout=drain)
+    except OutriderError as error:
+        log.error("%s", error)
+        return error.exit_code
+    if unfinished is None:
+        return 0
+    log.error("%s", unfinished.message)
+    return as_error(unfinished.kind, unfinished.message).exit_code
+
+
+def _log(told: Announcement) -> None:
+    match told:
+        case Stage(text=text):
+            log.info("%s", text)
+        case Ready(notes=notes):
+            _print(told)
+            for note in notes:
+                log.warning("%s", note)
 
 
 def _for_parent(settings: ServeSettings, http: HttpSettings | None, parent: socket.socket) -> int:
@@ -57,6 +85,12 @@ def _for_parent(settings: ServeSettings, http: HttpSettings | None, parent: sock
     if unfinished is not None:
         announce(parent, unfinished)
     return 0
+
+
+def _print(ready: Ready) -> None:
+    """Where the server is, on stdout."""
+    http = f"\nHTTP: {ready.http}" if ready.http else ""
+    print(f"clients: {ready.endpoint}\nworkers: {ready.workers}{http}", flush=True)
 
 
 class Board:
@@ -72,10 +106,10 @@ class Board:
         match told:
             case Stage(text=text) if not self._ready:
                 self._screen.show(text)
-            case Ready(endpoint=endpoint, workers=workers, notes=notes, http=http):
+            case Ready(notes=notes):
                 self._ready = True
                 self._screen.clear()
-                print(f"clients: {endpoint}\nworkers: {workers}" + (f"\nHTTP: {http}" if http else ""), flush=True)
+                _print(told)
                 for note in notes:
                     say(f"Note: {note}")
 

@@ -141,6 +141,11 @@ class AsyncStream:
         self._dialogue.begin()
         return self._client.exchange(self._dialogue)
 
+    @property
+    def request(self) -> str:
+        """What it is called where both sides log it."""
+        return self._dialogue.request
+
     async def end(self) -> None:
         """Asks for no more text. The loop goes on to the end, which is near: `finish_reason` is cancelled then."""
         await self._client.end(self._dialogue)

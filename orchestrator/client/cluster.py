@@ -47,6 +47,7 @@ class LocalCluster:
     - `memory` True: carry over from run to run what `auto` learned of this pair on this machine.
     - `max_waiting` 256: how many may wait. `worker_timeout` 30: seconds of silence until a worker is given up.
     - `trace`: a file for a timeline. `simulate`: a latency profile to keep to. `log_level` "warning".
+    - `log_format` "text", or "json": an object a line on stderr, from every process.
 
     Raises:
         OutriderError: of the class that says what is wrong, when the cluster can't start.

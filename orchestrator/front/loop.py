@@ -193,6 +193,7 @@ class Front:
 
     def _refuse(self, sender: bytes, why: Failed) -> None:
         self._books.ended(why)
+        log.info("refuses %s: %s", why.request, why.message, extra={"client_request": why.request})
         self._clients.send(sender, why)
 
     def _check_room(self) -> None:
@@ -223,7 +224,8 @@ class Front:
             return
         ticket = self._active.get(event.request)
         if ticket is None:
-            log.info("no ticket for %s of %s", type(event).__name__, event.request)
+            about = {"request": event.request}
+            log.info("no ticket for %s of %s", type(event).__name__, event.request, extra=about)
             return
         match event:
             case Began():
@@ -328,6 +330,10 @@ class Front:
         """The ticket's last message; whether anybody hears it makes no difference."""
         self._clients.send(ticket.sender, last)
         self._books.ended(last)
+        if isinstance(last, Done):
+            _note(ticket, logging.INFO, "ends, %d tokens: %s", ticket.tokens, last.reason)
+        else:
+            _note(ticket, logging.WARNING, "fails: %s", last.message)
         self._active.pop(ticket.key, None)
         del self._named[ticket.sender, ticket.name]
 
@@ -345,6 +351,7 @@ class Front:
             self._waiting.take()
             self._active[first.key] = first
             first.begun_ns = clock.now()
+            _note(first, logging.INFO, "begins, %d prompt tokens", len(first.accepted.admit.tokens))
             self._core.put(first.accepted.admit)
 
     def _fits(self, ticket: Ticket) -> bool:
@@ -363,3 +370,9 @@ class Front:
             return KvUse()
         used = sum(room.cost.of(len(one.accepted.admit.tokens) + one.tokens) for one in list(self._active.values()))
         return KvUse(room.limit, used, self._reserved())
+
+
+def _note(ticket: Ticket, level: int, told: str, *values: object) -> None:
+    """A line about a request: what it is called here, and by its client."""
+    about = {"request": ticket.key, "client_request": ticket.name}
+    log.log(level, f"%s (%s) {told}", ticket.key, ticket.name, *values, extra=about)

@@ -13,11 +13,12 @@ import socket
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
 from outrider.orchestrator.machine.log_tail import log_tail
-from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.machine.spawn import STDERR, child_environment, python
 from outrider.orchestrator.pair.model_files import ModelFiles
 from outrider.protocol.errors import EndpointError, WorkerError
 
@@ -60,7 +61,9 @@ class Listener:
         self.url = f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._settings = settings
 
-    def serve(self, endpoint: str, model: ModelFiles, run_dir: Path, log_level: str) -> HttpProcess:
+    def serve(
+        self, endpoint: str, model: ModelFiles, run_dir: Path, log_level: str, log_format: str = "text"
+    ) -> HttpProcess:
         """Starts the process that serves here what the orchestrator at `endpoint` completes."""
         order = HttpOrder(
             settings=self._settings,
@@ -69,6 +72,7 @@ class Listener:
             folder=str(model.folder),
             listener=self.socket.fileno(),
             log_level=log_level,
+            log_format=log_format,
         )
         return HttpProcess(order, run_dir)
 
@@ -120,6 +124,7 @@ class HttpProcess:
 
     def _begin(self) -> None:
         self._began = time.monotonic()
+        shared = os.dup(STDERR)
         with self._log.open("ab") as stderr:
             self._process = subprocess.Popen(
                 python("-m", MODULE),
@@ -127,11 +132,13 @@ class HttpProcess:
                 stdout=stderr,
                 stderr=stderr,
                 env=child_environment(),
-                pass_fds=(self._order.listener,),
+                pass_fds=(self._order.listener, shared),
                 start_new_session=True,
             )
+        os.close(shared)
         if self._process.stdin is not None:
-            os.write(self._process.stdin.fileno(), self._order.to_json().encode() + b"\n")
+            order = replace(self._order, log_fd=shared)
+            os.write(self._process.stdin.fileno(), order.to_json().encode() + b"\n")
 
 
 def _why(error: OSError) -> str:

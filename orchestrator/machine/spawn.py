@@ -18,6 +18,7 @@ from outrider.orchestrator.pair.model_files import PACKAGE
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 
+STDERR = 2
 MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker"}
 
 # Blocks of 1 MiB and more are given back when they are freed. By itself glibc raises that size with what it sees, and a
@@ -85,8 +86,12 @@ def spawn_worker(
     """
     log = run_dir / f"{name}.log"
     theirs, lifeline = os.pipe()
+    inherited = [theirs]
     command = worker_command(role, name, endpoint, settings, theirs)
     command += ["--incarnation", str(incarnation)]
+    if settings.log_format == "json":
+        inherited.append(os.dup(STDERR))
+        command += ["--log-fd", str(inherited[-1])]
     try:
         with log.open("wb") as stderr:
             process = subprocess.Popen(
@@ -95,14 +100,15 @@ def spawn_worker(
                 stdout=stderr,
                 stderr=stderr,
                 env={**STEADY_MEMORY, **blas.environment(child_environment(), settings.threads)},
-                pass_fds=(theirs,),
+                pass_fds=inherited,
                 start_new_session=True,
             )
     except OSError as error:
         os.close(lifeline)
         raise WorkerError(f"the {role} worker can't be started ({error}); expected {sys.executable} to run") from None
     finally:
-        os.close(theirs)
+        for number in inherited:
+            os.close(number)
     cores.pin(process.pid, cores.core_of(role, settings))
     return SpawnedWorker(name, process, lifeline, log)
 
@@ -114,6 +120,7 @@ def worker_command(
     replay = role == "draft" and settings.draft_backend == "replay"
     model = settings.replay if replay else settings.model if role == "target" else settings.draft_model
     options = ["--endpoint", endpoint, "--name", name, "--model", str(model), "--log-level", settings.log_level]
+    options += ["--log-format", settings.log_format] if settings.log_format != "text" else []
     if role == "draft":
         options += ["--backend", settings.draft_backend, "--fan-out", settings.fan_out]
         options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "auto" else []

@@ -43,7 +43,9 @@ class Poisoned:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("fault", [AttributeError("offset"), TypeError("scale"), ValueError("shapes"), KeyError(3)])
-def test_one_request_fails_and_the_other_is_drafted_for(fault: Exception, late: bool) -> None:
+def test_one_request_fails_and_the_other_is_drafted_for(
+    fault: Exception, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     link = FakeLink("draft-0", deque())
     worker = DraftWorker(link, Poisoned(fault, late), POLICIES["best-first"])  # type: ignore[arg-type]
     asked = [
@@ -53,4 +55,5 @@ def test_one_request_fails_and_the_other_is_drafted_for(fault: Exception, late: 
     found = answered(worker, link, asked)
     faults = {answer.request: answer.message for answer in found if isinstance(answer, Fault)}
     assert list(faults) == ["doomed"] and type(fault).__name__ in faults["doomed"]
+    assert {vars(record).get("request") for record in caplog.records} == {None, "doomed"}
     assert any(isinstance(answer, Branches) and answer.request == "sound" and answer.final for answer in found)

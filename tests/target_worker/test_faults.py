@@ -61,7 +61,9 @@ FAULTS = [*RAISED, None]
 
 @pytest.mark.parametrize("fault", FAULTS, ids=repr)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, RESIDUAL], ids=["greedy", "sampled", "residual"])
-def test_one_request_fails_and_the_other_goes_on(fault: Exception | None, sampling: SamplingParams) -> None:
+def test_one_request_fails_and_the_other_goes_on(
+    fault: Exception | None, sampling: SamplingParams, caplog: pytest.LogCaptureFixture
+) -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
     first = answered(worker, link, [asked("sound", [1, 2], sampling), asked("doomed", [1, 2], sampling)])
@@ -70,6 +72,7 @@ def test_one_request_fails_and_the_other_goes_on(fault: Exception | None, sampli
     chain = Verify("doomed", 0, 1, 3, (POISON, 1), kind="one-hot" if sampling is RESIDUAL else "coupled")
     found = answered(worker, link, [chain])
     assert list(faults(found)) == ["doomed"]
+    assert ("doomed", 1) in {(vars(record).get("request"), vars(record).get("round")) for record in caplog.records}
     assert "not numbers" in found[-1].message if fault is None else type(fault).__name__ in found[-1].message
 
     onward = [Verify("sound", 0, 1, 3, (), going_on=True, room=3)]

@@ -1,0 +1,77 @@
+"""What every process logs, and where: lines of text, or a JSON object a line, by the standard library's logging.
+
+A line that concerns a request says so in a field, from `extra` or from the context it was written in. A process that a
+server started writes where the server does, and what is worth a warning into its own stderr too, whose end the server
+tells if the process is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import TracebackType
+
+FORMATS = ("text", "json")
+FIELDS = ("request", "round", "client_request", "method", "path", "status", "ms", "caller")
+"""What a line may say beside its words, by `extra`. `request` is whose the process knows; `client_request` is what the
+client calls it."""
+
+current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
+"""The request that is being worked at here: lines that name none concern this one."""
+
+log = logging.getLogger(__name__)
+
+
+def set_up(level: str, form: str, process: str, shared_fd: int | None = None) -> None:
+    """For this process, which is called `process`, once. `shared_fd`: where the server that started it writes."""
+    own = logging.StreamHandler()
+    handlers: list[logging.Handler] = [own]
+    if shared_fd is not None:
+        own.setLevel(logging.WARNING)
+        handlers.append(logging.StreamHandler(os.fdopen(shared_fd, "w", encoding="utf-8", errors="backslashreplace")))
+    for handler in handlers:
+        handler.setFormatter(TextFormatter(process))
+    if form == "json":
+        handlers[-1].setFormatter(JsonFormatter(process))
+        logging.captureWarnings(True)
+        sys.excepthook = _uncaught
+    logging.basicConfig(level=level.upper(), handlers=handlers)
+
+
+class TextFormatter(logging.Formatter):
+    """For people."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s {process} %(levelname)s %(message)s")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message, process and its id; then the fields that the line has."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC)
+        told = {
+            "time": f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "process": self._process,
+            "pid": record.process,
+            "request": current_request.get(),
+            **{name: getattr(record, name) for name in FIELDS if hasattr(record, name)},
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
+        }
+        return json.dumps({name: value for name, value in told.items() if value is not None}, default=str)
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends the process is a line like any other."""
+    log.critical("ended by %s: %s", kind.__name__, error, exc_info=(kind, error, trace))
