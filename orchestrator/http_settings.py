@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
@@ -18,6 +21,7 @@ from outrider.protocol.errors import InvalidRequest
 HOST, PORT = "127.0.0.1", 8080
 MAX_BODY_MB = 32
 MOST_SECONDS = 86_400
+COLLECTORS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class HttpSettings:
     files. `model_names`: what requests may call the model; the first is its id, none: its own name. `max_body_mb`: the
     largest request body in MB. `request_timeout`: seconds after which an answer is given up, None: never.
     `max_streams_per_key`: answers at once to each key, or address where no key is named; None: any number.
+    `otlp_endpoint`: the URL of a collector that spans of traced requests go to; None: as OTEL_... of the environment
+    say.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -44,6 +50,7 @@ class HttpSettings:
     max_body_mb: int = MAX_BODY_MB
     request_timeout: int | None = None
     max_streams_per_key: int | None = None
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not self.host.strip():
@@ -53,6 +60,8 @@ class HttpSettings:
         for name, most in (("request_timeout", MOST_SECONDS), ("max_streams_per_key", 1_000_000)):
             if getattr(self, name) is not None:
                 values.whole(name, getattr(self, name), 1, most)
+        if self.otlp_endpoint is not None:
+            _check_collector(self.otlp_endpoint)
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise InvalidRequest("an API key is empty or has spaces or other than ASCII; expected one word in ASCII")
         if not self.api_keys and not self.is_loopback:
@@ -79,9 +88,26 @@ class HttpSettings:
         return "https" if self.tls_cert is not None else "http"
 
 
+def tracing_wanted(settings: HttpSettings, environment: Mapping[str, str]) -> bool:
+    """Whether spans are to be exported, by the settings or by OpenTelemetry's own variables."""
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
+        return False
+    return settings.otlp_endpoint is not None or any(environment.get(name) for name in COLLECTORS)
+
+
+def _check_collector(url: str) -> None:
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise InvalidRequest(f"otlp_endpoint is {url!r}; expected a collector's URL such as http://127.0.0.1:4318")
+    if find_spec("opentelemetry") is None:
+        raise InvalidRequest("otlp_endpoint needs OpenTelemetry; expected pip install 'outrider[otel]'")
+
+
 @dataclass(frozen=True, slots=True)
 class HttpOrder:
-    """All that the server's process is told: its settings, the orchestrator's endpoint, the model, the open socket."""
+    """All that the server's process is told: its settings, the orchestrator's endpoint, the model, the open socket.
+
+    `log_fd`: where the orchestrator logs.
+    """
 
     settings: HttpSettings
     endpoint: str
@@ -89,6 +115,8 @@ class HttpOrder:
     folder: str
     listener: int
     log_level: str = "warning"
+    log_format: str = "text"
+    log_fd: int | None = None
 
     def to_json(self) -> str:
         """One line."""

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
-from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
+from outrider.orchestrator.http_settings import HttpOrder, HttpSettings, tracing_wanted
+from outrider.protocol import logs
 from outrider.server.app import application
 from outrider.server.connection import Connection
 from outrider.server.model.served import load_served
+
+if TYPE_CHECKING:
+    from outrider.server.tracing import Tracing
 
 DRAIN_SECONDS = 3
 IDLE_SECONDS = 75
 LONGEST_HEADERS = 65_536
 
+log = logging.getLogger(__name__)
+
 
 def main() -> None:
     """Serves until stdin ends."""
     order = HttpOrder.from_json(sys.stdin.readline())
-    logging.basicConfig(level=order.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logs.set_up(order.log_level, order.log_format, "http", order.log_fd)
     model = load_served(order.model, Path(order.folder), order.settings.model_names)
-    app = application(model, order.endpoint, order.settings)
+    tracing = _tracing(order.settings, model.id)
+    app = application(model, order.endpoint, order.settings, tracing)
     server = uvicorn.Server(config(app, order.settings))
 
     def end_with_parent() -> None:
@@ -36,6 +45,20 @@ def main() -> None:
 
     threading.Thread(target=end_with_parent, daemon=True, name="parent").start()
     server.run(sockets=[socket.socket(fileno=order.listener)])
+    if tracing is not None:
+        tracing.close()
+
+
+def _tracing(settings: HttpSettings, model: str) -> Tracing | None:
+    """Where nobody asks for it OpenTelemetry is not even looked for."""
+    if not tracing_wanted(settings, os.environ):
+        return None
+    try:
+        from outrider.server.tracing import Tracing, exporting
+    except ModuleNotFoundError as missing:
+        log.warning("no spans are exported: %s; expected pip install 'outrider[otel]'", missing)
+        return None
+    return Tracing(model, exporting(settings.otlp_endpoint))
 
 
 def config(app: FastAPI, settings: HttpSettings) -> uvicorn.Config:

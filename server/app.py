@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,12 +20,15 @@ from outrider.server.endpoints import chat, completions, messages, models, page,
 from outrider.server.metrics import Metrics
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import problem_of
+from outrider.server.witness import CLOSED_BY_READER, Witness
 
-CLOSED_BY_READER = 499
+if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
+    from outrider.server.tracing import Tracing
+
 log = logging.getLogger(__name__)
 
 
-def application(model: ServedModel, endpoint: str, settings: HttpSettings) -> FastAPI:
+def application(model: ServedModel, endpoint: str, settings: HttpSettings, tracing: Tracing | None = None) -> FastAPI:
     """Everything, ready to be served: `model` as the orchestrator at `endpoint` runs it."""
     # Pages that show a description would load their scripts from elsewhere; any viewer reads /openapi.json.
     app = FastAPI(
@@ -42,7 +46,8 @@ def application(model: ServedModel, endpoint: str, settings: HttpSettings) -> Fa
     for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _problem)
     app.add_exception_handler(ReaderGone, _gone)
-    app.add_middleware(Door, settings=settings, metrics=metrics)
+    app.add_middleware(Door, settings=settings)
+    app.add_middleware(Witness, metrics=metrics, tracing=tracing)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

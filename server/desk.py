@@ -20,7 +20,7 @@ from outrider.server.callers import Callers, caller_of
 from outrider.server.mapping.form import Form
 from outrider.server.mapping.held import held
 from outrider.server.mapping.toolbox import Toolbox
-from outrider.server.metrics import Metrics
+from outrider.server.metrics import Metrics, Watch
 from outrider.server.model.served import Conversation, Prompt, ServedModel
 from outrider.server.places import Places
 from outrider.server.problems import Refused
@@ -75,7 +75,14 @@ class Desk:
             raise Refused("the server is ending; ask again when it runs anew", status=503)
         caller = caller_of(request)
         place = self._places.take(caller)
-        return Run(self.callers.client(caller), jobs, self.metrics, place, self._longest)
+        span = request.scope["state"]["span"]
+        operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
+
+        def watch(index: int, job: Job) -> Watch:
+            inner = span.choice(operation, index, job.manner.sampling) if span is not None else None
+            return self.metrics.watch(inner)
+
+        return Run(self.callers.client(caller), jobs, watch, place, self._longest)
 
     async def streaming(self, request: Request, jobs: Sequence[Job]) -> Run:
         """The same for a stream: returns once it is worth its status.

@@ -1,4 +1,4 @@
-"""Who comes in and with how much: ids of requests, hosts, keys, kinds and sizes of bodies; before any path is known.
+"""Who comes in and with how much: hosts, keys, kinds and sizes of bodies; before any path is known.
 
 A body is read whole, within a time, and handed on as one. Knows headers and bytes; knows no shape of any request.
 """
@@ -8,24 +8,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import re
-import secrets
 from collections.abc import MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.server.metrics import Metrics
 from outrider.server.problems import Problem, Refused
 
 OPEN = frozenset({"/health", "/ready", "/"})
 PAGE = "/page/"
 """Whose files are open, too."""
 BODY_SECONDS = 60.0
-UNKNOWN = "other"
-_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def key_of(scope: Scope) -> str | None:
@@ -41,39 +36,27 @@ def is_anthropic(scope: Scope) -> bool:
 
 
 class Door:
-    """What every request goes through on its way in, and its answer on the way out."""
+    """What every request goes through on its way in."""
 
-    def __init__(self, app: ASGIApp, settings: HttpSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
         self._keys = tuple(key.encode() for key in settings.api_keys)
         self._most = settings.max_body_mb * 2**20
         self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
-        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = Headers(scope=scope).get("x-request-id", "")
-        request_id = asked if _ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                named = request_id.encode()
-                message["headers"] = [*message["headers"], (b"x-request-id", named), (b"request-id", named)]
-                self._metrics.answered(_path(scope), message["status"])
-            await send(message)
-
         try:
             self._let_in(scope)
             receive = await self._with_body(scope, receive)
         except Refused as refused:
-            await refuse(scope, answer, refused.problem)
+            await refuse(scope, send, refused.problem)
             return
         except Left:
             return
-        await self._app(scope, receive, answer)
+        await self._app(scope, receive, send)
 
     def _let_in(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -157,9 +140,3 @@ def _is_ours(host: str, hosts: set[str]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _path(scope: Scope) -> str:
-    """The route's own path: what people type is no label."""
-    route = scope.get("route")
-    return str(getattr(route, "path", UNKNOWN))

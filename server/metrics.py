@@ -6,6 +6,7 @@ Names and buckets follow vLLM's, with `outrider:` before the names; times that a
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,6 +21,9 @@ from outrider.orchestrator.client.result import GenerationResult
 from outrider.protocol.messages import Stats
 from outrider.server.processes import Processes
 from outrider.server.totals import Totals
+
+if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
+    from outrider.server.tracing import ChoiceSpan
 
 _SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -66,9 +70,9 @@ class Metrics:
         """`path` as the application has it, not as it was asked for."""
         self._answers.labels(path, str(status)).inc()
 
-    def watch(self) -> Watch:
-        """For one choice that begins now."""
-        return Watch(self)
+    def watch(self, span: ChoiceSpan | None = None) -> Watch:
+        """For one choice that begins now; `span` is told the same."""
+        return Watch(self, span)
 
     def text(self, stats: Stats | None) -> bytes:
         """All of it, with the orchestrator's `stats` if it answered."""
@@ -86,8 +90,9 @@ class Metrics:
 class Watch:
     """Times one choice; of those that end well, all of it is counted."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, span: ChoiceSpan | None) -> None:
         self._metrics = metrics
+        self._span = span
         self._began = self._last = time.monotonic()
         self._tokens = 0
         metrics.running.inc()
@@ -97,15 +102,19 @@ class Watch:
         now = time.monotonic()
         if not self._tokens:
             self._metrics.first.observe(now - self._began)
+            if self._span is not None:
+                self._span.first()
         elif tokens:
             for _ in range(tokens):
                 self._metrics.gaps.observe((now - self._last) / tokens)
         self._last = now
         self._tokens += tokens
 
-    def ended(self, result: GenerationResult | None) -> None:
-        """However it ended; None: not well."""
+    def ended(self, result: GenerationResult | None, error: Exception | None = None) -> None:
+        """However it ended; no result: not well."""
         metrics = self._metrics
+        if self._span is not None:
+            self._span.ended(result, error)
         metrics.running.dec()
         if result is None:
             return

@@ -32,6 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--request-timeout", type=int, metavar="SECONDS", help=late)
     many = "answers at once to each key, or address where no key is named; default: any number"
     group.add_argument("--max-streams-per-key", type=int, metavar="N", help=many)
+    spans = "where spans of traced requests go, like http://127.0.0.1:4318; else as OTEL_... in the environment say"
+    group.add_argument("--otlp-endpoint", metavar="URL", help=spans)
 
 
 def settings_of(options: argparse.Namespace) -> HttpSettings | None:
@@ -53,6 +55,7 @@ def settings_of(options: argparse.Namespace) -> HttpSettings | None:
         max_body_mb=options.max_body_mb,
         request_timeout=options.request_timeout,
         max_streams_per_key=options.max_streams_per_key,
+        otlp_endpoint=options.otlp_endpoint,
     )
 
 

@@ -7,7 +7,8 @@ Whoever closes the run cancels what is not finished.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -18,8 +19,10 @@ from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.errors import OutriderError
 from outrider.server.answers.extras import NO_EXTRAS, Extras, extras_of
 from outrider.server.mapping.manner import Manner
-from outrider.server.metrics import Metrics
+from outrider.server.metrics import Watch
 from outrider.server.problems import Refused
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ class Ended:
 
 
 News = Grown | Reading | Ended
+Watching = Callable[[int, Job], Watch]
+"""What watches a choice, by its index."""
 
 
 class Run:
@@ -75,10 +80,10 @@ class Run:
     """
 
     def __init__(
-        self, client: AsyncClient, jobs: Sequence[Job], metrics: Metrics, place: ExitStack, longest: float | None
+        self, client: AsyncClient, jobs: Sequence[Job], watch: Watching, place: ExitStack, longest: float | None
     ) -> None:
         self._client = client
-        self._metrics = metrics
+        self._watch = watch
         self._place = place
         self._longest = longest
         self._line: asyncio.Queue[News | Exception] = asyncio.Queue()
@@ -133,11 +138,13 @@ class Run:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _complete(self, index: int, job: Job) -> None:
-        watch = self._metrics.watch()
+        watch = self._watch(index, job)
         result: GenerationResult | None = None
+        failed: Exception | None = None
         limits = [limit for limit in (job.manner.timeout, self._longest) if limit is not None]
         try:
             stream = self._streams[index] = self._stream(index, job)
+            log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
                 async for chunk in stream:
                     watch.grown(len(chunk.token_ids))
@@ -145,15 +152,15 @@ class Run:
             result = stream.result
             self._line.put_nowait(Ended(index, result))
         except OutriderError as error:
-            self._line.put_nowait(error)
+            self._line.put_nowait(failed := error)
         except TimeoutError:
             late = f"the answer was not complete after {min(limits):g} s, and was given up; expected a longer timeout"
-            self._line.put_nowait(Refused(late, "timeout", 504, "timeout"))
+            self._line.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
-            self._line.put_nowait(error)  # so that nobody waits for the rest
+            self._line.put_nowait(failed := error)  # so that nobody waits for the rest
             raise
         finally:
-            watch.ended(result)
+            watch.ended(result, failed)
 
     def _stream(self, index: int, job: Job) -> AsyncStream:
         manner = job.manner

@@ -9,12 +9,21 @@ from contextlib import ExitStack
 import pytest
 
 from outrider.orchestrator import LocalCluster
+from tests.server.collector import Collector, collecting
 from tests.server.house import STREAMS, House, command, serving
 from tests.server.scripted import write_scripted
 
 
 @pytest.fixture(scope="session")
-def houses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, House]]:
+def collector() -> Iterator[Collector]:
+    """Gets the spans of the chat model's server, soon after they end."""
+    with collecting() as found, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        yield found
+
+
+@pytest.fixture(scope="session")
+def houses(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[tuple[House, House]]:
     """That of the chat model, and that of the embedded pair; they start side by side."""
     folder = tmp_path_factory.mktemp("http")
     chatty = write_scripted(folder / "chatty")
@@ -23,9 +32,11 @@ def houses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, Ho
 
         def attached() -> House:
             cluster = stack.enter_context(LocalCluster(model=chatty, draft_model=chatty))
-            return stack.enter_context(serving(cluster, chatty, folder, max_streams_per_key=STREAMS))
+            return stack.enter_context(
+                serving(cluster, chatty, folder, max_streams_per_key=STREAMS, otlp_endpoint=collector.url)
+            )
 
-        waiting = [pool.submit(attached), pool.submit(lambda: stack.enter_context(command()))]
+        waiting = [pool.submit(attached), pool.submit(lambda: stack.enter_context(command(folder / "log")))]
         one, two = (future.result() for future in waiting)
         yield one, two
 

@@ -24,11 +24,12 @@ STREAMS = 4
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """`url` without a slash at its end."""
+    """`url` without a slash at its end. `log`: what all of the server's processes say, in JSON."""
 
     url: str
     client: Client
     process: HttpProcess | None = None
+    log: Path | None = None
 
 
 @contextmanager
@@ -45,14 +46,15 @@ def serving(cluster: LocalCluster, model: Path, folder: Path, **settings: object
 
 
 @contextmanager
-def command() -> Iterator[House]:
-    """`outrider serve` with the embedded pair, as a person starts it; it ends in order, and HTTP with it."""
-    line = python("-m", "outrider", "serve", "--port", "0")
-    process = subprocess.Popen(line, env=child_environment(), stdout=subprocess.PIPE, text=True)
+def command(log: Path) -> Iterator[House]:
+    """`outrider serve` with the embedded pair, as an operator starts it; it ends in order, and HTTP with it."""
+    line = python("-m", "outrider", "serve", "--port", "0", "--log-format", "json", "--log-level", "info")
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(line, env=child_environment(), stdout=subprocess.PIPE, stderr=stderr, text=True)
     told = dict(process.stdout.readline().strip().split(": ", 1) for _ in range(3)) if process.stdout else {}
     try:
         wait_until_up(told["HTTP"])
-        yield House(told["HTTP"], Client(told["clients"]))
+        yield House(told["HTTP"], Client(told["clients"]), log=log)
     finally:
         process.terminate()
         ended = process.wait(START_SECONDS)

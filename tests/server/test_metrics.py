@@ -13,8 +13,6 @@ from outrider.protocol.messages import Stats, Timings, WorkerStats
 from outrider.server.processes import Processes
 from tests.server.house import House
 
-INIT = 1
-"""The process that no other is the parent of."""
 TALK = [{"role": "user", "content": "hi"}]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -156,7 +154,7 @@ def test_the_processes_of_the_server_are_looked_at(pair: House) -> None:
 
 def test_a_worker_from_elsewhere_is_no_process_of_this_machine() -> None:
     """Its number may be that of somebody else's process here."""
-    stranger = WorkerStats("draft", "far", "ready", INIT, "mlx", "m", 1, 1, 1, 1, "")
+    stranger = WorkerStats("draft", "far", "ready", 1, "mlx", "m", 1, 1, 1, 1, "")
     looked_at = Processes()
     looked_at.stats = Stats("", "0", (stranger,), 0, 0, 0, 0, Timings(), 0, 0)
     for family in looked_at.collect():

@@ -1,0 +1,160 @@
+"""Spans of OpenTelemetry: of each request whose caller traces it, its choices, and how each came to be.
+
+Imported when tracing is configured and not before. Names follow OpenTelemetry's conventions for HTTP and generative AI;
+what speculation did has the names of `Timings`, with `outrider.` before them. No span has a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from outrider.orchestrator.client.result import GenerationResult
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import Timings
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.version import PACKAGE_VERSION
+
+PROTOCOL = "http/protobuf"
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+FINISH = {"eos": "stop"}
+SPECULATION = (
+    *("rounds", "draft_rounds", "draft_n", "draft_n_accepted", "ngram_chains", "verify_ms"),
+    *("cache_hits", "cache_misses", "cache_late", "missed_then_plain", "missed_then_copied", "missed_then_drafted"),
+)
+
+log = logging.getLogger(__name__)
+
+
+def exporting(endpoint: str | None) -> SpanProcessor:
+    """Sends spans to the collector at `endpoint`; None, and all else: as OTEL_... of the environment say."""
+    asked = next((value for name in PROTOCOLS if (value := os.environ.get(name))), PROTOCOL)
+    if asked != PROTOCOL:
+        log.warning("spans are exported by OTLP as %s, and not as %s", PROTOCOL, asked)
+    target = None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces"
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=target))
+
+
+class Tracing:
+    """One server's; `processor` gets what has ended, and `close` sends what it still has."""
+
+    def __init__(self, model: str, processor: SpanProcessor) -> None:
+        named = Resource.create({SERVICE_NAME: "outrider", SERVICE_VERSION: PACKAGE_VERSION})
+        self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("outrider", PACKAGE_VERSION)
+        self._model = model
+
+    def request(self, scope: Scope) -> RequestSpan | None:
+        """For a request that begins; None when its caller does not trace it, or says so in no form that holds."""
+        headers = Headers(scope=scope)
+        parents = headers.getlist("traceparent")
+        if len(parents) != 1:
+            return None
+        carrier = {"traceparent": parents[0], "tracestate": ",".join(headers.getlist("tracestate"))}
+        context = TraceContextTextMapPropagator().extract(carrier)
+        if not get_current_span(context).get_span_context().is_valid:
+            return None
+        told = {"http.request.method": scope["method"], "url.path": scope["path"], "url.scheme": scope["scheme"]}
+        told["outrider.request_id"] = scope["state"]["request_id"]
+        span = self._tracer.start_span(str(scope["method"]), context, SpanKind.SERVER, told)
+        return RequestSpan(self._tracer, span, str(scope["method"]), self._model)
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+class RequestSpan:
+    """An HTTP request from its first byte to the last of its answer."""
+
+    def __init__(self, tracer: Tracer, span: Span, method: str, model: str) -> None:
+        self._tracer, self._span, self._method, self._model = tracer, span, method, model
+
+    def choice(self, operation: str, index: int, sampling: SamplingParams) -> ChoiceSpan:
+        """For one choice that begins; `operation` as the conventions name it."""
+        told: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "outrider",
+            "gen_ai.request.model": self._model,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temp,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty,
+            "gen_ai.request.seed": sampling.seed or 0,
+            "gen_ai.request.stop_sequences": sampling.stop,
+            "outrider.choice": index,
+        }
+        inside = set_span_in_context(self._span)
+        return ChoiceSpan(self._tracer, self._tracer.start_span(f"{operation} {self._model}", inside, attributes=told))
+
+    def ended(self, route: str, status: int) -> None:
+        """`route`: the path as the application has it."""
+        self._span.update_name(f"{self._method} {route}")
+        self._span.set_attributes({"http.route": route, "http.response.status_code": status})
+        if status >= 500:
+            self._span.set_attribute("error.type", str(status))
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
+
+
+class ChoiceSpan:
+    """One choice, with a span each for waiting, reading the prompt and decoding inside it."""
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer, self._span = tracer, span
+        self._began_ns = time.time_ns()
+
+    def first(self) -> None:
+        """Its first tokens came."""
+        self._span.add_event("first_token")
+
+    def ended(self, result: GenerationResult | None, error: Exception | None) -> None:
+        """Well, or with `error`; with neither nobody waited for it any more."""
+        if result is not None:
+            self._told(result)
+        elif error is not None:
+            self._span.set_attribute("error.type", type(error).__name__)
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
+        else:
+            self._span.set_attribute("gen_ai.response.finish_reasons", ("cancelled",))
+        self._span.end()
+
+    def _told(self, result: GenerationResult) -> None:
+        times = result.timings
+        self._span.set_attributes(
+            {
+                "gen_ai.response.model": result.model,
+                "gen_ai.response.finish_reasons": (FINISH.get(result.finish_reason, result.finish_reason),),
+                "gen_ai.usage.input_tokens": result.prompt_tokens,
+                "gen_ai.usage.output_tokens": len(result.token_ids),
+                "gen_ai.usage.cache_read.input_tokens": times.cache_n,
+                "outrider.mode": result.mode,
+            }
+        )
+        at_ns = self._part("queue", self._began_ns, times.queue_ms, {})
+        at_ns = self._part("prefill", at_ns, times.prompt_ms, {"outrider.prompt_n": times.prompt_n})
+        self._part("decode", at_ns, times.predicted_ms, _speculation(times))
+
+    def _part(self, name: str, began_ns: int, milliseconds: float, told: dict[str, Any]) -> int:
+        """When it ended: what follows begins there."""
+        ended_ns = began_ns + int(milliseconds * MILLISECOND_NS)
+        span = self._tracer.start_span(name, set_span_in_context(self._span), attributes=told, start_time=began_ns)
+        span.end(ended_ns)
+        return ended_ns
+
+
+def _speculation(times: Timings) -> dict[str, Any]:
+    return {f"outrider.{name}": getattr(times, name) for name in SPECULATION}

@@ -1,0 +1,171 @@
+"""Who sends a traceparent finds in their trace what the server did; without one that holds nothing is made."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from outrider.orchestrator.http_settings import HttpSettings, tracing_wanted
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.protocol.errors import InvalidRequest
+from outrider.server.app import application
+from outrider.server.model.served import load_served
+from outrider.server.tracing import Tracing
+from tests.server.collector import Collector
+from tests.server.house import House
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=value"}
+ASKED = {"prompt": "def fibonacci(n):", "max_tokens": 12, "seed": 4, "temperature": 0.5, "speculation": {"mode": "ssd"}}
+
+
+class App:
+    """The application itself, before a running orchestrator; its spans stay here."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.exporter = InMemorySpanExporter()
+        tracing = Tracing("fib", SimpleSpanProcessor(self.exporter))
+        model = load_served("fib", EMBEDDED_TARGET, ("fib",))
+        self._app = application(model, endpoint, HttpSettings(), tracing)
+
+    def post(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> tuple[httpx.Response, list[ReadableSpan]]:
+        """The answer, and the spans that came of it, in the order in which they ended."""
+
+        async def asked() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+                return await client.post(path, json=body, headers=headers)
+
+        self.exporter.clear()
+        return asyncio.run(asked()), list(self.exporter.get_finished_spans())
+
+
+@pytest.fixture(scope="module")
+def app(pair: House) -> App:
+    return App(pair.client.endpoint)
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_traced_request_has_a_span_its_choice_another_and_that_its_parts(app: App, stream: bool) -> None:
+    answer, spans = app.post("/v1/completions", {**ASKED, "stream": stream}, TRACED)
+    named = {span.name: span for span in spans}
+    names = ["queue", "prefill", "decode", "text_completion fib", "POST /v1/completions"]
+    assert answer.status_code == 200 and [span.name for span in spans] == names
+    request, choice = named["POST /v1/completions"], named["text_completion fib"]
+    assert {f"{span.context.trace_id:032x}" for span in spans if span.context} == {TRACE}
+    assert request.parent is not None and f"{request.parent.span_id:016x}" == PARENT and request.parent.is_remote
+    assert request.context is not None and request.context.trace_state.get("vendor") == "value"
+    assert choice.parent == request.context and all(named[name].parent == choice.context for name in names[:3])
+    assert attributes(request)["http.response.status_code"] == 200
+    assert attributes(request)["outrider.request_id"] == answer.headers["x-request-id"]
+    assert [event.name for event in choice.events] == ["first_token"]
+    parts = [named[name] for name in names[:3]]
+    assert [part.start_time for part in parts[1:]] == [part.end_time for part in parts[:2]]
+    assert request.start_time <= parts[0].start_time
+
+
+def test_spans_have_the_conventions_attributes_and_what_speculation_did(app: App) -> None:
+    answer, spans = app.post("/v1/completions", ASKED, TRACED)
+    told, times = answer.json(), answer.json()["timings"]
+    choice, decode = attributes(spans[3]), attributes(spans[2])
+    expected = {
+        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "outrider", "gen_ai.request.model": "fib",
+        "gen_ai.request.max_tokens": 12, "gen_ai.request.temperature": 0.5, "gen_ai.request.seed": 4,
+        "gen_ai.response.finish_reasons": ("length",), "gen_ai.usage.output_tokens": 12,
+        "gen_ai.usage.input_tokens": told["usage"]["prompt_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": times["cache_n"], "outrider.mode": "ssd",
+    }  # fmt: skip
+    assert expected.items() <= choice.items()
+    assert decode["outrider.draft_n"] == times["draft_n"] > 0
+    assert all(decode[name] == times[name.removeprefix("outrider.")] for name in decode)
+    assert ASKED["prompt"] not in str([attributes(span) for span in spans])
+    assert told["choices"][0]["text"] not in str([attributes(span) for span in spans])
+
+
+def test_each_choice_has_its_span_and_what_fails_says_how(app: App) -> None:
+    _, spans = app.post("/v1/completions", {**ASKED, "n": 2}, TRACED)
+    assert sorted(attributes(span).get("outrider.choice", -1) for span in spans) == [-1] * 7 + [0, 1]
+    refused, spans = app.post("/v1/completions", {**ASKED, "prompt": [5] * 2000}, TRACED)
+    assert refused.status_code == 400 and [span.name for span in spans] == [
+        "text_completion fib",
+        "POST /v1/completions",
+    ]
+    assert spans[0].status.status_code is StatusCode.ERROR and attributes(spans[0])["error.type"] == "InvalidRequest"
+    assert spans[1].status.status_code is StatusCode.UNSET, "a caller's error is none of the server's"
+    _, spans = app.post("/v1/completions", {"nonsense": True}, TRACED)
+    assert [attributes(span)["http.response.status_code"] for span in spans] == [400]
+
+
+VERSION, SHORT = f"ff-{TRACE}-{PARENT}-01", f"00-{TRACE[:-2]}-{PARENT}-01"
+MALFORMED = ["", "no", VERSION, SHORT, f"00-{TRACE.upper()}-{PARENT}-01", f"00-{'0' * 32}-{PARENT}-01",
+             f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE}-{PARENT}", f"00-{TRACE}-{PARENT}-01-more"]  # fmt: skip
+
+
+@pytest.mark.parametrize("traceparent", [None, *MALFORMED])
+def test_no_span_without_a_traceparent_that_holds(app: App, traceparent: str | None) -> None:
+    headers = {} if traceparent is None else {"traceparent": traceparent}
+    answer, spans = app.post("/tokenize", {"content": "x"}, headers)
+    assert answer.status_code == 200 and spans == []
+
+
+def test_a_later_versions_traceparent_holds_and_one_that_is_not_sampled_is_not_recorded(app: App) -> None:
+    _, spans = app.post("/tokenize", {"content": "x"}, {"traceparent": f"01-{TRACE}-{PARENT}-01-more"})
+    assert [span.name for span in spans] == ["POST /tokenize"]
+    assert app.post("/tokenize", {"content": "x"}, {"traceparent": f"00-{TRACE}-{PARENT}-00"})[1] == []
+
+
+def test_a_server_sends_its_spans_to_a_collector(chat: House, collector: Collector) -> None:
+    asked = {"messages": [{"role": "user", "content": "hi"}]}
+    httpx.post(f"{chat.url}/v1/chat/completions", json=asked, headers=TRACED, timeout=60).raise_for_status()
+    until = time.monotonic() + 30
+    while time.monotonic() < until and len(collector.spans) < 5:
+        time.sleep(0.02)
+    spans = {span.name: span for span in collector.spans}
+    assert {"queue", "prefill", "decode", "chat chatty", "POST /v1/chat/completions"} <= spans.keys()
+    assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
+    assert collector.resource["service.name"] == "outrider" and collector.resource["service.version"]
+
+
+def test_nothing_of_opentelemetry_is_imported_where_nobody_asks_for_it() -> None:
+    program = "import outrider.server.__main__, sys; sys.exit('opentelemetry.sdk' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], env=os.environ, timeout=100, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "environment", "wanted"),
+    [
+        (None, {}, False),
+        ("http://127.0.0.1:4318", {}, True),
+        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, True),
+        (None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, True),
+        ("http://127.0.0.1:4318", {"OTEL_SDK_DISABLED": "true"}, False),
+        ("http://127.0.0.1:4318", {"OTEL_TRACES_EXPORTER": "none"}, False),
+    ],
+)
+def test_tracing_is_asked_for_by_a_flag_or_by_opentelemetrys_variables(
+    endpoint: str | None, environment: dict[str, str], wanted: bool
+) -> None:
+    assert tracing_wanted(HttpSettings(otlp_endpoint=endpoint), environment) is wanted
+
+
+@pytest.mark.parametrize("url", ["collector:4318", "ftp://c", "http://", ""])
+def test_a_collector_that_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="expected a collector's URL such as http:"):
+        HttpSettings(otlp_endpoint=url)
