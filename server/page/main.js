@@ -6,7 +6,7 @@ import { race } from "./race.js";
 
 const EMBEDDED = "outrider-embedded";
 const EXAMPLE = "def fibonacci(n):";
-const STARTING_MS = 2000;
+const LOOK_AGAIN_MS = 2000;
 const find = (selector) => document.querySelector(selector);
 const form = find("#ask");
 let running = null;
@@ -40,7 +40,7 @@ async function greet() {
     if (body.data[0].id === EMBEDDED && !form.prompt.value) form.prompt.value = EXAMPLE;
     const ready = (await look("ready")).body.status;
     find("#server").textContent = ready;
-    if (ready === "starting") setTimeout(greet, STARTING_MS);
+    if (ready !== "ready") setTimeout(greet, LOOK_AGAIN_MS);
   } catch (error) {
     find("#server").textContent = "unreachable";
     complain(error);

@@ -119,8 +119,10 @@ class Drawing {
     const box = this.#box(row, work);
     const bar = this.#add("rect", { class: `bar ${kind}`, rx: 2, ...box });
     bar.append(made("title", {}, title));
-    if (box.width < LABEL_WIDTH * String(label).length) return;
-    this.#add("text", { class: `label ${kind}`, x: box.x + box.width / 2, y: box.y + BAR / 2 + 4 }, label);
+    const width = LABEL_WIDTH * String(label).length;
+    const x = box.x + box.width / 2;
+    if (box.width < width || x < width || x > this.width - width) return;
+    this.#add("text", { class: `label ${kind}`, x, y: box.y + BAR / 2 + 4 }, label);
   }
 
   #box(row, work) {

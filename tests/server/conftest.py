@@ -9,8 +9,11 @@ from contextlib import ExitStack
 import pytest
 
 from outrider.orchestrator import LocalCluster
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.machine.http_process import Listener
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from tests.server.collector import Collector, collecting
-from tests.server.house import STREAMS, House, command, serving
+from tests.server.house import KEY, STREAMS, House, command, serving, wait_until_up
 from tests.server.scripted import write_scripted
 
 
@@ -49,3 +52,16 @@ def chat(houses: tuple[House, House]) -> House:
 @pytest.fixture(scope="session")
 def pair(houses: tuple[House, House]) -> House:
     return houses[1]
+
+
+@pytest.fixture(scope="session")
+def guarded(pair: House, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where the same cluster is served to who has the key."""
+    listener, folder = Listener(HttpSettings(port=0, api_keys=(KEY,))), tmp_path_factory.mktemp("guarded")
+    process = listener.serve(pair.client.endpoint, find_model(str(EMBEDDED_TARGET)), folder, "warning")
+    try:
+        wait_until_up(listener.url, process)
+        yield listener.url
+    finally:
+        process.close()
+        listener.close()

@@ -17,6 +17,7 @@ from outrider.orchestrator.machine.http_process import HttpProcess, Listener
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.model_files import find_model
 
+KEY = "a-key-of-the-tests"
 START_SECONDS = 60.0
 STREAMS = 4
 """Answers at once to each caller of the chat model's."""

@@ -6,10 +6,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from outrider.bench.page import visit as visiting
@@ -17,16 +15,12 @@ from outrider.bench.page.agreement import disagreements
 from outrider.bench.page.browser import browser, found
 from outrider.bench.page.visit import colours, done, figure, generate, timings
 from outrider.orchestrator import SamplingParams
-from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.machine.http_process import Listener
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from tests.server.house import House, wait_until_up
+from tests.server.house import KEY, House
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the test extra has it)")
 pytestmark = pytest.mark.skipif(found() is None, reason="there is no Chromium on the path (apt install chromium)")
 
 PROMPT = "def fibonacci(n):"
-KEY = "a-key-of-the-tests"
 PATIENCE_MS = 60_000
 Open = Callable[..., Any]
 
@@ -237,21 +231,7 @@ def test_an_accessibility_engine_finds_nothing_in_light_and_dark(visit: Open) ->
         assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []
 
 
-# --- keys and files -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def guarded(pair: House, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where the same cluster is served to who has a key."""
-    listener = Listener(HttpSettings(port=0, api_keys=(KEY,)))
-    folder = tmp_path_factory.mktemp("guarded")
-    process = listener.serve(pair.client.endpoint, find_model(str(EMBEDDED_TARGET)), folder, "warning")
-    try:
-        wait_until_up(listener.url, process)
-        yield listener.url
-    finally:
-        process.close()
-        listener.close()
+# --- keys ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_key_is_asked_for_where_one_is_wanted_and_kept_in_the_tab(visit: Open, guarded: str) -> None:
@@ -269,25 +249,3 @@ def test_a_key_is_asked_for_where_one_is_wanted_and_kept_in_the_tab(visit: Open,
     assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [0, "", f"{guarded}/"]
     assert all("401" in words for words in page.complaints)
     page.complaints.clear()  # the browser's own word of each refusal
-
-
-def test_the_page_is_open_its_policy_strict_and_nothing_else_is_given_out(guarded: str, pair: House) -> None:
-    for path in ("/", "/page/main.js", "/page/style.css", "/page/icon.svg"):
-        answer = httpx.get(f"{guarded}{path}")
-        policy = answer.headers["content-security-policy"]
-        assert answer.status_code == 200 and "default-src 'none'" in policy and "unsafe" not in policy
-        again = httpx.get(f"{guarded}{path}", headers={"if-none-match": answer.headers["etag"]})
-        assert again.status_code == 304
-    for path in ("/page/", "/page/none.js", "/page/..%2fapp.py", "/page/%2e%2e/app.py", "/page/..%2f..%2fREADME.md"):
-        assert httpx.get(f"{guarded}{path}").status_code == 404
-    assert httpx.get(f"{guarded}/page/..%2fmetrics").status_code == 404
-    assert httpx.get(f"{guarded}/metrics").status_code == 401
-    assert "/" not in httpx.get(f"{pair.url}/openapi.json").json()["paths"]
-
-
-def test_every_file_of_the_page_is_used() -> None:
-    folder = Path(__file__).parents[2] / "server" / "page"
-    texts = {path.name: path.read_text() for path in folder.iterdir()}
-    everything = "".join(texts.values())
-    assert not [name for name in texts if name != "index.html" and f"/{name}" not in everything]
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", everything)
