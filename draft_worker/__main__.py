@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from outrider.protocol import logs
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
-from outrider.protocol.worker_link import WorkerLink
+from outrider.protocol.worker_link import OrchestratorGone, WorkerLink
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -62,8 +65,18 @@ def main() -> int:
         memory = Peak() if options.backend == "mlx" else None
         folder = Path(options.model)
         compiler = Compiler(folder) if (folder / TOKENIZER).is_file() else None
-        DraftWorker(far, drafter, POLICIES[options.fan_out], memory, compiler).run()
-    return 0
+        worker = DraftWorker(far, drafter, POLICIES[options.fan_out], memory, compiler)
+        while True:
+            try:
+                worker.run()
+                return 0
+            except OrchestratorGone as gone:
+                log.warning("%s; this drafter waits for it, or for the next one", gone)
+                worker.forget()
+            try:
+                link.enter(hello)
+            except OutriderError as error:
+                return link.failed(error)
 
 
 def _parser() -> argparse.ArgumentParser:

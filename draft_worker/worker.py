@@ -110,6 +110,12 @@ class DraftWorker:
         while self.turn():
             pass
 
+    def forget(self) -> None:
+        """Nobody wants any of its requests any more; what was read of them stays in the prompt cache."""
+        for request in list(self._drafting):
+            self._drop(request)
+        self._kept.clear()
+
     def turn(self) -> bool:
         """Handles one message if there is one, else makes one forward for all requests; False: shut down."""
         working = self._working()

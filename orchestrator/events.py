@@ -24,7 +24,7 @@ class Admit:
     ignored.
 
     `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server. `origins`, `rounds`:
-    tell them.
+    tell them. `said`: the text's first tokens, which another server has made.
     """
 
     request: str
@@ -36,6 +36,7 @@ class Admit:
     branches: int | None = None
     origins: bool = False
     rounds: bool = False
+    said: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,13 +41,13 @@ class KvRoom:
 
 
 def kv_room(limit: int | None, workers: Iterable[WorkerStats], memory: int) -> KvRoom:
-    """The room of these workers, those that are there.
+    """The room of these workers, those that are there or will be again.
 
     Args:
         limit: bytes; None: half of what their weights leave of `memory`.
         memory: the machine's, in bytes.
     """
-    there = [worker for worker in workers if worker.state in ("ready", "frozen")]
+    there = [worker for worker in workers if worker.state in ("ready", "frozen", "restarting")]
     left = max(memory - sum(worker.weight_bytes for worker in there), 0)
     return KvRoom(left // _PART if limit is None else limit, sum((worker.kv for worker in there), KvCost()))
 

@@ -54,7 +54,7 @@ class ServeSettings:
     `draft_prefill`: who reads prompts for a drafter on
     MLX (docs/coreml.md). `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft
     worker that works ahead. `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
-    is done without after a quarter of that. `memory`: carry over from run to run what `auto` learned of this pair on
+    is done without after a fifth of that. `memory`: carry over from run to run what `auto` learned of this pair on
     this machine.
 
     Raises:
@@ -83,7 +83,7 @@ class ServeSettings:
     replay: Path | None = None
     simulate: Path | None = None
     colocate: bool = False
-    worker_timeout: int = 30
+    worker_timeout: int = 10
     memory: bool = True
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ import time
 from outrider.protocol.messages import Span
 
 MILLISECOND_NS = 1_000_000
+SECOND_NS = 1_000_000_000
 
 now = time.monotonic_ns
 

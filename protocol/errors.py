@@ -37,6 +37,10 @@ class WorkerError(OutriderError):
     exit_code = 5
 
 
+class ServerStopped(WorkerError):
+    """The server was ended, in order, before the text was complete; the next one can go on with it."""
+
+
 class ProtocolError(OutriderError):
     """Bytes on a socket are not a message of this protocol version."""
 

@@ -8,6 +8,7 @@ Knows nothing of models.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import signal
@@ -27,8 +28,12 @@ from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdo
 INCARNATION_BITS = 63
 IDLE_POLL_MS = 200
 GRACE_SECONDS = 5.0
-# How often a worker that a person started looks for the answer to its HELLO: for some ten seconds.
-WELCOME_POLLS = 50
+LONGEST_MS = 10**9
+# How often a worker that a person started looks for the answer to its HELLO: for some ten seconds, and for ten minutes
+# where it was one of a cluster before. It says HELLO again now and then, for who comes may be another.
+WELCOME_POLLS, WELCOME_BACK_POLLS, HELLO_POLLS = 50, 3000, 10
+# It takes the orchestrator for gone after so many waits without a ping, or so many times the longest wait for one.
+SILENT_WAITS, SILENT_GAPS = 50, 40
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +48,10 @@ def heartbeat_of(hot: bytes) -> bytes:
     return hot + b"/heartbeat"
 
 
+class OrchestratorGone(WorkerError):
+    """Nothing is heard of the orchestrator any more; only a worker that a person started outlives that."""
+
+
 class WorkerLink:
     """A worker's side of the wire. Use as a context manager on the thread that does the work.
 
@@ -52,13 +61,15 @@ class WorkerLink:
     def __init__(self, endpoint: str, name: str, parent_fd: int | None = None, incarnation: int | None = None) -> None:
         self.name = name
         self.incarnation = secrets.randbits(INCARNATION_BITS) if incarnation is None else incarnation
-        self._progress = 0
+        self._progress = self._expected_ms = 0
         self._arrived: deque[Message] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
         self._endpoint = endpoint
         self._by_hand = parent_fd is None
+        self._entered = False
+        self._pings = self._pings_known = self._waits = self._longest_wait = 0
         _end_on_signals(self._by_hand)
         if parent_fd is not None:
             threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()
@@ -72,19 +83,23 @@ class WorkerLink:
     def enter(self, hello: Hello) -> None:
         """Says HELLO and waits to be let in; from then on pings are answered, and `name` is what it is called.
 
+        Again after the orchestrator was gone: it may have become another, or be heard again and know this worker still.
+
         Raises:
             WorkerError: the cluster turned this worker away; the words are the cluster's.
             EndpointError: nobody answers a worker that a person started.
         """
-        self.send(hello)
-        polls = 0
-        while not (self._by_hand and polls >= WELCOME_POLLS):
+        self._arrived.clear()
+        polls, pings, most = 0, self._pings, WELCOME_BACK_POLLS if self._entered else WELCOME_POLLS
+        while not (self._by_hand and polls >= most):
+            if polls == 0 or (self._entered and polls % HELLO_POLLS == 0):
+                self.send(hello)
             polls += 1
+            if self._pings != pings:
+                return
             match self._polled():
                 case Welcome(name=name):
-                    self.name = name
-                    log.info("%s is let in", name)
-                    threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
+                    self._let_in(name)
                     return
                 case Shutdown(reason=""):
                     sys.exit(0)
@@ -92,11 +107,22 @@ class WorkerLink:
                     raise WorkerError(f"turned away: {reason}")
         raise EndpointError(f"nobody answers at {self._endpoint}; expected the workers' endpoint of a running cluster")
 
+    def _let_in(self, name: str) -> None:
+        self.name, self._waits = name, 0
+        log.info("%s is let in", name)
+        if not self._entered:
+            self._entered = True
+            threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
+
     def failed(self, error: OutriderError) -> int:
         """Tells the orchestrator, and the log, why this worker can't go on; the code to exit with."""
         log.error("%s", error)
         self.send(Fault(self.name, None, str(error), dispensable=isinstance(error, CannotDraft)))
         return error.exit_code
+
+    def expect(self, milliseconds: float) -> None:
+        """What is done next should take so long at most; 0: nobody knows."""
+        self._expected_ms = min(math.ceil(milliseconds), LONGEST_MS)
 
     def send(self, *messages: Message) -> None:
         """These leave together, in this order."""
@@ -110,20 +136,38 @@ class WorkerLink:
         os.sched_yield()
 
     def receive(self, wait: bool) -> Message | None:
-        """The next message; None when `wait` is False and there is none. Undecodable frames are logged and dropped."""
+        """The next message; None when `wait` is False and there is none. Undecodable frames are logged and dropped.
+
+        Raises:
+            OrchestratorGone: to a worker that a person started: it is sent away, or was not asked whether it lives for
+                too long while it waited.
+        """
         while not self._arrived:
             frames = self._frames(wait)
             if frames is None and not wait:
                 return None
+            if frames is None and self._by_hand:
+                self._waited()
             self._arrived += _decoded(frames)
         message = self._arrived.popleft()
         if isinstance(message, Shutdown) and message.reason:
             log.error("sent away: %s", message.reason)
+            if self._by_hand:
+                raise OrchestratorGone(f"the cluster has given this worker up: {message.reason}")
         return message
 
     def poll(self, milliseconds: float) -> None:
         """Waits until something has arrived, at most so long."""
         self._socket.poll(max(int(milliseconds), 1))
+
+    def _waited(self) -> None:
+        """Counted, not timed: who was stopped has not waited."""
+        if self._pings != self._pings_known:
+            self._pings_known, self._longest_wait, self._waits = self._pings, max(self._longest_wait, self._waits), 0
+        self._waits += 1
+        if self._waits >= max(SILENT_WAITS, SILENT_GAPS * self._longest_wait):
+            self._waits = 0
+            raise OrchestratorGone(f"nothing is heard of the cluster at {self._endpoint}")
 
     def _polled(self) -> Message | None:
         """The next message, waited for once, for `IDLE_POLL_MS`."""
@@ -157,7 +201,8 @@ class WorkerLink:
             except zmq.ZMQError:
                 return
             if isinstance(message, Ping):
-                socket.send_multipart(encode(Pong(self.name, message.serial, self._progress)))
+                self._pings += 1
+                socket.send_multipart(encode(Pong(self.name, message.serial, self._progress, self._expected_ms)))
 
 
 def _decoded(frames: list[bytes] | None) -> list[Message]:

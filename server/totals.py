@@ -16,7 +16,7 @@ from outrider.protocol.messages import Stats
 from outrider.protocol.tallies import Durations
 
 REASONS = ("eos", "stop", "length", "cancelled")
-STATES = ("starting", "ready", "refused", "frozen", "lost")
+STATES = ("starting", "ready", "refused", "frozen", "restarting", "lost")
 KINDS = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type))
 _PREFIX = "outrider:"
 Values = Iterable[tuple[tuple[str, ...], float]]
@@ -54,6 +54,8 @@ class Totals(Collector):
         workers = stats.workers
         states = [((w.name, w.role, state), w.state == state) for w in workers for state in STATES]
         yield self._gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
+        again = [((worker.name, worker.role), worker.restarts) for worker in workers]
+        yield self._counter("worker_restarts", "How often the worker was started again", again, "worker", "role")
         held = [((worker.name,), worker.cache.bytes) for worker in workers]
         yield self._gauge("prompt_cache_bytes", "What the worker remembers of texts that ended", held, "worker")
 
@@ -68,6 +70,8 @@ class Totals(Collector):
             ("prefix_cache_queries", "Prompt tokens looked for in the prompt cache", totals.prompt_n + totals.cache_n),
             ("prefix_cache_hits", "Prompt tokens that were found there", totals.cache_n),
             ("generation_tokens", "Tokens made, those of running requests too", stats.generated),
+            ("texts_resumed", "How often a text went on on another target", totals.resumed),
+            ("drafters_rejoined", "How often a drafter was taken back within a text", totals.rejoined),
             ("stale_messages", "Workers' messages that came too late to matter", stats.stale_messages),
             ("rejected_frames", "What was no message of this protocol", stats.rejected_frames),
         ):

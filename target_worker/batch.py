@@ -65,6 +65,12 @@ class Batch:
     def is_busy(self) -> bool:
         return self._flight is not None
 
+    def expected_ms(self, running: Collection[Running]) -> float:
+        """How long the next forward should take at most; 0: not known yet."""
+        reads = any(request.reads for request in running)
+        known = self._step_ms and (self._read_ms or not reads)
+        return self._step_ms + (self._read_ms * PREFILL if reads else 0.0) if known else 0.0
+
     def makes(self, running: Running) -> bool:
         """Whether a round of this request is under way."""
         return self._flight is not None and any(member is running for member in self._flight.members)

@@ -33,7 +33,7 @@ class Prompts:
             running.awaits = _reader(running, others)
         if running.awaits is None:
             self.begin(running)
-        self.cache.enter(slot, min(len(slot.tokens) + running.opened.sampling.max_tokens, self._context))
+        self.cache.enter(slot, min(running.opened.prompt_len + running.opened.sampling.max_tokens, self._context))
 
     def begin(self, running: Running) -> None:
         """Begins with the most that is remembered by now. Raises OutriderError when that fails."""

@@ -90,6 +90,7 @@ class TargetWorker:
         if self._ending:
             return False
         self._wake()
+        self._link.expect(self._batch.expected_ms(self._running.values()))
         settled, readers = self._batch.advance(tuple(self._running.values()))
         self._listen(wait=False)  # what was prepared meanwhile decides how the requests go on
         answers = [answer for one in settled if (answer := self._answer(one)) is not None]

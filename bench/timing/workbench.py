@@ -203,5 +203,5 @@ class Workbench:
             self._pool.news = False
             self._tell(self._pool.stage)
         self._pool.ping(clock.now())
-        for loss in self._pool.losses():
+        for loss in self._pool.losses(clock.now()):
             raise WorkerError(loss.why)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import zmq
@@ -14,9 +15,10 @@ from outrider.orchestrator.client.client import FLUSH_MS
 from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.client_key import client_key
+from outrider.protocol import values
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
-from outrider.protocol.errors import EndpointError
+from outrider.protocol.errors import EndpointError, ServerStopped
 from outrider.protocol.messages import Message, Stats
 from outrider.protocol.sampling import SamplingParams
 
@@ -24,8 +26,15 @@ from outrider.protocol.sampling import SamplingParams
 class AsyncClient:
     """A client of the server at `endpoint`; see `Client` for what the calls take, give and raise."""
 
-    def __init__(self, endpoint: str, timeout: float = 10.0, alive: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        timeout: float = 10.0,
+        alive: Callable[[], None] | None = None,
+        reconnect: bool = False,
+    ) -> None:
         self.endpoint = endpoint
+        self._reconnect = values.flag("reconnect", reconnect)
         self.timeout = check_timeout(timeout)
         self._alive = alive
         self._key = client_key()
@@ -45,7 +54,7 @@ class AsyncClient:
     ) -> GenerationResult:
         """The completion of `prompt`; see `Client.generate`."""
         wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins)
-        stream = AsyncStream(self, Dialogue(wish))
+        stream = AsyncStream(self, Dialogue(wish, None, self._reconnect))
         async for _ in stream:
             pass
         return stream.result
@@ -67,7 +76,7 @@ class AsyncClient:
         wish = Wish(
             prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins, rounds
         )
-        return AsyncStream(self, Dialogue(wish, progress))
+        return AsyncStream(self, Dialogue(wish, progress, self._reconnect))
 
     async def stats(self) -> Stats:
         """The server's workers and totals."""
@@ -84,13 +93,25 @@ class AsyncClient:
 
     async def exchange(self, dialogue: Dialogue) -> AsyncIterator[Chunk]:
         """Runs one dialogue to its end; cancels it when the caller leaves early."""
+        while True:
+            try:
+                async with aclosing(self._exchange(dialogue)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except (EndpointError, ServerStopped) as error:
+                await asyncio.sleep(dialogue.retry(error))
+
+    async def _exchange(self, dialogue: Dialogue) -> AsyncGenerator[Chunk, None]:
+        """The same with one server."""
         patience = Patience(self.endpoint, self.timeout, self._alive)
         socket = self._socket()
         try:
             await socket.send_multipart(encode(dialogue.opening))
+            dialogue.was_sent = True
             self._open[dialogue.request] = socket
             while not dialogue.over:
-                chunk = dialogue.take(await self._receive(socket, patience))
+                chunk = dialogue.take(await self._receive(socket, patience, dialogue.request))
                 if chunk is not None:
                     yield chunk
         finally:
@@ -105,13 +126,13 @@ class AsyncClient:
         if socket is not None:
             await socket.send_multipart(encode(dialogue.farewell))
 
-    async def _receive(self, socket: zmq.asyncio.Socket, patience: Patience) -> Message:
+    async def _receive(self, socket: zmq.asyncio.Socket, patience: Patience, about: str | None = None) -> Message:
         # Not cancelled by any time that passes: what has arrived meanwhile would be lost with it.
         arriving = asyncio.ensure_future(socket.recv_multipart())
         while not arriving.done():
             arrived, _ = await asyncio.wait({arriving}, timeout=patience.poll_ms / 1000)
             if not arrived:
-                await socket.send_multipart(encode(patience.silent()))
+                await socket.send_multipart(encode(patience.silent(about)))
         patience.heard()
         return decode(arriving.result())
 

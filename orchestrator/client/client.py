@@ -6,6 +6,7 @@ Each call has a socket of its own, so calls don't wait for each other here; the 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 
 import zmq
@@ -13,9 +14,10 @@ import zmq
 from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.client_key import client_key
+from outrider.protocol import values
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
-from outrider.protocol.errors import EndpointError
+from outrider.protocol.errors import EndpointError, ServerStopped
 from outrider.protocol.messages import Message, Stats
 from outrider.protocol.sampling import SamplingParams
 
@@ -26,14 +28,22 @@ class Client:
     """A client of the server at `endpoint` (`outrider serve` prints it).
 
     `timeout`: seconds for which a server that is asked whether it is there may keep silent; how long a text takes does
-    not count. `alive`: raises when it is known that the server has ended.
+    not count. `alive`: raises when it is known that the server has ended. `reconnect`: a text whose server goes away
+    goes on where it was with the next one at this endpoint, which may take two minutes to come. Timings are that one's.
 
     Raises:
         EndpointError: on use, when nothing answers there.
     """
 
-    def __init__(self, endpoint: str, timeout: float = 10.0, alive: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        timeout: float = 10.0,
+        alive: Callable[[], None] | None = None,
+        reconnect: bool = False,
+    ) -> None:
         self.endpoint = endpoint
+        self._reconnect = values.flag("reconnect", reconnect)
         self.timeout = check_timeout(timeout)
         self._alive = alive
         self._key = client_key()
@@ -61,7 +71,7 @@ class Client:
             WorkerError: a worker was lost on the way.
         """
         wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins)
-        stream = Stream(self, Dialogue(wish))
+        stream = Stream(self, Dialogue(wish, None, self._reconnect))
         for _ in stream:
             pass
         return stream.result
@@ -87,7 +97,7 @@ class Client:
         wish = Wish(
             prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins, rounds
         )
-        return Stream(self, Dialogue(wish, progress))
+        return Stream(self, Dialogue(wish, progress, self._reconnect))
 
     def stats(self) -> Stats:
         """The server's workers and totals."""
@@ -102,12 +112,22 @@ class Client:
 
     def exchange(self, dialogue: Dialogue) -> Iterator[Chunk]:
         """Runs one dialogue to its end; cancels it when the caller leaves early."""
+        while True:
+            try:
+                yield from self._exchange(dialogue)
+                return
+            except (EndpointError, ServerStopped) as error:
+                time.sleep(dialogue.retry(error))
+
+    def _exchange(self, dialogue: Dialogue) -> Iterator[Chunk]:
+        """The same with one server."""
         patience = Patience(self.endpoint, self.timeout, self._alive)
         socket = self._socket()
         try:
             socket.send_multipart(encode(dialogue.opening))
+            dialogue.was_sent = True
             while not dialogue.over:
-                chunk = dialogue.take(self._receive(socket, patience))
+                chunk = dialogue.take(self._receive(socket, patience, dialogue.request))
                 if chunk is not None:
                     yield chunk
         finally:
@@ -115,9 +135,9 @@ class Client:
                 socket.send_multipart(encode(dialogue.farewell), flags=zmq.NOBLOCK)
             socket.close(linger=FLUSH_MS)
 
-    def _receive(self, socket: zmq.Socket[bytes], patience: Patience) -> Message:
+    def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message:
         while not socket.poll(patience.poll_ms):
-            socket.send_multipart(encode(patience.silent()))
+            socket.send_multipart(encode(patience.silent(about)))
         patience.heard()
         return decode(socket.recv_multipart())
 

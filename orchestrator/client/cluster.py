@@ -45,7 +45,7 @@ class LocalCluster:
     - `kv_memory` None: bytes, or like "2GB", for keys and values in all workers; None: by the machine.
     - `prompt_cache` True: keep what was read of texts that have ended, for those that begin alike.
     - `memory` True: carry over from run to run what `auto` learned of this pair on this machine.
-    - `max_waiting` 256: how many may wait. `worker_timeout` 30: seconds of silence until a worker is given up.
+    - `max_waiting` 256: how many may wait. `worker_timeout` 10: seconds of silence until a worker is given up.
     - `trace`: a file for a timeline. `simulate`: a latency profile to keep to. `log_level` "warning".
     - `log_format` "text", or "json": an object a line on stderr, from every process.
 

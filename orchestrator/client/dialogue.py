@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,12 +19,14 @@ from outrider.orchestrator.failure import as_error
 from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens
 from outrider.protocol import messages, values
 from outrider.protocol.endpoints import require_server
-from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol.errors import EndpointError, InvalidRequest, OutriderError, ServerStopped
 from outrider.protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, Started, StatsQuery
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 
 ASK_AFTER_SECONDS = 1.0
+# So long a text waits for the next server, which loads its models first, and so often its client looks for it.
+RECONNECT_SECONDS, RETRY_SECONDS = 120.0, 0.25
 MAX_TOKEN = 2**31 - 1
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 EMPTY = "the prompt is empty; expected text, or at least one token"
@@ -63,7 +66,7 @@ class Wish:
         object.__setattr__(self, name, value)  # the record is frozen for everybody else
 
     def message(self, request: str) -> Generate:
-        """The request to send."""
+        """The request to send to a first server."""
         return Generate(
             request=request,
             prompt=self.prompt if isinstance(self.prompt, str) else None,
@@ -78,15 +81,26 @@ class Wish:
         )
 
 
-class Dialogue:
-    """One request's exchange with a server."""
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Since when nobody answers, on the clock, and how many tokens had come by then."""
 
-    def __init__(self, wish: Wish, progress: Callable[[int, int], None] | None = None) -> None:
+    since: float = 0.0
+    tokens: int = 0
+
+
+class Dialogue:
+    """One request's exchange with a server; with `reconnect` with the next one, where that goes away before the end."""
+
+    def __init__(self, wish: Wish, progress: Callable[[int, int], None] | None = None, reconnect: bool = False) -> None:
         self.request = f"q{os.urandom(8).hex()}"
         self.opening = wish.message(self.request)
         self.over = False
+        self.was_sent = False
         self._begun = False
         self._progress = progress
+        self._reconnects = reconnect
+        self._lost = Lost()
         self._started: Started | None = None
         self._texts: list[str] = []
         self._tokens: list[int] = []
@@ -103,6 +117,23 @@ class Dialogue:
             raise InvalidRequest("this stream has been read already; its text is in `result`, or ask for a new stream")
         self._begun = True
 
+    def retry(self, error: OutriderError) -> float:
+        """The server is gone: after so many seconds `opening` may be sent again, and goes on behind what has come.
+
+        Raises:
+            OutriderError: `error` itself, where the text is not to go on elsewhere, or no server has come for too long.
+        """
+        now, had = time.monotonic(), len(self._tokens)
+        if self._lost.since == 0.0 or had > self._lost.tokens:
+            self._lost = Lost(now, had)
+        if not (self._reconnects and self.was_sent) or now - self._lost.since > RECONNECT_SECONDS:
+            raise error
+        self.over = False
+        if self._started is not None:
+            sampling = replace(self.opening.sampling, seed=self._started.seed)
+            self.opening = replace(self.opening, sampling=sampling, said=np.asarray(self._tokens, np.int32))
+        return RETRY_SECONDS
+
     @property
     def farewell(self) -> Cancel:
         return Cancel(self.request)
@@ -113,6 +144,8 @@ class Dialogue:
         Raises:
             OutriderError: of the class the server named, when the request failed.
         """
+        if isinstance(message, messages.Stats) and not message.known:
+            raise ServerStopped("the server was started anew while it was asked, and knows nothing of it; ask again")
         if getattr(message, "request", None) != self.request:
             return None
         match message:
@@ -187,8 +220,8 @@ class Patience:
         """Something arrived."""
         self._asked = 0
 
-    def silent(self) -> StatsQuery:
-        """Nothing arrived for `poll_ms`; what to ask.
+    def silent(self, about: str | None = None) -> StatsQuery:
+        """Nothing arrived for `poll_ms`; what to ask, `about` a request that should be there.
 
         Raises:
             EndpointError: nobody serves the endpoint any more, or a question was not answered for too long.
@@ -200,7 +233,7 @@ class Patience:
             raise EndpointError(
                 f"nothing answers at {self._endpoint} for {self._seconds:g} s; expected a running `outrider serve`"
             )
-        return StatsQuery(f"s{os.urandom(8).hex()}")
+        return StatsQuery(f"s{os.urandom(8).hex()}", about)
 
     def _look(self) -> None:
         if self._alive is not None:

@@ -92,6 +92,8 @@ class Account:
 
     admitted_ns: int = 0
     first_ns: int = 0
+    resumed: int = 0
+    rejoined: int = 0
     _cached: int = 0
     _draft_cached: int = 0
     _peaks: dict[str, int] = field(default_factory=dict)
@@ -114,19 +116,26 @@ class Account:
             entry.hit = accepted
         entry.source = proposal.source
 
-    def ended(self, number: int, proposal: Proposal, outcome: Outcome, kept: int, now_ns: int) -> None:
+    def ended(
+        self, number: int, proposal: Proposal, outcome: Outcome, kept: int, now_ns: int, read: bool = False
+    ) -> None:
         """Round `number`, of whose tokens the first `kept` count; the first round ends the prompt's time.
 
-        The wait before the verify of a hit that was served at once is a turnaround.
+        The wait before the verify of a hit that was served at once is a turnaround. `read`: the target read the whole
+        text before, which is no verify's time.
         """
         entry = self._entry(number)
         entry.kept, entry.chain, entry.accepted = kept, len(proposal.chain), outcome.accepted
         entry.ended_ns = now_ns
-        if not self.first_ns:
-            self.first_ns = now_ns
+        if not self.first_ns or read:
+            self.first_ns = self.first_ns or now_ns
             return
         entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
         entry.turnaround = proposal.lookup is Lookup.HIT
+
+    def lost(self, number: int) -> None:
+        """Round `number` has no outcome, and begins anew."""
+        self._recent.pop(number, None)
 
     def found(self, tokens: int, drafter: bool) -> None:
         """So many of the first tokens were remembered by the target, or by a drafter. Only the first word counts."""
@@ -178,6 +187,8 @@ class Account:
             verify_ms=sums.verify_ns / MILLISECOND_NS,
             idle_ms=sums.idle_ns / MILLISECOND_NS,
             peak_bytes=sum(self._peaks.values()),
+            resumed=self.resumed,
+            rejoined=self.rejoined,
         )
 
     def _entry(self, number: int) -> Entry:

@@ -126,7 +126,7 @@ class Dispatch:
 
 def _verifying(request: Request) -> tuple[int, ...] | None:
     """The chain whose outcomes a drafter is to prepare; None: it only reads."""
-    return request.proposal.chain if request.mode == "ssd" else None
+    return request.proposal.chain if request.mode == "ssd" and not request.proposal.going_on else None
 
 
 def _opening(request: Request, verifying: tuple[int, ...] | None) -> Open:

@@ -49,8 +49,8 @@ class Ledger:
     def outcome(self, request: Request, ended: Round, outcome: Outcome, kept: int, now_ns: int) -> None:
         """Counts and times of a round; tokens past the end of the request do not count."""
         chain = ended.proposal.chain
-        request.account.ended(ended.number, ended.proposal, outcome, kept, now_ns)
-        if ended.number:  # the first is the prompt's
+        request.account.ended(ended.number, ended.proposal, outcome, kept, now_ns, ended.read)
+        if not ended.read:
             self.rounds.add(now_ns - request.handled_ns)
             self._verified(outcome.work)
         if self._trace.enabled:

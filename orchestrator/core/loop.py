@@ -46,6 +46,7 @@ class Core:
         self._inbox = inbox
         self._outbox = outbox
         self._trace = Trace(settings.trace)
+        self._fatal = ""
         self._pool = WorkerPool(context, settings, run_dir)
         self._tick_ms = min(TICK_MS, math.ceil(1000 * self._pool.seconds_a_ping))
         tuned = tuning.path_for(settings)
@@ -93,6 +94,8 @@ class Core:
         poller.register(self._pool.socket, zmq.POLLIN)
         poller.register(self._inbox.wake, zmq.POLLIN)
         poller.register(self._pool.door.monitor, zmq.POLLIN)
+        if self._pool.exits is not None:
+            poller.register(self._pool.exits, zmq.POLLIN)
         try:
             self._pool.start()
             going = True
@@ -121,6 +124,11 @@ class Core:
         arrived = list(self._pool.receive())
         arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
         self._rounds.handle_all(arrived, clock.now())
+        for worker in self._pool.arrivals():
+            if worker.role == "target":
+                self._rounds.found_target()
+            else:
+                self._rounds.found_drafter(worker.name)
         self._pool.flush()
         if self._pool.news:
             self._tell_workers()
@@ -128,12 +136,10 @@ class Core:
     def _hear_front(self) -> bool:
         for event in self._inbox.take():
             match event:
-                case Admit() if self._pool.has_target():
-                    self._rounds.begin(event, clock.now())
+                case Admit() if self._fatal:
+                    self._outbox.put(Broke(event.request, "WorkerError", self._fatal))
                 case Admit():
-                    self._outbox.put(
-                        Broke(event.request, "WorkerError", "there is no target worker; start the cluster again")
-                    )
+                    self._rounds.begin(event, clock.now())
                 case Stop():
                     self._rounds.stop(event.request, event.reason)
                 case Quit():
@@ -146,7 +152,7 @@ class Core:
         self._pool.ping(now_ns)
         if not self._rounds.active and self._memory.is_due(now_ns):
             self._memory.write(self._rounds.learned(), now_ns)
-        for loss in self._pool.losses():
+        for loss in self._pool.losses(now_ns):
             self._on_loss(loss, now_ns)
         if self._pool.news:
             self._tell_workers()
@@ -154,14 +160,14 @@ class Core:
     def _on_loss(self, loss: Loss, now_ns: int) -> None:
         log.warning("%s", loss.why)
         if loss.worker.role == "target":
-            self._rounds.lost_target(loss.why)
+            self._rounds.lost_target(loss.why, loss.fatal)
         else:
-            self._rounds.lost_drafter(loss.worker.name, now_ns)
-        fatal = loss.why if loss.worker.role == "target" or not loss.started else ""
-        self._tell_workers(fatal)
+            self._rounds.lost_drafter(loss.worker.name, loss.why, now_ns)
+        self._fatal = loss.why if loss.fatal else self._fatal
+        self._tell_workers()
 
-    def _tell_workers(self, fatal: str = "") -> None:
-        self._pool.news = False
-        notes = tuple(self._pool.notes())
+    def _tell_workers(self) -> None:
         pool = self._pool
-        self._outbox.put(WorkersChanged(pool.stats(), pool.ready, pool.stage, fatal, notes, pool.kv_room))
+        pool.news = False
+        notes = tuple(pool.notes())
+        self._outbox.put(WorkersChanged(pool.stats(), pool.ready, pool.stage, self._fatal, notes, pool.kv_room))

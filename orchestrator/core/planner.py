@@ -66,6 +66,11 @@ class Planner:
             return Plan(admit.mode, depth, branches), []
         return Plan("ar", depth, branches), ["speculation is off: there is no drafter"]
 
+    def regain(self, request: Request) -> None:
+        """There is a drafter for a request that may have begun without one."""
+        if request.admit.mode != "auto":
+            request.plan, _ = self.first_plan(request.admit, True)
+
     def replan(self, request: Request) -> None:
         """In `auto` the controller may change its mind between two rounds."""
         if request.admit.mode == "auto":
@@ -117,10 +122,10 @@ class Planner:
         self.estimates.saw_link((now_ns - waiting.asked_ns) / MILLISECOND_NS - work_ms)
 
     def outcome(self, request: Request, ended: Round, outcome: Outcome, kept: tuple[int, ...], now_ns: int) -> None:
-        """What a round that made `kept` final says about costs and odds; the first is the prompt's."""
+        """What a round that made `kept` final says about costs and odds; nothing where the whole text was read."""
         self._judge_copy(request, outcome, kept)
         round_ms, request.handled_ns = (now_ns - request.handled_ns) / MILLISECOND_NS, now_ns
-        if ended.number == 0:
+        if ended.read:
             return
         proposal, estimates = ended.proposal, self.estimates
         estimates.saw_round(len(kept), round_ms)

@@ -68,8 +68,11 @@ class Proposer:
         return Ask(longest)
 
     def stays(self, request: Request, room: int) -> bool:
-        """Whether a target that goes on by itself is to: not where what its drafter says can be copied for nothing."""
-        if not request.proposal.draft or request.ngrams.is_empty or self._is_fixed(request) or room < 1:
+        """Whether a target that goes on by itself is to: not where what its drafter says can be copied for nothing, nor
+        plainly where a drafter has come meanwhile."""
+        if not request.proposal.draft:
+            return request.mode == "ar"
+        if request.ngrams.is_empty or self._is_fixed(request) or room < 1:
             return True
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         return drafts_better(self.estimates, tail, min(request.depth, room))

@@ -5,6 +5,7 @@ Knows tokens and times; knows no text, socket or model.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.account import Account
@@ -15,6 +16,9 @@ from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Outcome
+
+# A drafter that was lost so often in a row while it drafted for a request, without a word for that, is not taken back.
+MOST_LOSSES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +61,12 @@ class Foretold:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round that has ended, as it was: the books are made after the next one is under way."""
+    """A round that has ended, as it was: the books are made after the next one is under way. `read`: the whole text."""
 
     number: int
     plan: Plan
     proposal: Proposal
+    read: bool
 
 
 @dataclass(slots=True)
@@ -73,7 +78,9 @@ class Request:
     `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
     last outcome has come. `untold` are committed tokens that the drafters, `drafters` by name, do not know yet.
     `foretold`: of the round under way. `covered`: how many branches there were to be for the latest outcome, if all had
-    come by then; else 0. `records`: of its rounds, if it asked for them.
+    come by then; else 0. `records`: of its rounds, if it asked for them. `reads`: the round under way begins with
+    reading all tokens. `deaths` of the target in a row, while this was under way there and got no token; `losses`: the
+    same of each drafter, by name.
     """
 
     admit: Admit
@@ -96,6 +103,9 @@ class Request:
     foretold: Foretold | None = None
     branches_at_ns: int = 0
     handled_ns: int = 0
+    reads: bool = True
+    deaths: int = 0
+    losses: Counter[str] = field(default_factory=Counter)
     account: Account = field(default_factory=Account)
     records: RoundRecords | None = None
     notes: list[str] = field(default_factory=list)
@@ -113,7 +123,31 @@ class Request:
         return known if known is not None and known.chain == chain else Proposal(chain, Source.CACHE, Lookup.HIT)
 
     def this_round(self) -> Round:
-        return Round(self.round, self.plan, self.proposal)
+        return Round(self.round, self.plan, self.proposal, self.reads)
+
+    def welcomes(self, drafter: str) -> bool:
+        """Whether a drafter that can be used now may draft for it: not where it died of it, as it seems."""
+        return self.admit.mode != "ar" and drafter not in self.drafters and self.losses[drafter] < MOST_LOSSES
+
+    def rejoins(self, drafter: str) -> None:
+        """Is one of its drafters, in the middle of the text."""
+        self.drafters.add(drafter)
+        self.account.rejoined += 1
+        self.note(f"speculation: {drafter} drafts again")
+
+    def suspend(self) -> None:
+        """The target does not know it any more, and what it and the drafters still say of it comes too late."""
+        self.epoch += 1
+        self.halted, self.waiting, self.proposal, self.prepared = False, None, Proposal(), {}
+        self.cache.start()
+        self.account.lost(self.round)
+        if self.records is not None:
+            self.records.lost(self.round)
+
+    def note(self, words: str) -> None:
+        """Something whoever reads the text should know, once."""
+        if words not in self.notes:
+            self.notes.append(words)
 
     @property
     def mode(self) -> str:
@@ -132,5 +166,21 @@ class Request:
         return len(self.tokens) - len(self.admit.tokens)
 
     @property
+    def made(self) -> int:
+        """How many of the generated tokens this server has made."""
+        return self.generated - len(self.admit.said)
+
+    @property
     def remaining(self) -> int:
         return self.admit.sampling.max_tokens - self.generated
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A round that ended with `outcome`: the tokens that it made final, and why the request ends there, if it does."""
+
+    request: Request
+    ended: Round
+    outcome: Outcome
+    kept: tuple[int, ...]
+    reason: str | None

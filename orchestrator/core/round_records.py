@@ -32,6 +32,11 @@ class RoundRecords:
         self._decided[number] = lookup, self._told(Span(since_ns, now_ns))
         self._asked_ns, self._missed = None, False
 
+    def lost(self, number: int) -> None:
+        """Round `number` has no outcome, and begins anew."""
+        self._decided.pop(number, None)
+        self._asked_ns, self._missed = None, False
+
     def drafted(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
         """Work of another machine's drafter, whose clock is its own, is left out."""
         work = message.work

@@ -8,38 +8,26 @@ tokens and integers only. Time is passed in.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
-from outrider.orchestrator.core.account import Account
+from outrider.orchestrator.core.beginning import begun
 from outrider.orchestrator.core.dispatch import Dispatch, Workers
 from outrider.orchestrator.core.door import may_say
 from outrider.orchestrator.core.ledger import Ledger
 from outrider.orchestrator.core.limits import room, up_to_end
-from outrider.orchestrator.core.ngram import PIECE, NgramIndex
+from outrider.orchestrator.core.ngram import PIECE
+from outrider.orchestrator.core.outage import Outage
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.preparing import may_prepare, prepared
 from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
-from outrider.orchestrator.core.request import Request, Round, RoundSettings
-from outrider.orchestrator.core.round_records import RoundRecords
+from outrider.orchestrator.core.request import Request, RoundSettings, Settled
 from outrider.orchestrator.core.speculation_cache import is_sound
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
 from outrider.protocol.messages import Branches, Close, Drafted, Fault, Message, Outcome, Prefilled, Remark, Resync
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A round that ended with `outcome`: the tokens that it made final, and why the request ends there, if it does."""
-
-    request: Request
-    ended: Round
-    outcome: Outcome
-    kept: tuple[int, ...]
-    reason: str | None
 
 
 class Rounds:
@@ -64,6 +52,7 @@ class Rounds:
         self._planner = Planner(settings, tunings, memory)
         self._requests: dict[str, Request] = {}
         self._proposer = Proposer(self._planner.estimates, settings.full_depth, settings.colocated)
+        self._outage = Outage(self._open)
 
     @property
     def active(self) -> int:
@@ -82,28 +71,14 @@ class Rounds:
     def begin(self, admit: Admit, now_ns: int) -> None:
         """OPEN to the target and to the drafters: all read the prompt at once."""
         self._planner.turn_to(len(self._requests) + 1)
-        less = self._workers.notes() if admit.mode != "ar" else []
-        if not self._workers.target_abilities.chains:
-            admit = replace(admit, mode="ar")
-        drafters = self._workers.drafters() if admit.mode != "ar" else set()
-        plan, notes = self._planner.first_plan(admit, bool(drafters))
-        notes = [*less, *notes]
-        request = Request(
-            admit,
-            plan,
-            tokens=list(admit.tokens),
-            ngrams=NgramIndex(),
-            drafters=drafters,
-            account=Account(admitted_ns=now_ns),
-            records=RoundRecords(now_ns) if admit.rounds else None,
-            notes=notes,
-        )
+        request = begun(admit, self._workers, self._planner, now_ns)
+        admit = request.admit
         self._requests[request.id] = request
-        self._open(request)
+        self._outage.admit(request)
         self._workers.let_go()
         if self._settings.ngrams and admit.mode != "ar":
-            request.ngrams.extend(admit.tokens)
-        self._tell(Began(request.id, admit.mode, tuple(notes)))
+            request.ngrams.extend(request.tokens)
+        self._tell(Began(request.id, admit.mode, tuple(request.notes)))
 
     def stop(self, request_id: str, reason: str) -> None:
         """Ends a request whose text is complete or unwanted; the round in flight is cancelled."""
@@ -117,14 +92,32 @@ class Rounds:
 
     # --- what happens to workers ----------------------------------------------------------------------------------
 
-    def lost_drafter(self, name: str, now_ns: int) -> None:
+    def lost_drafter(self, name: str, why: str, now_ns: int) -> None:
         """Requests go on with what drafters are left, or without."""
         for request in list(self._requests.values()):
-            self._leave(request, name, f"draft worker {name} was lost", now_ns)
+            if name in request.drafters:
+                request.losses[name] += 1
+                self._leave(request, name, why, now_ns)
 
-    def lost_target(self, why: str) -> None:
-        for request in list(self._requests.values()):
-            self._break(request, why)
+    def found_drafter(self, name: str) -> None:
+        """Takes it into all requests that it may draft for, in the middle of their texts."""
+        for request in self._requests.values():
+            if request.welcomes(name) and not self._settings.simulated:
+                request.rejoins(name)
+                self._planner.regain(request)
+                if not self._outage.keeps(request):
+                    self._dispatch.open_drafters(request)
+
+    def lost_target(self, why: str, for_good: bool) -> None:
+        """Requests wait for its replacement; not who has killed it again and again, nor where there will be none."""
+        requests = list(self._requests.values())
+        over = for_good or self._settings.simulated
+        for request, words in [(r, why) for r in requests] if over else self._outage.began(requests, why):
+            self._break(request, words)
+
+    def found_target(self) -> None:
+        """Requests go on where they were, from their committed tokens."""
+        self._outage.ended()
 
     # --- what workers say -----------------------------------------------------------------------------------------
 
@@ -162,7 +155,7 @@ class Rounds:
             case Prefilled():
                 if message.cached and not request.epoch:
                     request.account.found(message.cached, drafter=sender in request.drafters)
-                if sender not in request.drafters:
+                if sender not in request.drafters and not request.generated:
                     self._tell(PrefillAt(request.id, message.done, message.total))
             case Resync():
                 self._on_resync(request, sender)
@@ -195,16 +188,18 @@ class Rounds:
         if not of_now or request.waiting or outcome.accepted > len(chain):
             self.stale += 1
             return []
-        request.proposal = proposal
+        request.proposal, request.deaths = proposal, 0
         kept, reason = up_to_end(request, self._workers.target_context, [*chain[: outcome.accepted], outcome.bonus])
-        ended = request.this_round()
+        ended, request.reads = request.this_round(), False
         request.tokens += kept
         request.untold += kept
         request.accepted = outcome.accepted
         request.covered = request.branches if request.cache.final else 0
         if reason is None:
             request.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
-            if outcome.onward is not None:
+            if self._outage.tries(request):
+                self._outage.acquit(request)
+            elif outcome.onward is not None:
                 self._went_on(request, request.went_on(outcome, tuple(kept)), now_ns)
             else:
                 request.halted = False
@@ -227,6 +222,7 @@ class Rounds:
             self._finish(request, settled.reason)
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
+        request.losses.pop(sender, None)
         self._ledger.branches(request, sender, message, now_ns)
         of_now = message.round == request.round and message.base_len == request.base_len
         if not of_now or not is_sound(message):
@@ -255,9 +251,7 @@ class Rounds:
         if sender in request.drafters:
             self._dispatch.open_drafters(request)
             return
-        request.epoch += 1
-        request.halted = False
-        request.proposal, request.waiting = Proposal(), None
+        request.suspend()
         self._open(request)
 
     def _on_fault(self, request: Request, sender: str, message: Fault, now_ns: int) -> None:
@@ -346,6 +340,7 @@ class Rounds:
 
     def _open(self, request: Request) -> None:
         request.base_len = len(request.tokens)
+        request.reads = True
         request.cache.start()
         self._dispatch.open(request)
 
@@ -357,7 +352,7 @@ class Rounds:
             return
         request.drafters.discard(drafter)
         self._workers.send_drafter(drafter, Close(request.id))  # it may only have slept, and would work on
-        request.notes.append(f"speculation: {why}")
+        request.note(f"speculation: {why}")
         if not request.drafters and request.waiting:
             self._verify(request, Proposal(), now_ns)
 
@@ -365,7 +360,7 @@ class Rounds:
         self._close(request)
         until = partial(request.account.timings, len(request.admit.tokens))
         notes = [*request.notes, *filter(None, [self._planner.reason(request)])]
-        self._tell(Ended(request.id, reason, until(request.generated), tuple(notes), until))
+        self._tell(Ended(request.id, reason, until(request.made), tuple(notes), until))
 
     def _break(self, request: Request, why: str) -> None:
         self._close(request)
@@ -375,3 +370,4 @@ class Rounds:
         del self._requests[request.id]
         self._dispatch.close(request)
         self._planner.turn_to(len(self._requests))
+        self._outage.forget(request)

@@ -6,15 +6,18 @@ from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.pulse import Pulse
 from outrider.orchestrator.machine.spawn import SpawnedWorker
+from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.kv import CacheUse
 from outrider.protocol.messages import Hello, WorkerStats
 
 
 @dataclass(slots=True)
 class Worker:
-    """`state` is starting, ready, refused (of no use here), frozen (silent, and may come back) or lost.
+    """`state` is starting, ready, refused (of no use here), frozen (silent, and may come back), restarting or lost.
 
-    `spawned` None: it joined by itself. `kv_limit`: the bytes for texts that it was told.
+    `spawned` None: it joined by itself. `hello` of one that is restarting is its predecessor's. `kv_limit`: the bytes
+    for texts that it was told. `worked`: it has done something for a request, since it was let in at `entered_ns`; from
+    `begun_ns` until then it loaded.
     """
 
     name: str
@@ -27,11 +30,36 @@ class Worker:
     pulse: Pulse = field(default_factory=Pulse)
     kv_limit: int = 0
     cache: CacheUse = field(default_factory=CacheUse)
+    restarts: int = 0
+    worked: bool = False
+    begun_ns: int = 0
+    entered_ns: int = 0
 
     @property
     def entered(self) -> bool:
         """It said HELLO and is not given up."""
         return self.state in ("ready", "frozen")
+
+    @property
+    def runs(self) -> bool:
+        """Its process, if it was started here, has not ended."""
+        return self.spawned is not None and self.spawned.exit_code() is None
+
+    def other_model(self, hello: Hello) -> str | None:
+        """Why what says `hello` can't go on in this one's place: it runs another model, whose texts are others."""
+        known = self.hello
+        if known is None or _what_runs(known) == _what_runs(hello):
+            return None
+        return f"{self} came back with another model ({hello.model}) than it had ({known.model}); start the server anew"
+
+    @property
+    def load_s(self) -> float:
+        """How long its start took; 0: that is not known."""
+        return (self.entered_ns - self.begun_ns) / SECOND_NS if self.begun_ns and self.entered_ns else 0.0
+
+    def stood_ns(self, now_ns: int) -> int:
+        """How long it has been one of the cluster."""
+        return now_ns - self.entered_ns if self.entered_ns else 0
 
     def why_gone(self, seconds_a_ping: float) -> str | None:
         """Why it must be given up: its process ended, or nothing is heard of it for too long."""
@@ -39,14 +67,15 @@ class Worker:
         if self.spawned and code is not None:
             tail = self.spawned.log_tail()
             return self.fault or f"{self} ended with code {code}" + (f": {tail}" if tail else "")
-        silence = self.pulse.gone(seconds_a_ping) if self.entered else None
+        silence = self.pulse.gone(seconds_a_ping) if self.entered else self.pulse.stuck(seconds_a_ping)
         return f"{self} {silence}" if silence else None
 
     def stats(self) -> WorkerStats:
         hello = self.hello
-        pid = hello.pid if hello else self.spawned.pid if self.spawned else 0
+        pid = self.spawned.pid if self.spawned else hello.pid if hello else 0
         if hello is None:
             return WorkerStats(self.role, self.name, self.state, pid, "", "", 0, 0, 0, 0, self.fault)
+        note = self.fault or hello.note
         return WorkerStats(
             self.role,
             self.name,
@@ -58,9 +87,10 @@ class Worker:
             hello.context_length,
             hello.parameters,
             hello.weight_bytes,
-            hello.note,
+            note,
             hello.kv,
             self.cache,
+            self.restarts,
         )
 
     def __str__(self) -> str:
@@ -69,8 +99,13 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A worker that is gone, or a drafter that nobody should wait for. `started`: it had been ready before."""
+    """A drafter that nobody should wait for, or a worker that is `gone`; `fatal`: the server can't do without it."""
 
     worker: Worker
     why: str
-    started: bool
+    gone: bool = False
+    fatal: bool = False
+
+
+def _what_runs(hello: Hello) -> tuple[object, ...]:
+    return hello.backend, hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes

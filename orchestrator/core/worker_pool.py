@@ -1,14 +1,13 @@
-"""The workers' socket: starts this cluster's workers, lets in those that may join, and finds who is dead or frozen.
+"""The workers' socket: lets in those that have or may take a place, and asks all whether they are alive.
 
-Turns frames into (worker name, message) and back; what workers say about themselves stays here. A frozen drafter is
-done without until it is heard again; a frozen target is waited for. Knows nothing of requests.
+Turns frames into (worker name, message) and back; what workers say about themselves stays here. Who lives and who is
+started again is the supervisor's. Knows nothing of requests.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,41 +15,43 @@ import zmq
 
 from outrider.orchestrator.core.places import Places
 from outrider.orchestrator.core.pulse import SILENT, Pulse
+from outrider.orchestrator.core.supervisor import TARGET, Supervisor
 from outrider.orchestrator.core.worker import Loss, Worker
 from outrider.orchestrator.doorkeeper import Doorkeeper
 from outrider.orchestrator.kv_room import KvRoom, kv_room
 from outrider.orchestrator.machine.memory import physical
-from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import clock
 from outrider.protocol.abilities import Abilities
+from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import (
+    Branches,
     CacheReport,
+    Drafted,
     Fault,
     Hello,
     KvMemory,
     Loading,
     Message,
+    Outcome,
     Ping,
     Pong,
     Shutdown,
     Welcome,
     WorkerStats,
 )
-from outrider.protocol.worker_link import INCARNATION_BITS, heartbeat_of, routing_id
+from outrider.protocol.worker_link import heartbeat_of, routing_id
 
 log = logging.getLogger(__name__)
 
-SECOND_NS = 1_000_000_000
-STOP_GRACE_SECONDS = 5.0
 # A worker has two; the rest is for strangers, until they are turned away.
 MAX_CONNECTIONS = 256
-TARGET = "target-0"
 
 
 class WorkerPool:
-    """Spawns this cluster's workers and talks to all that have a place in it. `news`: `stats` or `stage` changed."""
+    """Talks to all that have a place in this cluster. `news`: `stats` or `stage` changed."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: ServeSettings, run_dir: Path) -> None:
         self.endpoint = f"ipc://{run_dir}/workers"
@@ -61,8 +62,9 @@ class WorkerPool:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.door = Doorkeeper(self.socket, self.endpoint, MAX_CONNECTIONS)
         self._settings = settings
-        self._run_dir = run_dir
         self._places = Places(drafters_may_join=not settings.colocate)
+        self._supervisor = Supervisor(self._places, settings, self.endpoint, run_dir, self.seconds_a_ping)
+        self._arrived: list[Worker] = []
         self._going: dict[str, list[Message]] = {}
         self._ping_serial = 0
         self._next_ping_ns = 0
@@ -70,9 +72,12 @@ class WorkerPool:
 
     def start(self) -> None:
         """Starts the worker processes; they report as they load."""
-        self._spawn("target", TARGET)
-        if self._settings.has_draft_worker:
-            self._spawn("draft", "draft-0")
+        self._supervisor.start()
+
+    @property
+    def exits(self) -> int | None:
+        """What wakes a poller when a worker process has ended; None where the system has no such thing."""
+        return self._supervisor.exits.fileno
 
     # --- who there is ---------------------------------------------------------------------------------------------
 
@@ -100,7 +105,8 @@ class WorkerPool:
     def notes(self) -> list[str]:
         """Why requests get less speculation than was asked for, a sentence each."""
         off = [] if self.target_abilities.chains else [self.target_abilities.why]
-        refused = [worker.fault for worker in self._places.all() if worker.state == "refused"]
+        drafters = [worker for worker in self._places.all() if worker.role == "draft" and worker.spawned]
+        refused = [worker.fault for worker in drafters if worker.state in ("refused", "lost")]
         return [f"speculation is off: {why}" for why in off] or [f"no draft model: {why}" for why in refused]
 
     def is_target(self, name: str) -> bool:
@@ -130,7 +136,7 @@ class WorkerPool:
         """What each worker is to hear leaves, together."""
         for name, messages in self._going.items():
             worker = self._places.named(name)
-            if worker is not None:
+            if worker is not None and worker.entered:
                 self._send(routing_id(worker.incarnation), *messages)
         self._going.clear()
 
@@ -156,15 +162,16 @@ class WorkerPool:
                         log.info("dropped a stranger's %s", type(message).__name__)
                     case CacheReport(use=use):
                         worker.cache, self.news = use, True
-                    case Pong(serial=serial, progress=progress):
-                        worker.pulse.answered(progress, serial == self._ping_serial)
+                    case Pong(serial=serial, progress=progress, expected_ms=expected_ms):
+                        worker.pulse.answered(progress, serial == self._ping_serial, expected_ms / 1000)
                     case Loading(role=role, stage=stage):
-                        self.stage, self.news = f"{role}: {stage}", True
+                        self.stage, self.news, worker.pulse.unanswered = f"{role}: {stage}", True, 0
                     case Fault(request=None, message=why, dispensable=dispensable):
                         worker.fault = why  # it will end, and `losses` will tell
                         if dispensable and worker.role == "draft":
                             worker.state, self.news = "refused", True
                     case _:
+                        worker.worked = worker.worked or isinstance(message, Outcome | Branches | Drafted)
                         yield worker.name, message
 
     def ping(self, now_ns: int) -> None:
@@ -173,50 +180,53 @@ class WorkerPool:
         self._next_ping_ns = now_ns + int(self.seconds_a_ping * SECOND_NS)
         self._ping_serial += 1
         for worker in self._places.all():
+            worker.pulse.unanswered += 1
             if worker.entered:
-                worker.pulse.unanswered += 1
                 self._send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
 
-    def losses(self) -> list[Loss]:
-        """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""
-        lost = []
-        for worker in self._places.all():
-            started, why = worker.entered, worker.why_gone(self.seconds_a_ping)
-            if worker.state in ("lost", "refused"):
-                continue
-            if why is not None:
-                self._give_up(worker, why)
-                lost.append(Loss(worker, why, started))
-            elif started and worker.pulse.faint != (worker.state == "frozen"):
-                self._freeze_or_thaw(worker)
-                if worker.role == "draft" and worker.state == "frozen":
-                    lost.append(Loss(worker, f"{worker} does not answer; requests go on without it", started))
-        return lost
+    def arrivals(self) -> list[Worker]:
+        """Workers that can be used from now on: new, started again, or heard again."""
+        found, self._arrived = [*self._arrived, *self._supervisor.thawed()], []
+        self.news = self.news or bool(found)
+        return found
+
+    def losses(self, now_ns: int) -> list[Loss]:
+        """Workers that can't be used from now on; what was started here and can be started again is."""
+        found = [*self._supervisor.losses(now_ns), *self._supervisor.restart(now_ns)]
+        for loss in found:
+            self.news = True
+            if loss.gone:
+                self._send(routing_id(loss.worker.incarnation), Shutdown(loss.why))
+        if found:
+            self._share_memory()
+        return found
 
     def close(self) -> None:
         """Ends the workers in order, then the socket."""
         self.flush()
-        spawned = [worker.spawned for worker in self._places.all() if worker.spawned]
         for worker in self._places.all():
             self._send(routing_id(worker.incarnation), Shutdown())
-        for process in spawned:
-            process.terminate()
-        for process in spawned:
-            process.wait(STOP_GRACE_SECONDS)
+        self._supervisor.close()
         self.door.close()
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         """A worker is ready: one that was spawned, or a drafter that joins. A HELLO said again changes nothing."""
         worker = self._places.at(identity)
-        why = self._places.refusal(identity, hello) if worker is None else None
-        if why is not None or (worker is not None and worker.state != "starting"):
+        if worker is not None and worker.state not in ("starting", "restarting"):
             self.rejected += 1
-            log.warning("turned %s away: %s", hello.name or f"a {hello.role}", why or "it is here already")
-            if why is not None:
-                self._send(identity, Shutdown(why))
+            return
+        why = self._places.refusal(identity, hello) if worker is None else worker.other_model(hello)
+        if why is not None:
+            self.rejected += 1
+            log.warning("turned %s away: %s", hello.name or f"a {hello.role}", why)
+            self._send(identity, Shutdown(why))
+            if worker is not None:
+                worker.fault = why  # it will end, and `losses` will tell
             return
         worker = worker or self._places.join(hello)
-        worker.hello, worker.state, worker.pulse = hello, "ready", Pulse()
+        worker.hello, worker.state, worker.fault, worker.pulse = hello, "ready", "", Pulse()
+        worker.entered_ns = clock.now()
+        self._arrived.append(worker)
         self._send(identity, Welcome(worker.name))
         self._share_memory()
         self.news = True
@@ -229,24 +239,6 @@ class WorkerPool:
             if worker.entered and share != worker.kv_limit:
                 worker.kv_limit = share
                 self._send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
-
-    def _give_up(self, worker: Worker, why: str) -> None:
-        worker.state, worker.fault, self.news = "lost", why, True
-        self._send(routing_id(worker.incarnation), Shutdown(why))
-        self._places.take_away(worker)
-        if worker.spawned:
-            worker.spawned.kill()
-        self._share_memory()
-
-    def _freeze_or_thaw(self, worker: Worker) -> None:
-        worker.state = "frozen" if worker.pulse.faint else "ready"
-        log.warning("%s %s", worker, "does not answer" if worker.state == "frozen" else "answers again")
-        self.news = True
-
-    def _spawn(self, role: str, name: str) -> None:
-        incarnation = secrets.randbits(INCARNATION_BITS)
-        spawned = spawn_worker(role, name, self.endpoint, self._settings, self._run_dir, incarnation)
-        self._places.give(Worker(name, role, incarnation, spawned))
 
     def _decoded(self, frames: Sequence[bytes]) -> list[Message]:
         try:

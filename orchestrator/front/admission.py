@@ -30,11 +30,15 @@ FEW_PLACES, MOST_PLACES = 4, 16
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A request that may run: what the core is to do, its text to be, and `notes` for whoever asked."""
+    """A request that may run: what the core is to do, its text to be, and `notes` for whoever asked.
+
+    `ended`: why the text is complete with what was said of it before, if it is.
+    """
 
     admit: Admit
     text: TextStream
     notes: tuple[str, ...]
+    ended: str = ""
 
 
 class Admission:
@@ -65,8 +69,8 @@ class Admission:
             check_draft_tokens(asked.num_draft_tokens)
         if asked.branches is not None:
             check_branches(asked.branches)
-        tokens = self._tokens(asked)
-        self._check_tokens(tokens, asked.sampling)
+        tokens, said = self._tokens(asked), _said(asked)
+        self._check_tokens(tokens, said, asked.sampling)
         sampling, notes = self._fitted(asked.sampling, len(tokens))
         eos = frozenset() if sampling.ignore_eos else self._text.codec.eos
         if sampling.grammar is not None:
@@ -81,8 +85,10 @@ class Admission:
             branches=asked.branches or self._settings.branches,
             origins=asked.origins,
             rounds=asked.rounds,
+            said=said,
         )
-        return Accepted(admit, TextStream(self._text.codec, tokens, sampling.stop, eos), notes)
+        text = TextStream(self._text.codec, tokens, sampling.stop, eos)
+        return Accepted(admit, text, notes, _ended(admit, text))
 
     def need(self, admit: Admit) -> int:
         """Bytes that a request takes in all workers when its text is as long as it may get."""
@@ -107,7 +113,7 @@ class Admission:
             raise InvalidRequest("the prompt is empty; expected at least one character")
         return ModelText(self._text.codec, self._text.template if asked.chat_template else None).tokens(asked.prompt)
 
-    def _check_tokens(self, tokens: tuple[int, ...], sampling: SamplingParams) -> None:
+    def _check_tokens(self, tokens: tuple[int, ...], said: tuple[int, ...], sampling: SamplingParams) -> None:
         if not tokens:
             raise InvalidRequest("the prompt is empty; expected at least one token")
         if self.context_length is not None and len(tokens) >= self.context_length:
@@ -124,7 +130,8 @@ class Admission:
             )
         if self.vocab_size is None:
             return
-        for what, ids in (("the prompt", tokens), ("logit_bias", (token for token, _ in sampling.logit_bias))):
+        biased = tuple(token for token, _ in sampling.logit_bias)
+        for what, ids in (("the prompt", tokens), ("what was said before", said), ("logit_bias", biased)):
             beyond = next((token for token in ids if not 0 <= token < self.vocab_size), None)
             if beyond is not None:
                 raise InvalidRequest(f"{what} has token {beyond}; expected ids from 0 to {self.vocab_size - 1}")
@@ -155,3 +162,20 @@ class Admission:
             backend = self._settings.draft_backend
             notes += (f"the {backend} drafter does not draw: what it proposes is taken as certain",)
         return sampling, notes
+
+
+def _said(asked: Generate) -> tuple[int, ...]:
+    if asked.said is None:
+        return ()
+    if asked.sampling.seed is None:
+        raise InvalidRequest("a text that goes on has no seed; expected the one that it began with")
+    return tuple(int(token) for token in asked.said)
+
+
+def _ended(admit: Admit, text: TextStream) -> str:
+    """Why what was said before is the whole text, if it is; `text` has read it."""
+    if text.feed(admit.said).stopped:
+        return "stop"
+    if not admit.eos.isdisjoint(admit.said[-1:]):
+        return "eos"
+    return "length" if len(admit.said) >= admit.sampling.max_tokens else ""

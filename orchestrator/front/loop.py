@@ -38,7 +38,7 @@ from outrider.orchestrator.lines import CoreFacts, End, Lines
 from outrider.orchestrator.pair.pairing import ChosenPair
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, WorkerError
+from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped
 from outrider.protocol.kv import KvUse
 from outrider.protocol.messages import (
     Cancel,
@@ -112,6 +112,7 @@ class Front:
         self._named: dict[tuple[bytes, str], Ticket] = {}
         self._workers: tuple[WorkerStats, ...] = ()
         self._ready = False
+        self._target_there = False
         self._fatal = ""
         self._draining = False
         self._books = Books()
@@ -133,7 +134,7 @@ class Front:
             for letter in self._clients.receive(LETTERS_PER_TURN):
                 self._on_letter(letter)
             self._admit()
-        self._fail_all("WorkerError", STOPPED)
+        self._fail_all(ServerStopped.__name__, STOPPED)
         self._clients.close()
 
     @property
@@ -169,8 +170,9 @@ class Front:
                 self._on_generate(letter.sender, letter.message)
             case Cancel(request=name):
                 self._cancel(self._named.get((letter.sender, name)))
-            case StatsQuery(request=name):
-                self._clients.send(letter.sender, self.stats(name))
+            case StatsQuery(request=name, about=about):
+                known = about is None or (letter.sender, about) in self._named
+                self._clients.send(letter.sender, replace(self.stats(name), known=known))
             case other:
                 self._clients.rejected += 1
                 log.info("a client sent %s; expected Generate, Cancel or StatsQuery", type(other).__name__)
@@ -189,6 +191,11 @@ class Front:
             return
         ticket = Ticket(sender, asked.request, accepted)
         self._named[sender, asked.request] = ticket
+        if accepted.ended:
+            self._started(ticket, Began(ticket.key, accepted.admit.mode))
+            self._show(ticket, accepted.text.finish(), Committed(ticket.key, ()))
+            self._close(ticket, Done(ticket.name, accepted.ended, Timings()))
+            return
         self._waiting.put(client_of(sender), ticket)
 
     def _refuse(self, sender: bytes, why: Failed) -> None:
@@ -199,7 +206,7 @@ class Front:
     def _check_room(self) -> None:
         settings = self._pair.settings
         if self._draining:
-            raise WorkerError(DRAINING)
+            raise ServerStopped(DRAINING)
         if len(self._named) >= self._admission.places + settings.max_waiting:
             raise ServerBusy(
                 f"{settings.max_waiting} requests wait already, as many as may (max_waiting); ask again later"
@@ -247,16 +254,17 @@ class Front:
             elif worker.state == "ready":
                 self._admission.draft_context = worker.context_length
         self._admission.kv_room = event.kv_room
-        if event.stage:
+        self._target_there = any(w.role == "target" and w.state in ("ready", "frozen") for w in event.workers)
+        if event.stage and not self._ready:
             self._announce(Stage(event.stage))
-        if event.fatal:
+        if event.fatal and not self._fatal:
             self._give_up("WorkerError", event.fatal)
         elif event.ready and not self._ready and (error := self._too_little_memory()):
             self._give_up(kind_of(error), str(error))
         elif event.ready and not self._ready:
             notes = (*self._pair.notes, *event.notes)
             self._announce(Ready(self._clients.endpoint, self._facts.workers_endpoint, notes))
-        self._ready = self._ready or event.ready  # a drafter lost later leaves a target that goes on alone
+        self._ready = self._ready or event.ready  # whoever is lost later comes again, or is done without
 
     def _give_up(self, kind: str, why: str) -> None:
         self._fatal = why
@@ -343,8 +351,9 @@ class Front:
             self._close(ticket, Failed(ticket.name, kind, message))
 
     def _admit(self) -> None:
-        """Gives the core what it has room for, each client in its turn; whose turn it is waits for memory."""
-        while self._ready and len(self._active) < self._admission.places:
+        """Gives the core what it has room for, each client in its turn; whose turn it is waits for memory, and all for
+        a target."""
+        while self._ready and self._target_there and len(self._active) < self._admission.places:
             first = self._waiting.first()
             if first is None or not self._fits(first):
                 return

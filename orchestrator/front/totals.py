@@ -39,6 +39,8 @@ def add(total: Timings, one: Timings) -> Timings:
         verify_ms=total.verify_ms + one.verify_ms,
         idle_ms=total.idle_ms + one.idle_ms,
         peak_bytes=max(total.peak_bytes, one.peak_bytes),
+        resumed=total.resumed + one.resumed,
+        rejoined=total.rejoined + one.rejoined,
     )
 
 

@@ -28,7 +28,9 @@ from outrider.protocol.tallies import Durations, Tally
 class Generate:
     """Client -> orchestrator: complete `prompt` (or `tokens`). None for a setting means the server's own.
 
-    `origins`: tell with each token where it came from; `rounds`: tell of each round, when it has ended.
+    `origins`: tell with each token where it came from; `rounds`: tell of each round, when it has ended. `said`: what
+    was received of this very text before, with the seed of `sampling`: it goes on behind that, and only what is new is
+    told.
     """
 
     request: RequestId
@@ -41,6 +43,7 @@ class Generate:
     chat_template: bool = True
     origins: bool = False
     rounds: bool = False
+    said: Tokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,9 @@ class Timings:
     verified a chain copied from the text, or one that a drafter was asked for (`missed_then_...`).
     `looked_up_by_accepted[k]` and `hits_by_accepted[k]` are of outcomes that accepted k tokens. `rounds` counts every
     verify. `queue_ms`: until it was the request's turn. `peak_bytes` is the most memory that MLX has held in the target
-    and in its drafters since the request began, or the first of those that ran with it, weights included.
+    and in its drafters since the request began, or the first of those that ran with it, weights included. `resumed`:
+    how often the text went on on another target, the one before having died; `rejoined`: how often a drafter was taken
+    back in the middle of it.
     """
 
     prompt_n: Serial = 0
@@ -156,6 +161,8 @@ class Timings:
     verify_ms: float = 0.0
     idle_ms: float = 0.0
     peak_bytes: Serial = 0
+    resumed: Count = 0
+    rejoined: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +193,17 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class StatsQuery:
-    """Client -> orchestrator: tell your workers and totals."""
+    """Client -> orchestrator: tell your workers and totals, and whether you have this client's request `about`."""
 
     request: RequestId
+    about: RequestId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One worker as the orchestrator sees it. `state` is starting, ready, refused, lost or frozen.
+    """One worker as the orchestrator sees it. `state` is starting, ready, refused, frozen, restarting or lost.
 
-    `kv`: what a text takes there; `cache`: how its prompt cache is used.
+    `kv`: what a text takes there; `cache`: how its prompt cache is used; `restarts`: how often it was started again.
     """
 
     role: Role
@@ -211,6 +219,7 @@ class WorkerStats:
     note: Name
     kv: KvCost = field(default_factory=KvCost)
     cache: CacheUse = field(default_factory=CacheUse)
+    restarts: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +228,8 @@ class Stats:
 
     `totals` are those of requests that have ended, `generated` the tokens of those that run, too. `endings` say how
     often requests ended so: by a reason of Done or a kind of Failed. `round_seconds`: from a request's outcome to its
-    next; `verify_seconds`: the target's forwards, each once, whoever had a part in it.
+    next; `verify_seconds`: the target's forwards, each once, whoever had a part in it. `known` is False where the
+    request asked about neither runs nor waits here: another server had it.
     """
 
     request: RequestId
@@ -237,3 +247,4 @@ class Stats:
     kv: KvUse = field(default_factory=KvUse)
     round_seconds: Durations = field(default_factory=Durations)
     verify_seconds: Durations = field(default_factory=Durations)
+    known: bool = True

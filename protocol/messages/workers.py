@@ -82,11 +82,15 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """Worker's heartbeat thread -> orchestrator. `progress` grows while the worker moves, busy or waiting."""
+    """Worker's heartbeat thread -> orchestrator. `progress` grows while the worker moves, busy or waiting.
+
+    `expected_ms`: how long what it does now should take at most, until it moves again; 0: it does not know.
+    """
 
     name: Name
     serial: Serial
     progress: Serial
+    expected_ms: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster_in_process import Cluster, Script
 
 from outrider.orchestrator.core.ngram import PIECE, NgramIndex
-from outrider.orchestrator.core.request import Request
-from outrider.orchestrator.core.rounds import Settled
+from outrider.orchestrator.core.request import Request, Settled
 from outrider.orchestrator.events import Admit, Broke, Committed
 from outrider.protocol.messages import (
     Branch,
@@ -269,7 +268,7 @@ def test_a_drafter_lost_in_the_middle_leaves_the_target_to_finish_alone() -> Non
     def turn() -> None:
         original()
         if next(turns) == 5:
-            cluster.rounds.lost_drafter("draft-0", 0)
+            cluster.rounds.lost_drafter("draft-0", "it was lost", 0)
             cluster.worker = None
 
     cluster._turn = turn  # type: ignore[method-assign]

@@ -11,16 +11,31 @@ from typing import Any
 import pytest
 import zmq
 
-from outrider.orchestrator.core import worker_pool
+from outrider.orchestrator.core import supervisor
 from outrider.orchestrator.core.places import MAX_WORKERS
-from outrider.orchestrator.core.pulse import QUIET, SILENT, STILL
+from outrider.orchestrator.core.pulse import QUIET, SILENT, SLACK, UNKNOWN
 from outrider.orchestrator.core.worker import Loss
-from outrider.orchestrator.core.worker_pool import SECOND_NS, WorkerPool
+from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.abilities import Abilities
+from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.directory import private_directory
-from outrider.protocol.messages import Close, Fault, Hello, Loading, Message, Ping, Pong, Resync, Shutdown, Welcome
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.messages import (
+    Close,
+    Fault,
+    Hello,
+    Loading,
+    Message,
+    Outcome,
+    Ping,
+    Pong,
+    Resync,
+    Shutdown,
+    Span,
+    Welcome,
+)
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
 WAIT_MS = 10_000
@@ -42,7 +57,7 @@ class Spawned:
         return ""
 
     def kill(self) -> None:
-        self.killed = True
+        self.killed, self.code = True, -9
 
     def terminate(self) -> None: ...
 
@@ -76,14 +91,14 @@ class Peer:
         """All that is there by now."""
         return [decode(self.hot.recv_multipart()) for _ in iter(lambda: self.hot.poll(50), 0)]
 
-    def answer(self, progress: int = 0) -> None:
+    def answer(self, progress: int = 0, expected_ms: int = 0) -> None:
         """Answers pings up to the latest, and waits until the pool has heard it."""
         latest, serial = self.hall.pool._ping_serial, 0
         while serial < latest:
             ping = decode(self.beat.recv_multipart())
             assert isinstance(ping, Ping)
             serial = ping.serial
-            self.beat.send_multipart(encode(Pong("", serial, progress)))
+            self.beat.send_multipart(encode(Pong("", serial, progress, expected_ms)))
         worker = self.hall.pool._places.at(routing_id(self.incarnation))
         while worker is not None and worker.pulse.unanswered:
             assert self.hall.pool.socket.poll(WAIT_MS)
@@ -98,9 +113,15 @@ class Hall:
         self.pool = WorkerPool(self.context, settings, directory)
         self.said: list[tuple[str, Message]] = []
         self.spawned: dict[str, tuple[int, Spawned]] = {}
-        self.seconds = 0
+        self.starts: list[str] = []
+        self.arrived: list[str] = []
+        self.refuses = False
+        self.seconds = 0.0
 
     def spawn(self, role: str, name: str, endpoint: str, settings: object, run_dir: object, incarnation: int) -> Any:
+        if self.refuses:
+            raise WorkerError("no process can be started")
+        self.starts.append(name)
         self.spawned[name] = (incarnation, Spawned())
         return self.spawned[name][1]
 
@@ -127,15 +148,19 @@ class Hall:
     def states(self) -> dict[str, str]:
         return {worker.name: worker.state for worker in self.pool.stats()}
 
-    def pass_time(self, seconds: int, *answering: Peer, moving: bool = True) -> list[Loss]:
-        """Second after second; who answers, answers each ping."""
+    def losses(self) -> list[Loss]:
+        self.arrived += [worker.name for worker in self.pool.arrivals()]
+        return self.pool.losses(int(self.seconds * SECOND_NS))
+
+    def pass_time(self, pings: int, *answering: Peer, moving: bool = True, expected_ms: int = 0) -> list[Loss]:
+        """Ping after ping, a second apart; who answers, answers each."""
         losses: list[Loss] = []
-        for _ in range(seconds):
+        for _ in range(pings):
             self.seconds += 1
-            self.pool.ping(self.seconds * SECOND_NS)
+            self.pool.ping(int(self.seconds * SECOND_NS))
             for peer in answering:
-                peer.answer(self.seconds if moving else 0)
-            losses += self.pool.losses()
+                peer.answer(int(self.seconds) if moving else 0, expected_ms)
+            losses += self.losses()
         return losses
 
     def close(self) -> None:
@@ -150,7 +175,7 @@ def make_hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hall]]:
     def make(**settings: Any) -> Hall:
         directory = stack.enter_context(private_directory())
         halls.append(Hall(directory.path, ServeSettings(**settings)))
-        monkeypatch.setattr(worker_pool, "spawn_worker", halls[-1].spawn)
+        monkeypatch.setattr(supervisor, "spawn_worker", halls[-1].spawn)
         halls[-1].pool.start()
         return halls[-1]
 
@@ -182,7 +207,7 @@ def test_a_cluster_begins_without_a_draft_that_cannot_draft(hall: Hall) -> None:
     assert not hall.pool.ready
     hall.worker("target-0")
     hall.spawned["draft-0"][1].code = 3
-    assert hall.pool.ready and hall.pool.losses() == [] and hall.pool.drafters() == set()
+    assert hall.pool.ready and hall.losses() == [] and hall.pool.drafters() == set()
     assert hall.pool.notes() == ["no draft model: a llama4 model can't draft"]
 
 
@@ -190,7 +215,7 @@ def test_any_other_fault_at_the_start_ends_it(hall: Hall) -> None:
     Peer(hall, "draft", hall.spawned["draft-0"][0]).say(Fault("", None, "no model at /x"))
     hall.settle()
     hall.spawned["draft-0"][1].code = 3
-    assert [(loss.why, loss.started) for loss in hall.pool.losses()] == [("no model at /x", False)]
+    assert [(loss.why, loss.fatal) for loss in hall.losses()] == [("no model at /x", True)]
 
 
 def test_what_a_target_cannot_do_is_known_from_its_hello(hall: Hall) -> None:
@@ -233,7 +258,7 @@ def test_a_peer_whose_routing_id_is_a_name_changes_nothing(hall: Hall, early: bo
     target = hall.worker("target-0") if early else None
     hall.pool.send_target(Close("r"))
     hall.pool.flush()
-    assert hall.pool.stage == "" and hall.pool.losses() == [] and stray.heard() == []
+    assert hall.pool.stage == "" and hall.losses() == [] and stray.heard() == []
     assert target is None or target.hear() == Close("r")
 
 
@@ -296,7 +321,7 @@ def test_what_a_worker_says_before_its_hello_is_about_itself_only(hall: Hall) ->
     hall.settle()
     assert hall.pool.stage == "target: reading weights" and hall.pool.news
     hall.spawned["target-0"][1].code = 3
-    assert [(loss.why, loss.started) for loss in hall.pool.losses()] == [("no such file", False)]
+    assert [(loss.why, loss.fatal) for loss in hall.losses()] == [("no such file", True)]
 
 
 # --- silence ------------------------------------------------------------------------------------------------------
@@ -306,7 +331,7 @@ def test_a_server_that_was_stopped_finds_nobody_silent(hall: Hall) -> None:
     target, draft = hall.worker("target-0"), hall.worker("draft-0")
     assert hall.pass_time(3, target, draft) == []
     hall.seconds += 100_000
-    assert hall.pool.losses() == []
+    assert hall.losses() == []
     assert hall.pass_time(3, target, draft) == []
     assert set(hall.states().values()) == {"ready"}
 
@@ -314,11 +339,11 @@ def test_a_server_that_was_stopped_finds_nobody_silent(hall: Hall) -> None:
 def test_a_silent_drafter_is_done_without_and_welcome_when_it_is_heard_again(hall: Hall) -> None:
     target, draft = hall.worker("target-0"), hall.worker("draft-0")
     losses = hall.pass_time(QUIET + 2, target)
-    assert [(loss.worker.name, loss.started) for loss in losses] == [("draft-0", True)]
+    assert [(loss.worker.name, loss.gone) for loss in losses] == [("draft-0", False)]
     assert hall.pool.drafters() == set() and hall.states()["draft-0"] == "frozen"
     assert not hall.spawned["draft-0"][1].killed
     assert hall.pass_time(1, target, draft) == [] and hall.pool.drafters() == {"draft-0"}
-    assert hall.pass_time(STILL, target, draft) == []
+    assert hall.pass_time(2 * SILENT, target, draft) == []
 
 
 def test_a_silent_target_is_waited_for(hall: Hall) -> None:
@@ -332,19 +357,63 @@ def test_a_silent_target_is_waited_for(hall: Hall) -> None:
 @pytest.mark.parametrize("name", ["target-0", "draft-0"])
 def test_who_stays_silent_is_given_up_ended_and_a_stranger_from_then_on(hall: Hall, name: str) -> None:
     peers = {each: hall.worker(each) for each in ("target-0", "draft-0")}
+    peers_process = hall.spawned[name][1]
     losses = hall.pass_time(SILENT, *(peer for each, peer in peers.items() if each != name))
-    assert losses[-1].worker.name == name and "has not answered for 30 s" in losses[-1].why
-    assert hall.states()[name] == "lost" and hall.spawned[name][1].killed
+    assert losses[-1].worker.name == name and "has not answered for 10 s" in losses[-1].why
+    assert hall.states()[name] == "restarting" and peers_process.killed
     peers[name].say(Resync("r", 0))
     peers[name].answer()
     hall.settle()
-    assert hall.said == [] and hall.states()[name] == "lost"
+    assert hall.said == [] and hall.states()[name] == "restarting"
 
 
-def test_a_worker_that_answers_and_does_not_move_is_given_up_in_the_end(hall: Hall) -> None:
+PINGS_A_SECOND = SILENT // 10
+
+
+@pytest.mark.parametrize(
+    ("expected_s", "limit_s"),
+    [(0, 10 * UNKNOWN), (0.02, 10), (0.9, 10), (1.5, 1.5 * SLACK), (4, 4 * SLACK)],
+    ids=["unknown", "decoding", "a short piece", "a piece of a prompt", "a long one"],
+)
+def test_a_worker_that_answers_may_stand_still_for_ten_times_what_its_work_should_take(
+    hall: Hall, expected_s: float, limit_s: float
+) -> None:
+    target, limit = hall.worker("target-0"), int(limit_s * PINGS_A_SECOND)
+    how = {"moving": False, "expected_ms": int(1000 * expected_s)}
+    assert hall.pass_time(limit, target, **how) == []  # type: ignore[arg-type]
+    losses = hall.pass_time(1, target, **how)  # type: ignore[arg-type]
+    assert [loss.why for loss in losses] == [f"target worker target-0 has not moved for {limit_s:.0f} s"]
+
+
+def test_who_moves_between_two_long_operations_is_never_still(hall: Hall) -> None:
     target = hall.worker("target-0")
-    losses = hall.pass_time(STILL + 1, target, moving=False)
-    assert [loss.why for loss in losses] == [f"target worker target-0 has not moved for {STILL} s"]
+    for _ in range(3):
+        assert hall.pass_time(9 * PINGS_A_SECOND, target, moving=False, expected_ms=20) == []
+        assert hall.pass_time(1, target, expected_ms=20) == []
+
+
+@pytest.mark.parametrize("load_s", [0.5, 3.0])
+def test_a_start_may_take_ten_times_what_the_one_before_took_since_its_latest_news(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch, load_s: float
+) -> None:
+    hall.worker("target-0")
+    target = hall.pool._places.named("target-0")
+    assert target is not None
+    target.begun_ns = target.entered_ns - int(load_s * SECOND_NS)
+    kill(hall, "target-0")
+    hall.pass_time(1)
+    assert hall.starts[2:] == ["target-0"]
+    limit = int(max(load_s * SLACK, 10) * PINGS_A_SECOND)
+    assert hall.pass_time(limit - 2) == []
+    loading = Peer(hall, "target", hall.spawned["target-0"][0])
+    loading.say(Loading("target", "reading weights"))
+    hall.settle()
+    assert hall.pass_time(limit - 1) == []
+    assert "has not come further with its start" in hall.pass_time(2)[0].why
+
+
+def test_a_first_start_takes_as_long_as_it_takes(hall: Hall) -> None:
+    assert hall.pass_time(100 * SILENT) == []
 
 
 def test_pings_answered_late_and_all_at_once_are_no_standstill(hall: Hall) -> None:
@@ -353,7 +422,7 @@ def test_pings_answered_late_and_all_at_once_are_no_standstill(hall: Hall) -> No
         hall.pass_time(SILENT - 1)
         target.answer(progress=1)
         hall.settle()
-        assert [loss for loss in hall.pool.losses() if loss.worker.role == "target"] == []
+        assert [loss for loss in hall.losses() if loss.worker.role == "target"] == []
     assert hall.states()["target-0"] == "ready"
 
 
@@ -361,7 +430,7 @@ def test_the_limit_is_the_clusters_to_set(make_hall: Callable[..., Hall]) -> Non
     hall = make_hall(worker_timeout=300)
     hall.worker("target-0")
     assert hall.pass_time(290) == []
-    assert hall.pass_time(20)[-1].why == "target worker target-0 has not answered for 300 s"
+    assert hall.pass_time(40)[-1].why == "target worker target-0 has not answered for 300 s"
 
 
 def test_a_joined_drafter_that_was_given_up_is_told_and_its_name_is_free_again(hall: Hall) -> None:
@@ -372,3 +441,132 @@ def test_a_joined_drafter_that_was_given_up_is_told_and_its_name_is_free_again(h
     farewell = drafter.heard()[-1]
     assert isinstance(farewell, Shutdown) and "has not answered" in farewell.reason
     assert Peer(hall, "draft", 10).hello("studio") == Welcome("studio")
+
+
+# --- who died and comes back ---------------------------------------------------------------------------------------
+
+
+def kill(hall: Hall, name: str) -> list[Loss]:
+    hall.spawned[name][1].code = -9
+    return hall.losses()
+
+
+def wait(hall: Hall, seconds: float) -> list[Loss]:
+    hall.seconds += seconds
+    return hall.losses()
+
+
+@pytest.mark.parametrize("name", ["target-0", "draft-0"])
+def test_a_worker_that_dies_is_started_again_and_takes_its_place(hall: Hall, name: str) -> None:
+    for each in ("target-0", "draft-0"):
+        hall.worker(each)
+    first, room = hall.spawned[name][0], hall.pool.kv_room
+    assert [(loss.why, loss.gone, loss.fatal) for loss in kill(hall, name)] == [
+        (f"{name.partition('-')[0]} worker {name} ended with code -9", True, False)
+    ]
+    assert hall.states()[name] == "restarting" and hall.starts == ["target-0", "draft-0"]
+    assert wait(hall, 0.25) == [] and hall.starts[2:] == [name] and hall.spawned[name][0] != first
+    assert hall.states()[name] == "restarting" and hall.pool.target_context == 100 and hall.pool.kv_room == room
+    assert hall.pool.has_target() is (name != "target-0") and hall.pool.ready is False
+    hall.arrived.clear()
+    hall.worker(name)
+    assert hall.losses() == [] and hall.arrived == [name] and hall.pool.ready
+    assert {worker.name: worker.restarts for worker in hall.pool.stats()}[name] == 1
+
+
+def test_what_is_said_to_a_worker_that_loads_is_not_kept_for_it(hall: Hall) -> None:
+    hall.worker("target-0")
+    kill(hall, "target-0")
+    wait(hall, 0.25)
+    loading = Peer(hall, "target", hall.spawned["target-0"][0])
+    loading.say(Loading("target", "reading weights"))
+    hall.settle()
+    hall.pool.send_target(Close("r"))
+    hall.pool.flush()
+    assert loading.heard() == []
+
+
+def test_the_wait_doubles_with_each_death_and_the_fifth_is_the_last(hall: Hall) -> None:
+    hall.worker("target-0")
+    for wait_s in (0.25, 0.5, 1.0, 2.0):
+        assert [loss.fatal for loss in kill(hall, "target-0")] == [False]
+        before = len(hall.starts)
+        wait(hall, wait_s - 0.01)
+        assert len(hall.starts) == before
+        wait(hall, 0.01)
+        assert len(hall.starts) == before + 1
+    (last,) = kill(hall, "target-0")
+    assert last.fatal and "died 5 times in a row" in last.why and hall.states()["target-0"] == "lost"
+    before = len(hall.starts)
+    wait(hall, 1000)
+    assert len(hall.starts) == before
+
+
+def test_a_drafter_that_dies_too_often_is_done_without(hall: Hall) -> None:
+    hall.worker("target-0")
+    hall.worker("draft-0")
+    for _ in range(4):
+        kill(hall, "draft-0")
+        wait(hall, 10)
+    (last,) = kill(hall, "draft-0")
+    assert not last.fatal and hall.pool.has_target()
+    assert hall.pool.notes() == [f"no draft model: {last.why}"]
+
+
+def test_who_did_something_between_two_deaths_begins_a_new_row(hall: Hall) -> None:
+    target = hall.worker("target-0")
+    for _ in range(12):
+        target.say(Outcome("r", 0, 0, 1, 0, 1, Span(0, 1)))
+        hall.settle()
+        assert [loss.fatal for loss in kill(hall, "target-0")] == [False]
+        wait(hall, 0.25)
+        target = hall.worker("target-0")
+
+
+def test_who_stood_for_a_minute_begins_a_new_row(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.protocol.clock.now", lambda: int(hall.seconds * SECOND_NS) + 1)
+    hall.worker("target-0")
+    for _ in range(12):
+        wait(hall, 61)
+        assert [loss.fatal for loss in kill(hall, "target-0")] == [False]
+        wait(hall, 0.25)
+        hall.worker("target-0")
+
+
+def test_a_process_that_cannot_be_started_has_died_again(hall: Hall) -> None:
+    hall.worker("target-0").say(Outcome("r", 0, 0, 1, 0, 1, Span(0, 1)))
+    hall.settle()
+    kill(hall, "target-0")
+    hall.refuses = True
+    losses = [loss for _ in range(6) for loss in wait(hall, 10)]
+    assert [loss.fatal for loss in losses] == [False] * 3 + [True] and "no process can be started" in losses[-1].why
+
+
+def test_nobody_is_started_while_something_of_the_one_before_is_left(hall: Hall) -> None:
+    hall.worker("target-0")
+    hall.pass_time(SILENT)
+    hall.spawned["target-0"][1].code = None
+    wait(hall, 10)
+    assert hall.starts.count("target-0") == 1
+    hall.spawned["target-0"][1].code = -9
+    wait(hall, 0)
+    assert hall.starts.count("target-0") == 2
+
+
+def test_who_comes_back_with_another_model_is_not_let_in(hall: Hall) -> None:
+    hall.worker("target-0")
+    kill(hall, "target-0")
+    wait(hall, 0.25)
+    other = Peer(hall, "target", hall.spawned["target-0"][0])
+    answer = other.hello("target-0", context=99)
+    assert isinstance(answer, Shutdown) and "came back with another model" in answer.reason
+    assert not hall.pool.has_target() and hall.pool.target_context == 100
+    assert "came back with another model" in kill(hall, "target-0")[0].why
+
+
+def test_a_drafter_that_joined_by_itself_is_not_started_by_anybody(hall: Hall) -> None:
+    target = hall.worker("target-0")
+    assert Peer(hall, "draft", 9).hello("studio") == Welcome("studio")
+    hall.pass_time(SILENT, target)
+    wait(hall, 100)
+    assert hall.states()["studio"] == "lost" and "studio" not in hall.starts

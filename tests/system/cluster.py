@@ -234,7 +234,7 @@ class Cluster:
 
     def lose_drafter(self) -> None:
         self._draft_worker = None
-        self.rounds.lost_drafter("draft-0", self._clock())
+        self.rounds.lost_drafter("draft-0", "draft worker draft-0 was lost", self._clock())
 
     def _finished(self, prompt_len: int) -> Run:
         last = self._told[-1]

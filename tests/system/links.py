@@ -49,6 +49,9 @@ class FakeLink:
             raise Idle
         return None
 
+    def expect(self, milliseconds: float) -> None:
+        """Nobody watches."""
+
     def poll(self, milliseconds: float) -> None:
         """Nothing comes of itself."""
 

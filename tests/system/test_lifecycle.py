@@ -232,6 +232,26 @@ def test_a_second_signal_ends_a_drain(serve: Callable[..., Serving]) -> None:
     assert server.process.wait(LIMIT) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_text_whose_server_is_gone_goes_on_with_the_next_one(
+    serve: Callable[..., Serving], tmp_path: Path, number: signal.Signals
+) -> None:
+    options = ("--endpoint", f"ipc://{tmp_path}/c", "--draft-backend", "ngram", "--drain-timeout", "0")
+    sampling = replace(LONG, temp=0.8, seed=None, repetition_penalty=1.1)
+    server = serve(*options)
+    stream = Client(server.endpoint, reconnect=True).stream(PROMPT, sampling)
+    for count, _ in enumerate(stream):
+        if count == 3:
+            server.process.send_signal(number)
+            server.process.wait(LIMIT)
+            nothing_left(server.directory)
+            server = serve(*options)
+    result = stream.result
+    whole = Client(server.endpoint).generate(PROMPT, replace(sampling, seed=result.seed))
+    assert (result.token_ids, result.text, result.finish_reason) == (whole.token_ids, whole.text, "length")
+    assert 0 < result.timings.predicted_n < len(result.token_ids) == 150
+
+
 def test_a_killed_server_leaves_nothing(serve: Callable[..., Serving], tmp_path: Path) -> None:
     server = serve("--endpoint", f"ipc://{tmp_path}/c")
     server.process.kill()
@@ -263,31 +283,6 @@ def test_a_killed_parent_takes_its_cluster_along() -> None:
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_target_that_dies_or_freezes_is_an_error_and_no_hang(number: signal.Signals) -> None:
-    with LocalCluster(draft_backend="ngram", worker_timeout=3) as running:
-        client, directory = running.client(), run_dir(running.endpoint)
-        with pytest.raises(WorkerError, match="target"):
-            for count, _ in enumerate(client.stream(PROMPT, LONG)):
-                if count == 2:
-                    os.kill(pids(client)["target"], number)
-    nothing_left(directory)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_drafter_that_dies_or_freezes_does_not_end_a_request(number: signal.Signals) -> None:
-    sampling = replace(LONG, max_tokens=300)
-    with LocalCluster() as running:
-        client, stream = running.client(), running.client().stream(PROMPT, sampling, mode="ssd")
-        for count, _ in enumerate(stream):
-            if count == 2:
-                os.kill(pids(client)["draft"], number)
-        assert len(stream.result.token_ids) == 300
-        assert stream.result.token_ids == client.generate(PROMPT, sampling, mode="ar").token_ids
-        if number == signal.SIGKILL:
-            assert any("draft worker draft-0" in note for note in stream.result.notes)
 
 
 def test_what_was_stopped_for_a_while_goes_on() -> None:

@@ -1,0 +1,32 @@
+"""A request's beginning: how its rounds will be made, who drafts for it, and what is to be told about that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outrider.orchestrator.core.account import Account
+from outrider.orchestrator.core.dispatch import Workers
+from outrider.orchestrator.core.ngram import NgramIndex
+from outrider.orchestrator.core.planner import Planner
+from outrider.orchestrator.core.request import Request
+from outrider.orchestrator.core.round_records import RoundRecords
+from outrider.orchestrator.events import Admit
+
+
+def begun(admit: Admit, workers: Workers, planner: Planner, now_ns: int) -> Request:
+    """The request as it stands before anybody was told of it; its n-grams are still to be read."""
+    less = workers.notes() if admit.mode != "ar" else []
+    if not workers.target_abilities.chains:
+        admit = replace(admit, mode="ar")
+    drafters = workers.drafters() if admit.mode != "ar" else set()
+    plan, notes = planner.first_plan(admit, bool(drafters))
+    return Request(
+        admit,
+        plan,
+        tokens=[*admit.tokens, *admit.said],
+        ngrams=NgramIndex(),
+        drafters=drafters,
+        account=Account(admitted_ns=now_ns),
+        records=RoundRecords(now_ns) if admit.rounds else None,
+        notes=[*less, *notes],
+    )

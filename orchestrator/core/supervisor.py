@@ -1,0 +1,138 @@
+"""The life of this cluster's workers: starts them, finds who has died or hangs, starts those again, and gives up.
+
+A worker that never came up is an error of the start, and a drafter that can't draft here is done without. One that had
+been ready comes again, after a while that grows with each death in a row; its place keeps what it takes in memory and
+can do. Who came by itself is not started by anybody. Knows places and processes; nothing of sockets or requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+
+from outrider.orchestrator.core.places import Places
+from outrider.orchestrator.core.worker import Loss, Worker
+from outrider.orchestrator.machine.exits import Exits
+from outrider.orchestrator.machine.restarts import Restarts
+from outrider.orchestrator.machine.spawn import spawn_worker
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import clock
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.worker_link import INCARNATION_BITS
+
+log = logging.getLogger(__name__)
+
+TARGET = "target-0"
+DRAFT = "draft-0"
+STOP_GRACE_SECONDS = 5.0
+
+
+class Supervisor:
+    """Of the workers at `places`. `exits` wakes whoever waits for it when one of its processes has ended."""
+
+    def __init__(
+        self, places: Places, settings: ServeSettings, endpoint: str, run_dir: Path, seconds_a_ping: float
+    ) -> None:
+        self.exits = Exits()
+        self._places = places
+        self._settings = settings
+        self._endpoint = endpoint
+        self._run_dir = run_dir
+        self._seconds_a_ping = seconds_a_ping
+        self._restarts: dict[str, Restarts] = {}
+
+    def start(self) -> None:
+        """Starts the worker processes; they report as they load."""
+        self._spawn("target", TARGET)
+        if self._settings.has_draft_worker:
+            self._spawn("draft", DRAFT)
+
+    def losses(self, now_ns: int) -> list[Loss]:
+        """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""
+        lost = []
+        for worker in self._places.all():
+            if worker.state in ("lost", "refused") or self._awaits_start(worker):
+                self._forget(worker)
+                continue
+            why = worker.why_gone(self._seconds_a_ping)
+            if why is not None:
+                lost.append(self._give_up(worker, why, now_ns))
+            elif worker.state == "ready" and worker.pulse.faint(self._seconds_a_ping):
+                worker.state = "frozen"
+                log.warning("%s does not answer", worker)
+                if worker.role == "draft":
+                    lost.append(Loss(worker, f"{worker} does not answer; requests go on without it"))
+        return lost
+
+    def thawed(self) -> list[Worker]:
+        """Those who were frozen and answer again."""
+        frozen = [worker for worker in self._places.all() if worker.state == "frozen"]
+        found = [worker for worker in frozen if not worker.pulse.faint(self._seconds_a_ping)]
+        for worker in found:
+            worker.state = "ready"
+            log.warning("%s answers again", worker)
+        return found
+
+    def restart(self, now_ns: int) -> list[Loss]:
+        """Starts those again whose time has come, once nothing is left of them; who can't be started has died again."""
+        lost = []
+        for name, restarts in self._restarts.items():
+            before = self._places.named(name)
+            if before is None or not restarts.is_due(now_ns) or before.runs:
+                continue
+            restarts.begun()
+            log.warning("%s is started again", before)
+            try:
+                self._spawn(before.role, name, before, restarts.done)
+            except WorkerError as error:
+                lost.append(self._again(before, str(error), now_ns))
+        return lost
+
+    def close(self) -> None:
+        """Ends all processes, in order where they let it."""
+        spawned = [worker.spawned for worker in self._places.all() if worker.spawned]
+        for process in spawned:
+            process.terminate()
+        for process in spawned:
+            process.wait(STOP_GRACE_SECONDS)
+        self.exits.close()
+
+    def _awaits_start(self, worker: Worker) -> bool:
+        restarts = self._restarts.get(worker.name)
+        return restarts is not None and restarts.due_ns is not None
+
+    def _give_up(self, worker: Worker, why: str, now_ns: int) -> Loss:
+        """Ends what is left of it; one that was started here and had been ready is to come again."""
+        self._places.take_away(worker)
+        worker.state, worker.fault = "lost", why
+        if worker.spawned is None:
+            return Loss(worker, why, gone=True)
+        worker.spawned.kill()
+        self._forget(worker)
+        if worker.hello is None:
+            return Loss(worker, why, gone=True, fatal=True)
+        return self._again(worker, why, now_ns, worker.worked, worker.stood_ns(now_ns))
+
+    def _again(self, worker: Worker, why: str, now_ns: int, worked: bool = False, stood_ns: int = 0) -> Loss:
+        """Has it come again, unless it has died too often; see `Restarts.died`."""
+        restarts = self._restarts.setdefault(worker.name, Restarts())
+        if restarts.died(now_ns, worked, stood_ns):
+            worker.state = "restarting"
+            return Loss(worker, why, gone=True)
+        worker.state, worker.fault = "lost", f"{why}; it died {restarts.deaths} times in a row and is not started again"
+        return Loss(worker, worker.fault, gone=True, fatal=worker.role == "target")
+
+    def _forget(self, worker: Worker) -> None:
+        if worker.spawned is not None:
+            self.exits.forget(worker.spawned.pid)
+
+    def _spawn(self, role: str, name: str, before: Worker | None = None, restarts: int = 0) -> None:
+        incarnation = secrets.randbits(INCARNATION_BITS)
+        spawned = spawn_worker(role, name, self._endpoint, self._settings, self._run_dir, incarnation)
+        self.exits.watch(spawned.pid)
+        worker = Worker(name, role, incarnation, spawned, restarts=restarts, begun_ns=clock.now())
+        if before is not None:
+            worker.state, worker.hello = "restarting", before.hello
+            worker.pulse.expected_s = before.load_s or before.pulse.expected_s
+        self._places.give(worker)

@@ -1,0 +1,142 @@
+"""A cluster in one thread whose target and drafter die and come back, for several requests at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.orchestrator.events import Admit, Broke, Committed, Ended
+from outrider.protocol.messages import Close, Message, Open, Verify
+from outrider.protocol.sampling import SamplingParams
+from tests.orchestrator.cluster_in_process import Cluster, FakeLink, OracleTarget
+
+VOCAB = 200
+PROMPT = tuple(range(10, 20))
+
+
+def random_text(seed: int, length: int = 400) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return (*PROMPT, seed, *(rng.randrange(1, VOCAB) for _ in range(length)))
+
+
+class Died(Exception):
+    """The target process has ended."""
+
+
+class Targets:
+    """One target for several requests, which dies of those in `poison` when their text is so long."""
+
+    def __init__(self, texts: dict[str, tuple[int, ...]], poison: dict[str, int]) -> None:
+        self.context = 1 << 20
+        self.poison = poison
+        self.oracles = {name: OracleTarget(text) for name, text in texts.items()}
+        self._latest = OracleTarget(())
+
+    @property
+    def going_on(self) -> Verify | None:
+        return self._latest.going_on
+
+    @going_on.setter
+    def going_on(self, message: Verify | None) -> None:
+        self._latest.going_on = message
+
+    def answer(self, message: Message) -> list[Message]:
+        name = message.request  # type: ignore[union-attr]
+        at = (
+            len(message.tokens) if isinstance(message, Open) else message.base_len if isinstance(message, Verify) else 0
+        )
+        if at >= self.poison.get(name, 1 << 30):
+            raise Died
+        self._latest = self.oracles[name]
+        return self._latest.answer(message)
+
+    def step(self) -> Message | None:
+        for name, oracle in self.oracles.items():
+            if oracle.plain is not None:
+                self._die_of(name, oracle.plain.base_len)
+                return oracle.step()
+        return None
+
+    def _die_of(self, name: str, length: int) -> None:
+        if length >= self.poison.get(name, length + 1):
+            raise Died
+
+
+class Mortal(Cluster):
+    """Requests r0, r1, ... say these texts. `deaths` of the target so far; it comes back by `find_target` only."""
+
+    def __init__(self, texts: Sequence[tuple[int, ...]], poison: dict[str, int] | None = None, **options: Any) -> None:
+        self.texts = {f"r{number}": text for number, text in enumerate(texts)}
+        self.poison = poison or {}
+        self.script = Script(tuple(texts), (0.7,), (0.6, 0.2), VOCAB)
+        super().__init__(texts[0], self.script, **options)
+        self.target = Targets(self.texts, self.poison)  # type: ignore[assignment]
+        self.alive, self.deaths = True, 0
+        self.opened: list[list[str]] = [[]]
+
+    def begin(self, mode: str, max_tokens: int = 60) -> None:
+        for name, text in self.texts.items():
+            sampling = SamplingParams(max_tokens=max_tokens)
+            self.rounds.begin(Admit(name, text[:11], sampling, mode, frozenset()), self._now)
+
+    def send_target(self, message: Message) -> None:
+        assert self.alive or isinstance(message, Close), f"{message} is for a target that is not there"
+        if isinstance(message, Open):
+            self.opened[-1].append(message.request)
+        if self.alive:
+            super().send_target(message)
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            if self.rounds.active:
+                self._turn()
+
+    def to_the_end(self, returns: bool = True) -> None:
+        """Until no request is left; a target that dies on the way comes back after some turns."""
+        for _ in range(20_000):
+            if not self.rounds.active:
+                return
+            self._turn()
+            if not self.alive and returns:
+                self.turns(3)
+                self.find_target()
+        raise TimeoutError(f"requests hang: {self.told[-3:]}")
+
+    def _turn(self) -> None:
+        try:
+            super()._turn()
+        except Died:
+            self.kill_target()
+
+    def kill_target(self, for_good: bool = False) -> None:
+        self.alive = False
+        self.deaths += 1
+        self._to_target.clear()
+        self.target = Targets({}, {})  # type: ignore[assignment]
+        self.rounds.lost_target("target worker target-0 ended with code -9", for_good)
+
+    def find_target(self) -> None:
+        self.target = Targets(self.texts, self.poison)  # type: ignore[assignment]
+        self.alive = True
+        self.opened.append([])
+        self.rounds.found_target()
+
+    def kill_drafter(self) -> None:
+        self.worker = None
+        self.link = FakeLink()
+        self.rounds.lost_drafter("draft-0", "draft worker draft-0 ended with code -9", self._now)
+
+    def find_drafter(self) -> None:
+        self.worker = DraftWorker(self.link, ReplayDrafter(self.script), POLICIES["best-first"])  # type: ignore[arg-type]
+        self.rounds.found_drafter("draft-0")
+
+    def text_of(self, name: str) -> list[int]:
+        told = [event for event in self.told if isinstance(event, Committed) and event.request == name]
+        return [token for event in told for token in event.tokens]
+
+    def end(self, name: str) -> Ended | Broke:
+        return next(e for e in self.told if isinstance(e, Ended | Broke) and e.request == name)

@@ -1,0 +1,199 @@
+"""A text whose server goes away goes on with the next one at its endpoint, where it was; the cores play a script."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.events import Admit, Began, Committed, Ended, ToFront
+from outrider.orchestrator.front.text import TextStream
+from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped
+from outrider.protocol.messages import Timings
+from outrider.protocol.sampling import SamplingParams
+from tests.orchestrator.stand import JOIN_SECONDS, Play, Stand
+
+TEXT = "def héllo(x):\n    return '你好' + x\n"
+Make = Callable[..., Stand]
+
+
+def goes_on(codec: TextCodec, until: int | None = None, text: str = TEXT) -> Play:
+    """A core that says the text behind what was said of it before, token by token; all of it, or so much of it."""
+    tokens = codec.encode(text, special=False)
+
+    def play(admit: Admit) -> list[ToFront]:
+        new = [Committed(admit.request, (token,)) for token in tokens[len(admit.said) : until]]
+        ended = Ended(admit.request, "length", Timings(predicted_n=len(new)))
+        return [Began(admit.request, "ssd"), *new, *([ended] if until is None else [])]
+
+    return play
+
+
+def abandoned(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends it without a word to its clients, as SIGKILL does."""
+    monkeypatch.setattr(stand.front, "_fail_all", lambda *_: None)
+    stand.stop()
+
+
+class Reader(threading.Thread):
+    """Reads a text; `begun` once the first server has said all that it says."""
+
+    def __init__(self, client: Client, sampling: SamplingParams, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.begun = threading.Event()
+        self.result: GenerationResult | None = None
+        self.error: Exception | None = None
+        self._stream, self._tokens = client.stream("x", sampling), tokens
+
+    def run(self) -> None:
+        seen = 0
+        try:
+            for chunk in self._stream:
+                seen += len(chunk.token_ids)
+                if seen >= self._tokens:
+                    self.begun.set()
+            self.result = self._stream.result
+        except (EndpointError, ServerStopped) as error:
+            self.error = error
+
+
+def read(client: Client, tokens: int = 5, sampling: SamplingParams | None = None) -> Reader:
+    reader = Reader(client, sampling or SamplingParams(max_tokens=64, temp=0.8), tokens)
+    reader.start()
+    assert reader.begun.wait(JOIN_SECONDS)
+    return reader
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_text_goes_on_behind_what_was_received(
+    make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, in_order: bool
+) -> None:
+    tokens = codec.encode(TEXT, special=False)
+    first = make_stand().start()
+    first.core.play = goes_on(codec, 5)
+    reader = read(Client(first.endpoint, reconnect=True))
+    if in_order:
+        first.stop()
+    else:
+        abandoned(first, monkeypatch)
+    second = make_stand()
+    second.core.play = goes_on(codec)
+    second.start()
+    reader.join(JOIN_SECONDS)
+    assert reader.result is not None
+    assert (reader.result.text, reader.result.token_ids) == (TEXT, tokens)
+    before, after = first.core.wait_for(Admit)[0], second.core.wait_for(Admit)[0]
+    assert isinstance(before, Admit) and isinstance(after, Admit)
+    assert (before.said, after.said) == ((), tokens[:5])
+    assert (after.tokens, after.sampling) == (before.tokens, before.sampling)
+    assert reader.result.timings.predicted_n == len(tokens) - 5
+
+
+def test_the_async_client_goes_on_alike(make_stand: Make, codec: TextCodec) -> None:
+    first = make_stand().start()
+    first.core.play = goes_on(codec, 5)
+
+    async def run() -> str:
+        stream, seen, second = AsyncClient(first.endpoint, reconnect=True).stream("x"), 0, None
+        async for chunk in stream:
+            seen += len(chunk.token_ids)
+            if seen >= 5 and second is None:
+                await asyncio.to_thread(first.stop)
+                second = make_stand()
+                second.core.play = goes_on(codec)
+                second.start()
+        return stream.result.text
+
+    assert asyncio.run(run()) == TEXT
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_unasked_it_is_an_error_and_no_hang_even_where_the_next_server_answers(
+    make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, in_order: bool
+) -> None:
+    first = make_stand().start()
+    first.core.play = goes_on(codec, 5)
+    reader = read(Client(first.endpoint))
+    if in_order:
+        first.stop()
+    else:
+        abandoned(first, monkeypatch)
+    second = make_stand().start()
+    reader.join(JOIN_SECONDS)
+    assert isinstance(reader.error, ServerStopped | EndpointError)
+    assert second.core.told == []
+
+
+def test_who_never_reached_a_server_does_not_wait_for_one(endpoint: str) -> None:
+    with pytest.raises(EndpointError, match="nobody serves"):
+        Client(endpoint, reconnect=True).generate("x")
+
+
+def test_a_server_that_does_not_come_is_an_error_in_the_end(
+    make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.orchestrator.client.dialogue.RECONNECT_SECONDS", 0.5)
+    first = make_stand().start()
+    first.core.play = goes_on(codec, 5)
+    reader = read(Client(first.endpoint, reconnect=True))
+    first.stop()
+    reader.join(JOIN_SECONDS)
+    assert isinstance(reader.error, EndpointError)
+
+
+# --- at the front -------------------------------------------------------------------------------------------------
+
+
+def answered(stand: Stand, said: Sequence[int], seed: int | None = 1, **changes: Any) -> GenerationResult:
+    """The answer to somebody who has received these tokens of the text."""
+    stream = Client(stand.endpoint).stream("x", SamplingParams(seed=seed, **changes))
+    dialogue = stream._dialogue
+    dialogue.opening = replace(dialogue.opening, said=np.asarray(said, np.int32))
+    for _ in stream:
+        pass
+    return stream.result
+
+
+@pytest.mark.parametrize("count", range(0, 12))
+def test_only_what_is_new_is_told_wherever_a_character_was_cut(stand: Stand, codec: TextCodec, count: int) -> None:
+    tokens = codec.encode(TEXT, special=False)
+    whole = TextStream(codec, codec.encode("x"), (), frozenset())
+    stand.core.play = goes_on(codec)
+    before, result = whole.feed(tokens[:count]).text, answered(stand, tokens[:count])
+    assert (before + result.text, result.token_ids) == (TEXT, tokens[count:])
+
+
+def test_a_stop_string_is_found_across_the_border(stand: Stand, codec: TextCodec) -> None:
+    stand.core.play = goes_on(codec)
+    whole = Client(stand.endpoint).generate("x", SamplingParams(seed=1, stop=("turn '",)))
+    result = answered(stand, whole.token_ids[:-1], stop=("turn '",))
+    assert (result.finish_reason, result.token_ids) == ("stop", whole.token_ids[-1:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "last", "reason"),
+    [({"stop": ("return",)}, (), "stop"), ({"max_tokens": 12}, (), "length"), ({}, (0,), "eos")],
+    ids=["stop", "length", "eos"],
+)
+def test_what_was_complete_is_told_so_and_costs_no_work(
+    stand: Stand, codec: TextCodec, changes: dict[str, Any], last: tuple[int, ...], reason: str
+) -> None:
+    result = answered(stand, codec.encode(TEXT, special=False)[:12] + last, **changes)
+    assert (result.finish_reason, result.token_ids, result.timings.predicted_n) == (reason, (), 0)
+    assert stand.core.told == [] and Client(stand.endpoint).stats().active == 0
+
+
+def test_a_text_that_goes_on_needs_its_seed_and_tokens_that_there_are(stand: Stand) -> None:
+    with pytest.raises(InvalidRequest, match="what was said before has token 5000; expected ids from 0 to 4095"):
+        answered(stand, [1, 5000])
+    with pytest.raises(InvalidRequest, match="has no seed"):
+        answered(stand, [1], seed=None)

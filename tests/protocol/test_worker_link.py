@@ -1,0 +1,149 @@
+"""A drafter that a person started outlives its orchestrator: it notices, and enters again with whoever comes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from outrider.protocol import worker_link
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.directory import private_directory
+from outrider.protocol.errors import EndpointError
+from outrider.protocol.messages import Close, Hello, Message, Ping, Pong, Shutdown, Welcome
+from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, heartbeat_of, routing_id
+
+WAIT_MS = 20_000
+HELLO = Hello("draft", "studio", 7, 1, "mlx", "m", 10, 100, 1, 1)
+
+
+class Orchestrator:
+    """The other end of the workers' socket."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.bind(endpoint)
+
+    def hear(self, kind: type[Message]) -> Message:
+        while True:
+            assert self.socket.poll(WAIT_MS), f"no {kind.__name__} came"
+            message = decode(self.socket.recv_multipart()[1:])
+            if isinstance(message, kind):
+                return message
+
+    def say(self, message: Message, to: bytes = routing_id(7)) -> None:
+        self.socket.send_multipart([to, *encode(message)])
+
+    def ping(self, serial: int) -> None:
+        """Asks whether it lives until it has answered: its heartbeat may have to connect first."""
+        while True:
+            self.say(Ping(serial), heartbeat_of(routing_id(7)))
+            if self.socket.poll(50):
+                message = decode(self.socket.recv_multipart()[1:])
+                if isinstance(message, Pong) and message.serial == serial:
+                    return
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where all is quicker by ten times; signals are the test's own again afterwards."""
+    monkeypatch.setattr(worker_link, "IDLE_POLL_MS", 20)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with private_directory() as directory:
+        yield directory.endpoint("workers")
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def entered(endpoint: str) -> tuple[Orchestrator, WorkerLink]:
+    orchestrator, link = Orchestrator(endpoint), WorkerLink(endpoint, "studio", incarnation=7)
+    welcoming = threading.Thread(target=lambda: (orchestrator.hear(Hello), orchestrator.say(Welcome("studio"))))
+    welcoming.start()
+    link.enter(HELLO)
+    welcoming.join()
+    return orchestrator, link
+
+
+def test_who_is_asked_now_and_then_waits_for_work_as_long_as_it_takes(endpoint: str) -> None:
+    orchestrator, link = entered(endpoint)
+    orchestrator.ping(1)
+
+    def work() -> None:
+        for serial in range(2, 100):
+            orchestrator.ping(serial)
+        orchestrator.say(Close("r"))
+
+    asking = threading.Thread(target=work)
+    with link:
+        asking.start()
+        assert link.receive(wait=True) == Close("r")
+    asking.join()
+    orchestrator.close()
+
+
+def test_an_orchestrator_that_is_gone_is_noticed_and_the_next_one_hears_hello(endpoint: str) -> None:
+    first, link = entered(endpoint)
+    with link:
+        first.ping(1)
+        first.close()
+        with pytest.raises(OrchestratorGone, match="nothing is heard"):
+            link.receive(wait=True)
+        second = Orchestrator(endpoint)
+        welcoming = threading.Thread(target=lambda: (second.hear(Hello), second.say(Welcome("draft-1"))))
+        welcoming.start()
+        link.enter(HELLO)
+        welcoming.join()
+        assert link.name == "draft-1"
+        second.ping(1)
+        second.say(Close("r"))
+        assert link.receive(wait=True) == Close("r")
+    second.close()
+
+
+def test_an_orchestrator_that_had_only_stopped_still_knows_its_worker(endpoint: str) -> None:
+    orchestrator, link = entered(endpoint)
+    with link:
+        orchestrator.ping(1)
+        with pytest.raises(OrchestratorGone):
+            link.receive(wait=True)
+        asking = threading.Thread(target=orchestrator.ping, args=(2,))
+        asking.start()
+        link.enter(HELLO)
+        asking.join()
+    orchestrator.close()
+
+
+def test_who_was_given_up_and_lives_may_enter_again(endpoint: str) -> None:
+    orchestrator, link = entered(endpoint)
+    with link:
+        orchestrator.say(Shutdown("it has not answered for 10 s"))
+        with pytest.raises(OrchestratorGone, match="given this worker up: it has not answered"):
+            link.receive(wait=True)
+    orchestrator.close()
+
+
+def test_an_end_in_order_is_the_end(endpoint: str) -> None:
+    orchestrator, link = entered(endpoint)
+    with link:
+        orchestrator.say(Shutdown())
+        assert link.receive(wait=True) == Shutdown()
+    orchestrator.close()
+
+
+def test_nobody_waits_for_ever(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_link, "WELCOME_BACK_POLLS", 20)
+    orchestrator, link = entered(endpoint)
+    with link:
+        orchestrator.close()
+        with pytest.raises(OrchestratorGone):
+            link.receive(wait=True)
+        with pytest.raises(EndpointError, match="nobody answers"):
+            link.enter(HELLO)

@@ -1,0 +1,148 @@
+"""Real processes are killed and stopped in the middle of texts: nobody who reads them finds another token."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.chaos import Course, Strike
+from outrider.bench.random_identity import DIFFERENT
+from outrider.orchestrator import Client, GenerationResult, Grammar, LocalCluster, SamplingParams
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.messages import WorkerStats
+
+LIMIT = 120.0
+PROMPT = "def fibonacci(n):"
+GREEDY = SamplingParams(max_tokens=100, ignore_eos=True)
+SAMPLED = replace(GREEDY, temp=0.8, seed=5)
+TEXTS = {
+    "greedy": GREEDY,
+    "sampled": replace(SAMPLED, top_p=0.95, repetition_penalty=1.1),
+    "logprobs": replace(SAMPLED, seed=6, logprobs=2, presence_penalty=0.3),
+    "grammar": SamplingParams(max_tokens=100, temp=0.8, seed=7, grammar=Grammar("regex", "(ab|cd|[0-9]{3}){40,90}")),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(worker_timeout=2, max_active=4) as running:
+        yield running
+
+
+def worker(client: Client, role: str) -> WorkerStats:
+    return next(worker for worker in client.stats().workers if worker.role == role)
+
+
+def until_ready(client: Client) -> None:
+    deadline = time.monotonic() + LIMIT
+    while {worker.state for worker in client.stats().workers} != {"ready"}:
+        if time.monotonic() > deadline:
+            pytest.fail(f"not all came back: {client.stats().workers}")
+        time.sleep(0.02)
+
+
+def disturbed(
+    cluster: LocalCluster, samplings: Sequence[SamplingParams], mode: str, role: str, number: signal.Signals
+) -> list[GenerationResult]:
+    """These at once; the worker is hit when each has said something, so in the middle of all."""
+    client, results = cluster.client(timeout=LIMIT), dict[int, GenerationResult]()
+    begun = threading.Barrier(len(samplings) + 1)
+
+    def ask(place: int) -> None:
+        stream = client.stream(PROMPT, samplings[place], mode=mode)
+        for count, _ in enumerate(stream):
+            if count == 3:
+                begun.wait(LIMIT)
+        results[place] = stream.result
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(samplings))]
+    for thread in threads:
+        thread.start()
+    begun.wait(LIMIT)
+    os.kill(worker(client, role).pid, number)
+    for thread in threads:
+        thread.join(LIMIT)
+    until_ready(client)
+    return [results[place] for place in range(len(samplings))]
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: LocalCluster) -> dict[str, GenerationResult]:
+    return {name: cluster.client().generate(PROMPT, sampling, mode="ar") for name, sampling in TEXTS.items()}
+
+
+def test_a_drafter_that_is_killed_comes_back_into_the_same_texts(cluster: LocalCluster) -> None:
+    client, before = cluster.client(), worker(cluster.client(), "draft").restarts
+    long = [replace(sampling, max_tokens=400) for sampling in (GREEDY, SAMPLED)]
+    results = disturbed(cluster, long, "ssd", "draft", signal.SIGKILL)
+    for sampling, result in zip(long, results, strict=True):
+        assert result.token_ids == client.generate(PROMPT, sampling, mode="ar").token_ids
+        assert result.timings.rejoined == 1 and "speculation: draft-0 drafts again" in result.notes
+        assert any("draft worker draft-0 ended with code -9" in note for note in result.notes)
+    assert worker(client, "draft").restarts == before + 1
+
+
+def test_texts_go_on_where_they_were_when_the_target_is_killed(
+    cluster: LocalCluster, whole: dict[str, GenerationResult]
+) -> None:
+    results = disturbed(cluster, list(TEXTS.values()), "ssd", "target", signal.SIGKILL)
+    for name, result in zip(TEXTS, results, strict=True):
+        assert result.token_ids == whole[name].token_ids, name
+        assert result.text == whole[name].text and result.finish_reason == whole[name].finish_reason
+        assert result.timings.resumed == 1 and any("after a pause" in note for note in result.notes)
+    told = [[one.logprob for one in run.logprobs or ()] for run in (results[2], whole["logprobs"])]
+    assert told[0] == pytest.approx(told[1], abs=1e-3) and len(told[0]) == 100
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_worker_that_is_stopped_is_replaced(
+    cluster: LocalCluster, whole: dict[str, GenerationResult], role: str
+) -> None:
+    before = worker(cluster.client(), role).pid
+    (result,) = disturbed(cluster, [TEXTS["sampled"]], "ssd", role, signal.SIGSTOP)
+    assert result.token_ids == whole["sampled"].token_ids
+    deadline = time.monotonic() + LIMIT
+    while worker(cluster.client(), role).pid == before:  # a text may end before its drafter is given up
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    until_ready(cluster.client())
+    with pytest.raises(ProcessLookupError):
+        os.kill(before, 0)
+
+
+def test_who_asks_while_there_is_no_target_waits_for_the_next(
+    cluster: LocalCluster, whole: dict[str, GenerationResult]
+) -> None:
+    client = cluster.client()
+    os.kill(worker(client, "target").pid, signal.SIGKILL)
+    assert client.generate(PROMPT, TEXTS["greedy"]).token_ids == whole["greedy"].token_ids
+
+
+def test_chaos_for_a_moment(cluster: LocalCluster) -> None:
+    course = Course(cluster.client(timeout=LIMIT), 4, seed=3)
+    course.run([Strike(("draft", "target"), signal.SIGKILL, 8), Strike(("draft",), signal.SIGSTOP, 3)], Screen())
+    assert len(course.strikes) == 2 and len(course.found) >= 4
+    assert not [one for one in course.found if one.verdict == DIFFERENT]
+
+
+def test_a_target_that_cannot_come_back_is_given_up_and_ends_the_server_with_the_reason(tmp_path: Path) -> None:
+    model = tmp_path / "target"
+    shutil.copytree(EMBEDDED_TARGET, model)
+    with LocalCluster(model=str(model), draft_backend="ngram") as running:
+        client = running.client()
+        with pytest.raises(WorkerError, match=r"died 5 times in a row") as error:
+            for count, _ in enumerate(client.stream(PROMPT, GREEDY)):
+                if count == 2:
+                    (model / "model.safetensors").unlink()
+                    os.kill(worker(client, "target").pid, signal.SIGKILL)
+        assert "model.safetensors" in str(error.value) or "weights" in str(error.value)
