@@ -140,32 +140,39 @@ class Cluster:
         """`colocated`: what the target drafts with by itself. `kv_memory`: bytes that each worker may keep texts in."""
         self._model, self._clock, self._schedule = target, clock, schedule
         self._rng = random.Random(seed)
-        self._target_link, self._draft_link = FakeLink("target-0"), FakeLink("draft-0")
-        own = Colocated(MlxDrafter(colocated)) if colocated is not None else None
-        self.target = TargetWorker(self._target_link, target, colocated=own)  # type: ignore[arg-type]
+        self._own, self._kv_memory, self._policy = colocated, kv_memory, policy
+        self.target = self._new_target()
         self._watched: WatchedDrafter | None = None
         if drafter is not None:
             self._watched = WatchedDrawing(drafter) if isinstance(drafter, DrawingDrafter) else WatchedDrafter(drafter)
-        self._draft_worker: DraftWorker | None = None
-        if self._watched is not None:
-            self._draft_worker = DraftWorker(
-                self._draft_link,  # type: ignore[arg-type]
-                self._watched,
-                POLICIES[policy],
-                compiler=Compiler(target.folder),
-            )
+        self._draft_worker = self._new_drafter()
         self.after_draft = after_draft
         self._told: list[ToFront] = []
         self._verifies: list[Verify] = []
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
         self._recorder = Recorder()
-        settings = RoundSettings(depth, branches, full_depth, ngrams, colocated=own is not None)
+        settings = RoundSettings(depth, branches, full_depth, ngrams, colocated=colocated is not None)
         self.rounds = Rounds(self, settings, self._tell, self._recorder)
         self._serial = 0
         self._going_on = False
-        for link in (self._target_link, self._draft_link) if kv_memory else ():
-            link.inbox.append(through_the_codec(KvMemory(kv_memory)))
+
+    def _new_link(self, name: str) -> FakeLink:
+        link = FakeLink(name)
+        link.inbox += [through_the_codec(KvMemory(self._kv_memory))] if self._kv_memory else []
+        return link
+
+    def _new_target(self) -> TargetWorker:
+        self._target_link = self._new_link("target-0")
+        own = Colocated(MlxDrafter(self._own)) if self._own is not None else None
+        return TargetWorker(self._target_link, self._model, colocated=own)  # type: ignore[arg-type]
+
+    def _new_drafter(self) -> DraftWorker | None:
+        self._draft_link = self._new_link("draft-0")
+        if self._watched is None:
+            return None
+        compiler = Compiler(self._model.folder)
+        return DraftWorker(self._draft_link, self._watched, POLICIES[self._policy], compiler=compiler)
 
     # --- what the rounds see --------------------------------------------------------------------------------------
 
@@ -201,14 +208,21 @@ class Cluster:
     # --- what a test sees -----------------------------------------------------------------------------------------
 
     def run(
-        self, prompt: Sequence[int], sampling: SamplingParams, mode: str = "ssd", eos: frozenset[int] = frozenset()
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        mode: str = "ssd",
+        eos: frozenset[int] = frozenset(),
+        said: Sequence[int] = (),
     ) -> Run:
+        """`said`: the text's first tokens, which another cluster has made."""
         self._told, self._verifies, self._tokens, self._recorder.sources = [], [], list(prompt), {}
         self._logprobs = []
         self._serial += 1
         if self._watched is not None:
             self._watched.trees.clear()
-        self.rounds.begin(Admit(f"r{self._serial}", tuple(prompt), sampling, mode, eos), self._clock())
+        admit = Admit(f"r{self._serial}", tuple(prompt), sampling, mode, eos, said=tuple(said))
+        self.rounds.begin(admit, self._clock())
         for _ in range(100 * sampling.max_tokens + 1000):
             if not self.rounds.active:
                 return self._finished(len(prompt))
@@ -235,6 +249,20 @@ class Cluster:
     def lose_drafter(self) -> None:
         self._draft_worker = None
         self.rounds.lost_drafter("draft-0", "draft worker draft-0 was lost", self._clock())
+
+    def replace_drafter(self) -> None:
+        """The drafter dies, and another one comes at once."""
+        if self._draft_worker is not None:
+            self._draft_worker.forget()
+        self.lose_drafter()
+        self._draft_worker = self._new_drafter()
+        self.rounds.found_drafter("draft-0")
+
+    def replace_target(self) -> None:
+        """The target dies, and another one comes at once."""
+        self.target = self._new_target()
+        self.rounds.lost_target("target worker target-0 was lost", False)
+        self.rounds.found_target()
 
     def _finished(self, prompt_len: int) -> Run:
         last = self._told[-1]
