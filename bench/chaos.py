@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 from outrider.bench.crowd.ask import Question, ask, ask_all
 from outrider.bench.crowd.chance import MODES, Sizes, question, subject
 from outrider.bench.crowd.reply import Arrival, Reply
-from outrider.bench.embedded import embedded_codec
-from outrider.bench.prompts import mixed
+from outrider.bench.embedded import embedded_codec, words
 from outrider.bench.random_identity import DIFFERENT, SAME, TIE, Judged, judged
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
@@ -158,7 +157,7 @@ class Course:
 
 
 def _questions(count: int, seed: int) -> Iterator[Question]:
-    source = embedded_codec().encode("\n".join(prompt.text for prompt in mixed(None)))
+    source = words()
     for number in range(count):
         one = question(number, seed, subject(number // len(MODES), seed, source, SIZES))
         yield replace(one, after=0.0, until=None)

@@ -141,7 +141,7 @@ def test_each_worker_is_in_one_state(chat: House) -> None:
     found = {labels: value for (name, labels), value in samples(chat).items() if name == "worker_state"}
     ready = [dict(labels) for labels, value in found.items() if value == 1]
     assert sorted(one["worker"] for one in ready) == ["draft-0", "target-0"]
-    assert {one["state"] for one in ready} == {"ready"} and len(found) == 10
+    assert {one["state"] for one in ready} == {"ready"} and len(found) == 12
 
 
 def test_the_processes_of_the_server_are_looked_at(pair: House) -> None:
