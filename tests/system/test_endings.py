@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator import InvalidRequest, LocalCluster, SamplingParams
+from outrider.orchestrator import InvalidRequest
 from outrider.orchestrator.machine.spawn import child_environment, python
 
 LIMIT = 60.0
@@ -92,12 +91,3 @@ def test_a_server_tells_of_a_trace_on_a_full_disk_at_its_end(folder: Path) -> No
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == InvalidRequest.exit_code and "outrider serve: the trace can't be written to" in err
-
-
-def test_a_dead_target_is_told_once() -> None:
-    """Whoever asked was told; the cluster's own end is then no error of its own."""
-    with LocalCluster(draft_backend="ngram") as running:
-        client = running.client()
-        os.kill(next(worker.pid for worker in client.stats().workers if worker.role == "target"), signal.SIGKILL)
-        with pytest.raises(Exception, match="target"):
-            client.generate("def f(", SamplingParams(max_tokens=400, ignore_eos=True))

@@ -138,6 +138,7 @@ def test_chaos_for_a_moment(cluster: LocalCluster) -> None:
 def test_a_target_that_cannot_come_back_is_given_up_and_ends_the_server_with_the_reason(tmp_path: Path) -> None:
     model = tmp_path / "target"
     shutil.copytree(EMBEDDED_TARGET, model)
+    # Whoever asked is told; the cluster's own end is then no error of its own.
     with LocalCluster(model=str(model), draft_backend="ngram") as running:
         client = running.client()
         with pytest.raises(WorkerError, match=r"died 5 times in a row") as error:
