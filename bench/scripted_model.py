@@ -79,8 +79,11 @@ def _is_mark(piece: str) -> bool:
 
 
 def _weights(follows: dict[int, int]) -> dict[str, mx.array]:
-    """Embeddings apart from one another, a layer that adds nothing, and a head with one token for each."""
-    head = np.zeros((SIZE, SIZE), np.float32)
+    """Embeddings apart from one another, a layer that adds nothing, and a head with one token for each.
+
+    Where a grammar forbids that one, JSON comes to its end.
+    """
+    head = np.tile(_liking(), (SIZE, 1)).T.copy()
     for token, after in follows.items():
         head[after, token] = 1.0
     layer = "model.layers.0"
@@ -104,3 +107,14 @@ def _weights(follows: dict[int, int]) -> dict[str, mx.array]:
         **{f"{name}.weight": mx.ones(SIZE) for name in norms},
         **weights,
     }
+
+
+def _liking() -> np.ndarray:
+    """How much each token is liked for itself, which is next to nothing."""
+    liking = np.zeros(SIZE, np.float32)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    for place, letter in enumerate(('"', "]", "}")):
+        liking[alphabet.index(letter)] = 0.01 * (place + 1)
+    for blank in "\u0120\u0109\u010a\u010d":  # a space, a tab and line ends, as byte-level tokens write them
+        liking[alphabet.index(blank)] = -0.01
+    return liking

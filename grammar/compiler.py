@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -17,8 +17,13 @@ from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.grammar import Grammar
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 TOKENIZER = "tokenizer.json"
 KEPT = 32
+# Between two words of JSON no more, unless the schema says so: without an end to it a weak model finds none.
+SPACE: JsonCompileOptions = {"whitespace_pattern": r"[ \t\r\n]{1,40}"}
 # A fifth of the library's own: a few letters such as a{1000}{1000} must not hold anybody up for a second.
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 
@@ -90,7 +95,8 @@ def _described(grammar: Grammar) -> str:
     """In the library's own words. What GBNF's converter raises is nothing narrower than Exception."""
     match grammar.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text)
+            is_object = grammar.text.lstrip().startswith("{")
+            return LLMatcher.grammar_from_json_schema(grammar.text, SPACE if is_object else None)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "llguidance":

@@ -25,6 +25,7 @@ from outrider.server.witness import CLOSED_BY_READER, Witness
 if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
     from outrider.server.tracing import Tracing
 
+VERSION = "/v1"
 log = logging.getLogger(__name__)
 
 
@@ -40,8 +41,12 @@ def application(model: ServedModel, endpoint: str, settings: HttpSettings, traci
     )
     metrics = Metrics(model.id, model.context_length)
     app.state.desk = Desk(model, endpoint, metrics, settings)
-    for part in (chat, completions, messages, responses, models, tokens, status, page):
-        app.include_router(part.router)
+    for part in (chat, completions, responses, models):
+        app.include_router(part.router, prefix=VERSION)
+        app.include_router(part.router, include_in_schema=False)  # for base URLs that end before it
+    app.include_router(messages.router, prefix=VERSION)
+    for small in (tokens, status, page):
+        app.include_router(small.router)
     app.mount("/page", page.files)
     for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _problem)
@@ -64,7 +69,8 @@ async def _problem(request: Request, error: Exception) -> Response:
     if problem.status >= 500:
         log.warning("%s %s: %s", request.method, request.url.path, problem.message)
     body = problem.body(is_anthropic(request.scope), request.scope["state"]["request_id"])
-    return Response(body, problem.status, headers=problem.headers, media_type="application/json")
+    told = error.headers if isinstance(error, HTTPException) else None  # which methods there are, for one
+    return Response(body, problem.status, headers={**(told or {}), **problem.headers}, media_type="application/json")
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:

@@ -69,6 +69,10 @@ def problem_of(error: Exception) -> Problem:
             return problem
         case RequestValidationError():
             return _invalid(error.errors())
+        case HTTPException(status_code=404):
+            return Problem(404, "there is no such path here; expected one of those in /openapi.json")
+        case HTTPException(status_code=405, headers=headers):
+            return Problem(405, f"this path has no such method; expected {(headers or {}).get('Allow', 'another one')}")
         case HTTPException(status_code=status, detail=detail):
             return Problem(status, str(detail))
         case ServerBusy():

@@ -39,8 +39,7 @@ def _table(outcomes: Iterable[Outcome]) -> str:
 def _told(one: Outcome) -> str:
     if one.verdict == PASSES:
         return PASSES
-    why = f"; {one.case.why}" if one.case.why else ""
-    return f"**{one.verdict}**: {one.words}{why}"
+    return f"**{one.verdict}**: {one.words}; {one.case.why or 'not yet'}"
 
 
 def cell(text: str) -> str:

@@ -7,7 +7,19 @@ from typing import Any
 
 from outrider.bench.conformance.asking import choices
 from outrider.bench.conformance.case import Cases, Servers, equal, hold, refused
-from outrider.bench.conformance.said import CHAT, GREETING, HELLO, OTHER, PARIS, SUNNY, TOOL, called, result, said
+from outrider.bench.conformance.said import (
+    CHAT,
+    GREETING,
+    HELLO,
+    OTHER,
+    PARIS,
+    SUNNY,
+    TOOL,
+    WEATHER,
+    called,
+    result,
+    said,
+)
 
 cases = Cases("Tools")
 LLAMA, VLLM = "llama.cpp test_tool_call", "vLLM tests/tool_use"
@@ -142,8 +154,21 @@ def _(at: Servers) -> None:
 
 @cases.add("OpenAI's reference", why="nothing is searched or run here; functions are yours")
 def _(at: Servers) -> None:
-    """Tools that the server runs itself, such as web_search."""
-    at.chat.whole("/v1/responses", input="hi", tools=[{"type": "web_search"}])
+    """The server runs tools of its own, such as web_search."""
+    answer = at.chat.whole("/v1/responses", input="hi", tools=[{"type": "web_search"}])
+    hold(
+        any(item["type"] == "web_search_call" for item in answer["output"]), "the tool is left out, and a note says so"
+    )
+
+
+@cases.add("vLLM test_namespace_tools; Codex's practice")
+def _(at: Servers) -> None:
+    """A response's tools of other kinds do not keep its functions from being called."""
+    mine = {"type": "function", **WEATHER}
+    others = [{"type": "web_search"}, {"type": "namespace", "name": "agents", "tools": [mine]}]
+    answer = at.chat.whole("/v1/responses", input="hi", tools=[*others, mine])
+    equal(answer["output"][-1]["type"], "function_call", "the item")
+    hold("namespace, web_search" in answer["outrider"]["notes"][0], f"the notes are {answer['outrider']['notes']}")
 
 
 @cases.add(LLAMA)

@@ -14,6 +14,7 @@ from outrider.server.answers.naming import FINGERPRINT, about
 from outrider.server.answers.parts import Part, Said, Thought
 from outrider.server.answers.probabilities import Speller
 from outrider.server.answers.telling import Choice, Told, Waited, sum_of, timings
+from outrider.server.answers.thoughts import Count
 from outrider.server.answers.usage import usage
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
@@ -37,12 +38,13 @@ _FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
 class Head:
     """What all chunks of an answer have in common. `seed` is the request's, `prompt_tokens` its prompt's.
 
-    `speller`: for log-probabilities, if they are wanted.
+    `thoughts` counts a choice's; `speller`: for log-probabilities, if they are wanted.
     """
 
     model: str
     seed: int
     prompt_tokens: int
+    thoughts: Count
     speller: Speller | None = None
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
@@ -61,7 +63,7 @@ def completion(head: Head, choices: Sequence[Choice]) -> ChatCompletion:
         model=head.model,
         system_fingerprint=FINGERPRINT,
         choices=[_choice(head, choice) for choice in choices],
-        usage=usage(head.prompt_tokens, choices),
+        usage=usage(head.prompt_tokens, choices, head.thoughts),
         timings=timings(sum_of(choices)),
         outrider=about(choices[0].result, head.seed),
     )
@@ -89,7 +91,7 @@ async def chunks(
     if include_usage:
         last = ChatChunk(
             id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[],
-            usage=usage(head.prompt_tokens, ended), timings=timings(sum_of(ended)),
+            usage=usage(head.prompt_tokens, ended, head.thoughts), timings=timings(sum_of(ended)),
             outrider=about(ended[0].result, head.seed),
         )  # fmt: skip
         yield sse.event(last.model_dump_json())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,14 +64,14 @@ async def events(head: Head, told: AsyncIterator[Waited | Told | Choice]) -> Asy
                 yield PING
             case Told(part=part):
                 if _kind(part) != now or isinstance(part, ToolCall):
-                    if now:
-                        yield _event("content_block_stop", index=at)
+                    for data in _ended(at, now):
+                        yield data
                     at, now = at + 1, _kind(part)
                     yield _event("content_block_start", index=at, content_block=_begun(part).model_dump())
                 yield _event("content_block_delta", index=at, delta=_delta(part))
             case Choice():
-                if now:
-                    yield _event("content_block_stop", index=at)
+                for data in _ended(at, now):
+                    yield data
                 reason, stop = _reason(head, one)
                 yield _event(
                     "message_delta",
@@ -90,6 +90,14 @@ def failed(problem: Problem) -> bytes:
 
 def _event(name: str, **fields: Any) -> bytes:
     return sse.event(json.dumps({"type": name, **fields}, ensure_ascii=False), name)
+
+
+def _ended(at: int, kind: str) -> Iterator[bytes]:
+    """The end of block `at`, if there is one. A thought's signature is empty: there is nobody who checks it."""
+    if kind == Thought.__name__:
+        yield _event("content_block_delta", index=at, delta={"type": "signature_delta", "signature": ""})
+    if kind:
+        yield _event("content_block_stop", index=at)
 
 
 def _kind(part: Part) -> str:

@@ -15,6 +15,7 @@ from outrider.server.answers.parts import Part, Said
 from outrider.server.answers.probabilities import Speller, Wording
 from outrider.server.answers.response_items import Item
 from outrider.server.answers.telling import Choice, Told, Waited, timings
+from outrider.server.answers.thoughts import Count
 from outrider.server.answers.usage import responses_usage
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
@@ -27,12 +28,14 @@ from outrider.server.shapes.responses import Output, ResponseObject
 class Head:
     """What is known before the first word, and what was asked and is told again.
 
-    `speller`: for log-probabilities, if they are wanted.
+    `thoughts` counts a choice's; `speller`: for log-probabilities, if they are wanted.
     """
 
     model: str
     seed: int
     prompt_tokens: int
+    thoughts: Count
+    notes: Sequence[str]
     tool_choice: str | Object
     tools: list[Object]
     parallel: bool
@@ -70,9 +73,9 @@ def response(head: Head, choice: Choice, items: list[Output] | None = None) -> R
         made,
         status=state,
         incomplete_details={"reason": "max_output_tokens"} if cut else None,
-        usage=responses_usage(head.prompt_tokens, choice),
+        usage=responses_usage(head.prompt_tokens, choice, head.thoughts),
         timings=timings(choice.timings),
-        outrider=about(choice.result, head.seed),
+        outrider=about(choice.result, head.seed, head.notes),
     )
 
 

@@ -12,6 +12,7 @@ from outrider.server.answers.probabilities import speller
 from outrider.server.answers.run import job
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import telling
+from outrider.server.answers.thoughts import counter
 from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, typed
 from outrider.server.mapping import chat
@@ -24,7 +25,7 @@ from outrider.server.shapes.chat import ChatChunk, ChatCompletion, ChatRequest
 router = APIRouter(route_class=typed())
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=described(ChatCompletion, ChatChunk))
+@router.post("/chat/completions", response_model=None, responses=described(ChatCompletion, ChatChunk))
 async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Response:
     """Answers a conversation."""
     desk.check_model(asked.model)
@@ -37,7 +38,8 @@ async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Respo
     jobs = [job(desk.model.codec, prompt.tokens, manner.another(index)) for index in range(choices(asked))]
     splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None) for _ in jobs]
     spell = speller(desk.model, manner.sampling)
-    head = chat_events.Head(desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), spell)
+    thoughts = counter(desk.model, prompt)
+    head = chat_events.Head(desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), thoughts, spell)
     with_usage = usage_wanted(asked)
     if not asked.stream:
         return as_json(chat_events.completion(head, await desk.whole(request, jobs, splitters, box.one)))

@@ -28,7 +28,7 @@ MAX_TOKEN = 2**31 - 1
 router = APIRouter(route_class=typed())
 
 
-@router.post("/v1/completions", response_model=None, responses=described(Completion, Completion))
+@router.post("/completions", response_model=None, responses=described(Completion, Completion))
 async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) -> Response:
     """Completes texts; of several prompts the choices follow one another."""
     desk.check_model(asked.model)

@@ -21,7 +21,7 @@ from outrider.server.shapes.messages import Counted, MessageAnswer, MessagesRequ
 router = APIRouter(route_class=typed())
 
 
-@router.post("/v1/messages", response_model=None, responses=described(MessageAnswer, MessageAnswer, anthropic=True))
+@router.post("/messages", response_model=None, responses=described(MessageAnswer, MessageAnswer, anthropic=True))
 async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Response:
     """Answers a conversation."""
     desk.check_model(asked.model)
@@ -57,7 +57,7 @@ async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Res
     return EventStream(guarded(events, message_events.failed), run.close)
 
 
-@router.post("/v1/messages/count_tokens", response_model=None, responses=described(TokenCount, anthropic=True))
+@router.post("/messages/count_tokens", response_model=None, responses=described(TokenCount, anthropic=True))
 async def count(asked: Counted, desk: TheDesk) -> Response:
     """The tokens that a conversation is."""
     desk.check_model(asked.model)

@@ -13,14 +13,14 @@ from outrider.server.shapes.plain import Model, Models
 router = APIRouter()
 
 
-@router.get("/v1/models", responses=problems())
+@router.get("/models", responses=problems())
 async def models(desk: TheDesk) -> Models:
     """The model that is served, by each of its names."""
     names = desk.model.names
     return Models(data=[_model(desk, name) for name in names], first_id=names[0], last_id=names[-1])
 
 
-@router.get("/v1/models/{name:path}", responses=problems())
+@router.get("/models/{name:path}", responses=problems())
 async def model(name: str, desk: TheDesk) -> Model:
     """One name's."""
     desk.check_model(name)

@@ -14,16 +14,17 @@ from outrider.server.answers.probabilities import speller
 from outrider.server.answers.run import Job
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import telling
+from outrider.server.answers.thoughts import counter
 from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, typed
 from outrider.server.mapping import responses
-from outrider.server.mapping.manner import manner, room
+from outrider.server.mapping.manner import manner, room, stops
 from outrider.server.shapes.responses import ResponseObject, ResponsesRequest
 
 router = APIRouter(route_class=typed())
 
 
-@router.post("/v1/responses", response_model=None, responses=described(ResponseObject, ResponseObject))
+@router.post("/responses", response_model=None, responses=described(ResponseObject, ResponseObject))
 async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> Response:
     """Answers an input."""
     desk.check_model(asked.model)
@@ -42,6 +43,11 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         top_k=asked.top_k,
         min_p=asked.min_p,
         seed=asked.seed,
+        stop=stops(asked.stop),
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        ignore_eos=asked.ignore_eos,
         grammar=grammar,
         logprobs=responses.logprobs(asked),
     )
@@ -49,6 +55,8 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         model=desk.model.id,
         seed=how.sampling.seed or 0,
         prompt_tokens=len(prompt.tokens),
+        thoughts=counter(desk.model, prompt),
+        notes=responses.notes(asked),
         tool_choice=_choice(asked),
         tools=[tool.model_dump() for tool in asked.tools or ()],
         parallel=not box.one,

@@ -27,10 +27,16 @@ def refuse(asked: ChatRequest) -> None:
         raise Refused("modalities: only text is made here; expected ['text'] or nothing", "modalities")
     if asked.continue_final_message and asked.add_generation_prompt:
         raise Refused("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
-    if asked.continue_final_message and asked.messages[-1].role != "assistant":
-        raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
+    if asked.continue_final_message:
+        check_own_turn(asked.messages)
     if asked.top_logprobs and not asked.logprobs:
         raise Refused("top_logprobs: none are wanted; expected logprobs to be true", "top_logprobs")
+
+
+def check_own_turn(said: list[ChatMessage]) -> None:
+    """Raises Refused when the last message is not the model's own, which it could go on with."""
+    if not said or said[-1].role != "assistant":
+        raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
 
 
 def logprobs(asked: ChatRequest) -> int | None:
@@ -89,7 +95,7 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     content = _content(message.content, where)
     if message.role == "assistant":
         calls = [speech.call(c.function.name, c.function.arguments, c.id) for c in message.tool_calls or ()]
-        return speech.assistant(content, calls, message.reasoning_content or "")
+        return speech.assistant(content, calls, message.reasoning_content or message.reasoning or "")
     if message.role == "tool":
         return speech.result(content, message.tool_call_id or "", message.name)
     role = "system" if message.role == "developer" else message.role

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,11 @@ def form_of(asked: Sampling) -> Form | None:
                 ("json_schema", asked.guided_json, "guided_json"),
                 ("regex", asked.guided_regex, "guided_regex"),
                 ("grammar", asked.guided_grammar, "guided_grammar"),
+                ("regex", _one_of(asked.guided_choice), "guided_choice"),
+                ("json_schema", asked.json_schema, "json_schema"),
                 ("json_schema", told.json_, "structured_outputs.json"),
+                ("json_schema", {"type": "object"} if told.json_object else None, "structured_outputs.json_object"),
+                ("regex", _one_of(told.choice), "structured_outputs.choice"),
                 ("regex", told.regex, "structured_outputs.regex"),
                 ("grammar", told.grammar, "structured_outputs.grammar"),
             )
@@ -63,6 +68,10 @@ def by_format(given: Mapping[str, Any] | None, name: str) -> Form | None:
     if schema is None:
         raise Refused(f"{name}: there is no schema in it; expected a JSON schema as 'schema'", name)
     return _form(kind, schema, name)
+
+
+def _one_of(texts: Sequence[str] | None) -> str | None:
+    return "|".join(map(re.escape, texts)) if texts is not None else None
 
 
 def _form(kind: str, given: object, name: str) -> Form | None:

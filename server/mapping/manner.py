@@ -117,7 +117,7 @@ def room(model: ServedModel, prompt_tokens: int, asked: int | None) -> int:
 
 
 def _bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
-    try:
-        return tuple((int(token), bias) for token, bias in (given or {}).items())
-    except ValueError:
-        raise Refused("logit_bias: a key is no token id; expected whole numbers as text", "logit_bias") from None
+    wrong = ", ".join(repr(key[:40]) for key in given or {} if not (key.isascii() and key.isdigit()))
+    if wrong:
+        raise Refused(f"logit_bias: {wrong[:200]} is no token id; expected whole numbers as text", "logit_bias")
+    return tuple((int(token), bias) for token, bias in (given or {}).items())

@@ -12,6 +12,7 @@ from outrider.server.model.served import Conversation, ServedModel
 from outrider.server.problems import Refused
 from outrider.server.shapes.messages import Block, Counted, Turn
 
+_LABEL = "x-anthropic-billing-header:"
 _CHOICES = {"auto": ANY, "any": MUST, "none": NONE}
 
 
@@ -56,8 +57,8 @@ def _choice(asked: Counted) -> Choice:
 def conversation(asked: Counted, box: Toolbox) -> Conversation:
     """An assistant's turn at the end is continued, as Anthropic does."""
     said: list[dict[str, Any]] = []
-    if asked.system:
-        said.append({"role": "system", "content": _text(asked.system, "system")})
+    if system := _system(asked.system or ""):
+        said.append({"role": "system", "content": system})
     for place, turn in enumerate(asked.messages):
         said += _turn(turn, f"messages.{place}.content")
     keywords = dict(asked.chat_template_kwargs or {})
@@ -83,6 +84,13 @@ def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
         yield speech.assistant(text, made, "".join(thoughts))
     elif rest or not results:
         yield {"role": turn.role, "content": text}
+
+
+def _system(given: str | list[Block]) -> str:
+    """Without the line by which Claude Code labels each request: with it no two prompts would begin alike."""
+    if isinstance(given, str):
+        return given
+    return _text([block for block in given if not (block.text or "").startswith(_LABEL)], "system")
 
 
 def _text(content: str | list[Block], where: str) -> str:

@@ -50,8 +50,10 @@ def form(asked: ResponsesRequest) -> Form | None:
 def box(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
     given = []
     for place, tool in enumerate(asked.tools or ()):
-        if tool.type != "function" or not tool.name:
-            raise Refused(f"tools.{place}: only functions can be called here", f"tools.{place}")
+        if tool.type != "function":
+            continue  # an offer that nobody here can keep; `notes` says so
+        if not tool.name:
+            raise Refused(f"tools.{place}: a function without a name; expected one", f"tools.{place}")
         given.append(function(tool.name, tool.description, tool.parameters))
     strict = [tool.name for tool in asked.tools or () if tool.strict and tool.name]
     return toolbox(model, given, _choice(asked), strict)
@@ -68,6 +70,12 @@ def _choice(asked: ResponsesRequest) -> Choice:
             return Choice(MUST, (name,), one)
         case FunctionsAllowed(mode=mode, tools=allowed):
             return Choice(mode, tuple(tool.name for tool in allowed), one)
+
+
+def notes(asked: ResponsesRequest) -> list[str]:
+    """What was left out: coding agents offer tools that run at OpenAI beside their own."""
+    others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
+    return [f"tools: {', '.join(others)} left out; only functions can be called here"] if others else []
 
 
 def conversation(asked: ResponsesRequest, box: Toolbox) -> Conversation:

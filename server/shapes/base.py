@@ -42,6 +42,8 @@ def absent() -> Any:
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
 Object = dict[str, Any]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
+"""Texts, one of which is to be said."""
 
 
 Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS, description="seconds after which the answer is given up")]
@@ -72,8 +74,10 @@ class StructuredOutputs(Given):
     """vLLM's: what the text is to be; one of them."""
 
     json_: Annotated[Object | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
+    choice: Choices | None = None
 
 
 class Sampling(Given):
@@ -105,6 +109,8 @@ class Sampling(Given):
     guided_json: Object | str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
+    guided_choice: Choices | None = None
+    json_schema: Object | str | None = Field(None, description="llama.cpp's name for a schema")
     structured_outputs: StructuredOutputs | None = None
     # Ignored: nothing of the answer depends on them.
     user: Any = None
@@ -122,13 +128,18 @@ class CachedTokens(Answered):
     cached_tokens: int = 0
 
 
+class ReasoningTokens(Answered):
+    reasoning_tokens: int = 0
+
+
 class Usage(Answered):
-    """Tokens; `cached_tokens` of the prompt did not have to be read again."""
+    """Tokens; `cached_tokens` of the prompt did not have to be read again, `reasoning_tokens` were thoughts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = absent()
 
 
 class Outrider(Answered):

@@ -51,6 +51,7 @@ class ChatMessage(Loose):
     tool_calls: list[ToolCalled] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="the same, as vLLM calls it now")
 
 
 class Function(Loose):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from outrider.server.shapes.base import Answered, Given, Object, absent
+from outrider.server.shapes.base import MOST_MESSAGES, Answered, Given, Object, absent
 from outrider.server.shapes.chat import ChatMessage, Tool
 
 
@@ -41,14 +41,42 @@ class TokenizeRequest(Given):
     tools: list[Tool] | None = None
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = Field(False, description="vLLM's: each token's text, too")
+    with_pieces: bool = Field(False, description="llama.cpp's: tokens as objects with id and piece")
     add_special: bool = Field(True, description="what the tokenizer puts around a text")
     add_special_tokens: bool | None = None
 
 
+class Piece(Answered):
+    """A token, and what it adds to a text: bytes where that is no text by itself."""
+
+    id: int
+    piece: str | list[int]
+
+
 class Tokenized(Answered):
-    tokens: list[int]
+    tokens: list[int] | list[Piece]
     count: int
     max_model_len: int | None
+    token_strs: list[str] | None = absent()
+
+
+class TemplateRequest(Given):
+    """A conversation, as /v1/chat/completions takes it."""
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    tools: list[Tool] | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class Applied(Answered):
+    """The text that the model reads."""
+
+    prompt: str
 
 
 class DetokenizeRequest(Given):

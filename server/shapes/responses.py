@@ -15,7 +15,10 @@ from outrider.server.shapes.base import (
     Loose,
     Object,
     Outrider,
+    ReasoningTokens,
     Speculation,
+    Stop,
+    Stops,
     Timeout,
     Timings,
     absent,
@@ -82,6 +85,11 @@ class ResponsesRequest(Given):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    stop: Stop | Stops | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     text: Object | None = None
     reasoning: Reasoning | None = None
@@ -146,10 +154,6 @@ class OutputReasoning(Answered):
 
 
 Output = OutputMessage | OutputCall | OutputReasoning
-
-
-class ReasoningTokens(Answered):
-    reasoning_tokens: int = 0
 
 
 class ResponsesUsage(Answered):

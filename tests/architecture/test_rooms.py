@@ -50,6 +50,7 @@ WITHIN = {
         "contest": {"timing"},
         "crowd": {"contest"},
         "conformance": set(),
+        "programs": {"conformance"},
         "commands": {"timing", "trace", "contest", "crowd"},
     },
     "drafting/coreml": {

@@ -98,6 +98,13 @@ def test_what_broke_the_grammar_forbids_nothing_more() -> None:
     assert is_right(one.allowed([[]])[0], [])
 
 
+def test_white_space_in_json_has_an_end() -> None:
+    one, (line_end,) = constraint(Grammar.json_schema({"type": "array"})), CODEC.encode("\n", special=False)
+    for spaces, may_go_on in ((39, True), (40, False)):
+        words = one.allowed([list(CODEC.encode("[" + " " * spaces, special=False))])[0]
+        assert (line_end in tokens_of(words)) is may_go_on
+
+
 def test_any_end_token_may_end_it_and_nothing_but_an_end_a_finished_one() -> None:
     text = list(CODEC.encode("raise ValueError", special=False))
     assert tokens_of(constraint(ends=(END, 1)).allowed([text])[0]) == {END, 1}

@@ -102,7 +102,9 @@ WRONG_OF_TWO = [
     ({"n": 0}, "n: "),
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 5000}, "stop"),
-    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"a": 1, "7": 2, "b": 3}}, "logit_bias: 'a', 'b' is no token id"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"structured_outputs": {"choice": ["x"]}, "json_schema": {}}, "expected one of them"),
     ({"max_tokens": 0}, "max_tokens is 0"),
     ({"response_format": {"type": "yaml"}}, "response_format: 'yaml' is unknown"),
     ({"response_format": {"type": "json_schema"}}, "response_format: there is no schema"),
@@ -184,6 +186,12 @@ def test_statuses_that_are_not_400(ask: Ask, path: str) -> None:
     silent = ask(path, json=PATHS[path])
     assert silent.status_code == 503 and silent.headers["retry-after"] and complaint(silent, mine)
     assert ask("/v1/nothing").status_code in (404, 415)
+
+
+def test_a_path_or_a_method_that_there_is_not_is_told(ask: Ask) -> None:
+    nowhere, wrong = ask("/v1/v1/models", "GET"), ask(CHAT, "GET")
+    assert nowhere.status_code == 404 and "expected one of those in /openapi.json" in complaint(nowhere)
+    assert wrong.headers["allow"] == "POST" and "expected POST" in complaint(wrong)
 
 
 def test_what_is_harmless_is_accepted(ask: Ask) -> None:
@@ -271,8 +279,9 @@ def test_a_model_without_a_template_says_what_it_lacks() -> None:
 def test_the_description_has_every_path_and_its_errors(ask: Ask) -> None:
     described = json.loads(ask("/openapi.json", "GET").text)
     assert set(described["paths"]) == {
-        *PATHS, f"{CLAUDE}/count_tokens", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize", "/health",
-        "/ready", "/metrics",
+        *PATHS, f"{CLAUDE}/count_tokens", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
+        "/apply-template",
+        "/health", "/ready", "/metrics",
     }  # fmt: skip
     for path in PATHS:
         assert {"200", "400", "401", "404", "413", "429", "503"} <= set(described["paths"][path]["post"]["responses"])

@@ -1,0 +1,102 @@
+"""Clients that are no Python: curl, and OpenAI's for JavaScript. Those in Python are in test_apis.py.
+
+The latter is there after `npm ci --prefix tests/server/npm`, with node 20 or newer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from pydantic import BaseModel
+
+from tests.server.house import House
+from tests.server.scripted import ANSWER, PLAIN, text_of
+
+NPM = Path(__file__).parent / "npm"
+HELLO: Any = [{"role": "user", "content": "hi"}]
+PARIS = {"city": "Paris"}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+SCHEMA = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+needs_npm = pytest.mark.skipif(
+    shutil.which("node") is None or not (NPM / "node_modules" / "openai").is_dir(),
+    reason="node, or what `npm ci --prefix tests/server/npm` brings, is not here",
+)
+
+
+def curl(house: House, **body: Any) -> str:
+    """What curl prints of a chat."""
+    line = [
+        "curl",
+        "-sSN",
+        "--fail-with-body",
+        f"{house.url}/v1/chat/completions",
+        "-H",
+        "content-type: application/json",
+    ]
+    done = subprocess.run([*line, "-d", json.dumps(body)], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+@needs_curl
+def test_curl_reads_a_stream(chat: House) -> None:
+    lines = [line.removeprefix("data: ") for line in curl(chat, messages=HELLO, stream=True).splitlines() if line]
+    told = [json.loads(line) for line in lines if line.startswith("{")]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in told) == text_of(PLAIN)
+    assert lines[-1] == "[DONE]"
+
+
+@needs_curl
+def test_curl_brings_a_tools_result(chat: House) -> None:
+    message = json.loads(curl(chat, messages=HELLO, tools=[TOOL]))["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == PARIS
+    talk = [*HELLO, message, {"role": "tool", "tool_call_id": call["id"], "content": "22 C"}]
+    answer = json.loads(curl(chat, messages=talk, tools=[TOOL]))
+    assert answer["choices"][0]["message"]["content"] == text_of(ANSWER)
+
+
+@needs_curl
+def test_curl_gets_json_by_a_schema(chat: House, pair: House) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}}
+    for house in (chat, pair):
+        answer = json.loads(curl(house, messages=HELLO, response_format=form, max_tokens=64))
+        assert isinstance(json.loads(answer["choices"][0]["message"]["content"])["sure"], bool)
+
+
+@needs_npm
+def test_openais_client_for_javascript_does_a_whole_task(chat: House) -> None:
+    done = subprocess.run(
+        ["node", NPM / "client.mjs", chat.url], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["text"], told["tokens"]) == (text_of(PLAIN), 5)
+    assert (told["cities"], told["answer"]) == (["Paris"], text_of(ANSWER))
+    assert told["sure"] == "boolean" and told["responded"] == text_of(PLAIN)
+    assert json.loads(told["called"]) == PARIS
+    assert told["refused"] == [404, "model_not_found"]
+
+
+def test_the_lock_of_packages_names_no_host() -> None:
+    assert "://" not in (NPM / "package-lock.json").read_text(encoding="utf-8")
+
+
+class Sure(BaseModel):
+    sure: bool
+
+
+def test_anthropics_client_parses_json_by_a_schema(chat: House, pair: House) -> None:
+    for house in (chat, pair):
+        with anthropic.Anthropic(base_url=house.url, api_key="none", max_retries=0) as claude:
+            name = claude.models.list().data[0].id
+            answer = claude.messages.parse(model=name, max_tokens=64, messages=HELLO, output_format=Sure)
+        assert isinstance(answer.parsed_output, Sure)

@@ -1,0 +1,44 @@
+"""An answer's thoughts are counted in tokens, however their marks and words are cut into them."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.server.answers.thoughts import thought_tokens
+from outrider.server.model.thinking import Tags
+
+TAGS = Tags("<think>", "</think>")
+
+
+class Spelled:
+    """Tokens that stand for these pieces of text, by their place."""
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = pieces
+
+    def of(self, token: int) -> bytes:
+        return self.pieces[token].encode()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "begun", "expected"),
+    [
+        (("<think>", "Hm", "m", "</think>", "Four"), False, 4),
+        (("Hm", "m", "</think>", "Four"), True, 3),
+        (("Hm", "m</th", "ink>Fo", "ur"), True, 3),
+        (("So ", "<think>", "Hm", "</think>", "four", ""), False, 3),
+        (("<think>", "Hm", "m"), False, 3),
+        (("Hm", "m"), True, 2),
+        (("Four",), False, 0),
+        (("Hm</think>a", "b<think>", "c", "</think>", "d"), True, 4),
+        (("Hmé", "</think>", "ü"), True, 2),
+        ((), True, 0),
+    ],
+)
+def test_tokens_from_a_mark_to_a_mark_are_thoughts(pieces: tuple[str, ...], begun: bool, expected: int) -> None:
+    assert thought_tokens(Spelled(*pieces), TAGS, begun, list(range(len(pieces)))) == expected  # type: ignore[arg-type]
+
+
+def test_a_mark_without_an_end_makes_all_of_it_a_thought() -> None:
+    spelled = Spelled("a", "<think>", "b", "c")
+    assert thought_tokens(spelled, Tags("<think>", ""), False, [0, 1, 2, 3]) == 3  # type: ignore[arg-type]
