@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode, urlsplit
 from urllib.request import Request, urlopen
 
@@ -51,8 +51,14 @@ def run(options: argparse.Namespace) -> int:
     program = shutil.which("prometheus")
     if program is None:
         raise InvalidRequest("prometheus is not on the path; install it, as with apt-get install prometheus")
-    model = _get(f"{options.url}/v1/models")["data"][0]["id"]
-    asked = questions(json.loads(options.dashboard.read_text(encoding="utf-8")), model)
+    try:
+        dashboard = json.loads(options.dashboard.read_text(encoding="utf-8"))
+        model = _get(f"{options.url}/v1/models")["data"][0]["id"]
+    except URLError as error:
+        raise EndpointError(f"{options.url} does not answer ({error}); expected a running `outrider serve`") from None
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{options.dashboard} can't be read ({error}); expected docs/grafana.json") from None
+    asked = questions(dashboard, model)
     with TemporaryDirectory() as folder, _prometheus(program, Path(folder), urlsplit(options.url).netloc) as base:
         for _ in range(SCRAPES):
             _work(options.url)

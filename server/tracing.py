@@ -29,6 +29,7 @@ from outrider.protocol.version import PACKAGE_VERSION
 PROTOCOL = "http/protobuf"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 FINISH = {"eos": "stop"}
+LONGEST_PATH = 200
 SPECULATION = (
     *("rounds", "draft_rounds", "draft_n", "draft_n_accepted", "ngram_chains", "verify_ms"),
     *("cache_hits", "cache_misses", "cache_late", "missed_then_plain", "missed_then_copied", "missed_then_drafted"),
@@ -66,8 +67,8 @@ class Tracing:
         context = TraceContextTextMapPropagator().extract(carrier)
         if not get_current_span(context).get_span_context().is_valid:
             return None
-        told = {"http.request.method": scope["method"], "url.path": scope["path"], "url.scheme": scope["scheme"]}
-        told["outrider.request_id"] = scope["state"]["request_id"]
+        told = {"http.request.method": scope["method"], "url.scheme": scope["scheme"]}
+        told |= {"url.path": scope["path"][:LONGEST_PATH], "outrider.request_id": scope["state"]["request_id"]}
         span = self._tracer.start_span(str(scope["method"]), context, SpanKind.SERVER, told)
         return RequestSpan(self._tracer, span, str(scope["method"]), self._model)
 

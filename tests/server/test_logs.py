@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.protocol.errors import ModelError
 from tests.server.house import House
 
 KEY, QUERY = "sk-nobody-may-read-this", "token=nor-this"
@@ -66,6 +70,14 @@ def test_what_is_refused_has_a_line_too_and_no_line_has_a_secret(pair: House) ->
     assert pair.log is not None
     text = pair.log.read_text(encoding="utf-8")
     assert KEY not in text and QUERY not in text
+
+
+def test_a_server_that_cannot_begin_says_so_in_json_too(tmp_path: Path) -> None:
+    line = python("-m", "outrider", "serve", "--no-http", "--log-format", "json", "--model", str(tmp_path / "none"))
+    done = subprocess.run(line, env=child_environment(), capture_output=True, text=True, timeout=100, check=False)
+    told = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.returncode == ModelError.exit_code and done.stdout == ""
+    assert told[-1]["level"] == "error" and "no such path" in told[-1]["message"]
 
 
 def test_a_path_is_logged_as_it_was_asked_and_not_at_any_length(pair: House) -> None:
