@@ -149,7 +149,7 @@ def test_what_must_be_a_call_is_one(tmp_path: Path, name: str, special: bool) ->
     grammar = held(model.served, Prompt(()), box, None)
     assert grammar is not None
     found = []
-    for seed in range(12):
+    for seed in range(7):
         text = model.text(grammar, seed)
         parts = model.parts(text, box, Prompt(()))
         names = read(parts, tools)
@@ -208,7 +208,7 @@ def test_a_form_beside_tools_is_that_or_calls(tmp_path: Path, kind: str, thought
     both, alone = held(model.served, prompt, box, form), held(model.served, prompt, Toolbox(), form)
     assert both is not None and alone is not None and (alone == form.grammar) == (thoughts is Thoughts.NONE)
     seen = set[type]()
-    for seed in range(20):
+    for seed in range(12):
         for grammar, tools in ((both, box), (alone, Toolbox())):
             parts = model.parts(model.text(grammar, seed), tools, prompt, in_form=True)
             kinds = {type(part) for part in parts} - {Thought}
