@@ -20,12 +20,11 @@ from outrider.server.endpoints import chat, completions, messages, models, page,
 from outrider.server.metrics import Metrics
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import problem_of
-from outrider.server.witness import CLOSED_BY_READER, Witness
+from outrider.server.witness import CLOSED_BY_READER, VERSION, Witness
 
 if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
     from outrider.server.tracing import Tracing
 
-VERSION = "/v1"
 log = logging.getLogger(__name__)
 
 

@@ -76,7 +76,7 @@ class Desk:
         caller = caller_of(request)
         place = self._places.take(caller)
         span = request.scope["state"]["span"]
-        operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
+        operation = "text_completion" if request.url.path in ("/v1/completions", "/completions") else "chat"
 
         def watch(index: int, job: Job) -> Watch:
             inner = span.choice(operation, index, job.manner.sampling) if span is not None else None

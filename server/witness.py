@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
 CLOSED_BY_READER = 499
 """The status of an answer that nobody waited for."""
 UNKNOWN = "other"
+VERSION = "/v1"
+"""What most paths stand below, and may stand without."""
 LONGEST_PATH = 200
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -84,5 +86,7 @@ class Witness:
 
 
 def route_of(scope: Scope) -> str:
-    """The route's own path: what people type is no label."""
-    return str(getattr(scope.get("route"), "path", UNKNOWN))
+    """The route's own path: what people type is no label. FastAPI may tell it without what its router stands below."""
+    path = str(getattr(scope.get("route"), "path", UNKNOWN))
+    is_below = path.startswith("/") and scope["path"].startswith(f"{VERSION}/")
+    return VERSION + path if is_below and not path.startswith(f"{VERSION}/") else path

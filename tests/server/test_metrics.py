@@ -128,13 +128,14 @@ def test_ends_and_errors_are_counted_by_kind(pair: House) -> None:
 
 
 def test_no_label_is_what_somebody_typed(chat: House) -> None:
-    for path in ("/nowhere/at/all", "/v1/models/nobody's", "/v1/chat/completions/x", "/%ff"):
+    for path in ("/nowhere/at/all", "/v1/models/nobody's", "/models/nobody's", "/v1/chat/completions/x", "/%ff"):
         assert httpx.get(f"{chat.url}{path}").status_code == 404
     httpx.post(f"{chat.url}/v1/chat/completions", json={"model": "typed", "messages": TALK})
     text = metrics(chat)
     assert not any(word in text for word in ("nowhere", "nobody", "typed", "%ff"))
     assert of(samples(chat), "http_requests_total", path="/v1/models/{name:path}", status="404") >= 1
     assert of(samples(chat), "http_requests_total", path="other", status="404") >= 3
+    assert of(samples(chat), "http_requests_total", path="/models/{name:path}", status="404") >= 1
 
 
 def test_each_worker_is_in_one_state(chat: House) -> None:
