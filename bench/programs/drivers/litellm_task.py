@@ -16,22 +16,23 @@ class Sure(BaseModel):
     sure: bool
 
 
-def task(has_forms: bool, **to: str) -> dict[str, object]:
+def task(**to: str) -> dict[str, object]:
     parts = litellm.completion(messages=HELLO, stream=True, max_tokens=50, **to)
     text = "".join(part.choices[0].delta.content or "" for part in parts)
     message = litellm.completion(messages=HELLO, tools=[TOOL], max_tokens=50, **to).choices[0].message
     (call,) = message.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "22 C"}
     answer = litellm.completion(messages=[*HELLO, message, result], tools=[TOOL], max_tokens=50, **to)
-    told = {"stream": text, "city": json.loads(call.function.arguments)["city"],
-            "answer": answer.choices[0].message.content}  # fmt: skip
-    if has_forms:
-        formed = litellm.completion(messages=HELLO, response_format=Sure, max_tokens=50, **to)
-        told["form"] = json.loads(formed.choices[0].message.content)
-    return told
+    formed = litellm.completion(messages=HELLO, response_format=Sure, max_tokens=50, **to)
+    return {
+        "stream": text,
+        "city": json.loads(call.function.arguments)["city"],
+        "answer": answer.choices[0].message.content,
+        "form": json.loads(formed.choices[0].message.content),
+    }
 
 
 print(json.dumps({
-    "chat completions": task(True, model=f"openai/{model}", api_base=f"{url}/v1", api_key="none"),
-    "messages": task(False, model=f"anthropic/{model}", api_base=url, api_key="none"),
+    "chat completions": task(model=f"openai/{model}", api_base=f"{url}/v1", api_key="none"),
+    "messages": task(model=f"anthropic/{model}", api_base=url, api_key="none"),
 }))  # fmt: skip

@@ -1,0 +1,56 @@
+"""Programs are held to what the scripted model says; what differs, or ends badly, is told. No program and no server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.bench.conformance.said import GREETING, SUNNY
+from outrider.bench.programs.__main__ import PROGRAMS, _rows
+from outrider.bench.programs.program import Program, Run, Told, wrong
+from outrider.bench.programs.script import write_model
+from outrider.orchestrator.pair.chat import chat_template, render
+
+RIGHT = {"stream": GREETING, "city": "Paris", "answer": SUNNY, "form": {"sure": True}, "file": True}
+
+
+@pytest.mark.parametrize(
+    "other", [{"stream": ""}, {"city": "Rome"}, {"answer": "I look."}, {"form": {"sure": "x"}}, {"file": False}]
+)
+def test_what_is_not_as_the_model_says_is_told(other: dict[str, Any]) -> None:
+    assert wrong(RIGHT) == []
+    assert wrong({**RIGHT, **other}) == [f"{name}: {value!r}" for name, value in other.items()]
+
+
+def test_a_program_that_fails_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(run: Run) -> Told:
+        run.output(["sh", "-c", "echo no such model >&2; exit 3"])
+        return {}
+
+    monkeypatch.setattr(Program, "version", lambda *_: "1")
+    run = Run(tmp_path, tmp_path, "http://127.0.0.1:1", "m")
+    for task, words, is_right in (
+        (crash, "FAILED: no such model", False),
+        (lambda _: {"messages": {"city": "Rome"}}, "FAILED: city: 'Rome'", False),
+        (lambda _: {"messages": {"city": "Paris"}}, "| messages | city |", True),
+    ):
+        ((row, was_right),) = _rows(Program("p", ("p",), task), run)
+        assert words in row and was_right is is_right
+
+
+def test_each_agent_is_told_to_write_by_a_tool_of_its_own(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", {program.name: tmp_path / program.folder for program in PROGRAMS})
+    template, asked = chat_template(folder) or "", [{"role": "user", "content": "hi"}]
+    for tool in ("Write", "write_file", "write", "exec_command"):
+        tools = [{"type": "function", "function": {"name": name}} for name in ("other", tool)]
+        assert render(template, asked, {}, tools=tools, answer=True, keywords={}).endswith(f"<|{tool}|>")
+    assert render(template, asked, {}, tools=None, answer=True, keywords={}).endswith("<|plain|>")
+    assert str(tmp_path / "codex" / "hello.py") in (folder / "tokenizer.json").read_text(encoding="utf-8")
+
+
+def test_programs_are_set_up_where_they_are_looked_for() -> None:
+    for program in PROGRAMS:
+        line = program.set_up("/there")
+        assert f"/there/{program.folder}" in line and program.packages[0] in line
