@@ -39,6 +39,7 @@ from outrider.protocol.messages import (
     Resync,
     Shutdown,
 )
+from outrider.protocol.patience import FORGET_NS
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,12 @@ class DraftWorker:
                 log.warning("a drafter has no use for %s", type(message).__name__)
 
     def _open(self, message: Open) -> None:
+        known = self._drafting.get(message.request)
+        if known is not None and (message.epoch, message.round) < (known.epoch, known.newest.round):
+            self._is_stale("open", message)
+            return
         self._drop(message.request)
+        self._forget_silent()
         check_known(self._drafter, message.verifying or ())
         if self._memory is not None and not self._drafting:
             self._memory.restart()
@@ -208,6 +214,18 @@ class DraftWorker:
             branches=message.branches,
         )
         self._drafting[message.request] = Drafting(work, message.epoch, newest, committed_ns=clock.now())
+
+    def _is_stale(self, word: str, message: Open | Commit) -> None:
+        self._stale += 1
+        about = {"request": message.request, "round": message.round}
+        log.debug("stale %s of round %d (%d so far)", word, message.round, self._stale, extra=about)
+
+    def _forget_silent(self) -> None:
+        """Closes what nobody has spoken of for long: that it is over may have been lost. If not, COMMIT finds a gap."""
+        since_ns = clock.now() - FORGET_NS
+        for request, drafting in list(self._drafting.items()):
+            if drafting.committed_ns < since_ns:
+                self._drop(request)
 
     def _constraint(self, message: Open) -> Constraint | None:
         if self._compiler is None:
@@ -264,9 +282,7 @@ class DraftWorker:
             return
         expected = drafting.work.committed_len + len(message.tokens)
         if message.epoch < drafting.epoch or message.round < drafting.newest.round or message.base_len < expected:
-            self._stale += 1
-            about = {"request": message.request, "round": message.round}
-            log.debug("stale commit of round %d (%d so far)", message.round, self._stale, extra=about)
+            self._is_stale("commit", message)
             return
         if message.base_len > expected:
             self._drop(message.request)

@@ -12,13 +12,16 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
+from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import MESSAGES, encode
 from outrider.protocol.endpoints import MAX_FRAME
 from outrider.protocol.messages import Chunk, Close, Message
+from outrider.protocol.patience import ASK_AGAIN_NS, FORGET_NS
 from outrider.protocol.schema import MAX_CHARACTERS, MAX_ITEMS, Many, Maybe, Record, Shape, fields_of, words
 from outrider.protocol.version import PROTOCOL_VERSION
 
 PAGE = Path("docs/protocol.md")
+SECOND_NS = 1000 * MILLISECOND_NS
 
 
 def _header(message: Message) -> str:
@@ -77,6 +80,22 @@ handled already, is dropped and counted: it is never an error, because a message
 decision. The target keeps its last two `Outcome`s and answers a repeated `Verify` from them. A drafter matches a
 `Commit` by its tokens, keeps the longest common path and acts only on the newest. Who finds a gap it can't fill says
 `Resync` and is answered by `Open` with the committed tokens.
+
+**When a message is lost.** ZeroMQ keeps a link's order, says nothing twice and loses messages only with their
+connection. Less is needed: messages of a request may be lost, late, doubled or out of order, and it ends with the same
+text, as long as some get through.
+
+- *No outcome comes.* After {ASK_AGAIN_NS // SECOND_NS} s in which the target was not heard to get on, the orchestrator
+  says `Verify` of the round under way again, also where that round began with `Open`, and `Halt` if that was said. The
+  target answers what it kept and is silent while it reads or verifies. Where it knows nothing of the request, or has
+  gone on farther than it remembers, it says `Resync`, and a new epoch begins.
+- *No word of a drafter comes.* Waits for drafters are bounded; then the target goes on alone. What a drafter missed it
+  finds by `base_len` of the next `Commit`.
+- *No `Close` comes.* What a worker has heard nothing of for {FORGET_NS // SECOND_NS} s, and has nothing to do for, it
+  closes when another request is opened. If it was not over, the next word about it is answered by `Resync`.
+- `Prepare`, `Halt`, `Prefilled`, `CacheReport` and `KvMemory` cost time or memory, never a text.
+- What is altered on its way is refused by the codec or must be kept out below it, as TCP does: no message has a
+  checksum. A drafter's words that come through altered cost time; under residual sampling `q` is trusted.
 
 ## Endpoints
 

@@ -6,6 +6,7 @@ question, `next_ask`, whatever the source.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,13 @@ class Running:
         """Whether its next round can begin."""
         onward = self.onward is not None or (self.going_on and self.room > 0)
         return not self.over and not self.unread and (self.asked is not None or onward)
+
+    @property
+    def waits_since_ns(self) -> float:
+        """Since when it waits for a word; not before the end of time while there is something to do for it."""
+        if self.has_next or self.unread or not self.answers:
+            return math.inf
+        return self.answers[-1].work.ended_ns
 
     def next_ask(self) -> Ask:
         """What it verifies in its next round; an own drafter has drafted it (`draft_together`)."""

@@ -1,7 +1,7 @@
 """The target worker's loop: what it is told about requests in, outcomes out, one forward over all of them at a time.
 
 Owns a slot a request. Answers a repeated VERIFY from the outcomes it kept; drops what is stale; says RESYNC when the
-committed lengths disagree. Knows nothing of drafters in other processes, or of text.
+committed lengths disagree; closes what nobody speaks of. Knows nothing of drafters in other processes, or of text.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from outrider.protocol.messages import (
     Shutdown,
     Verify,
 )
+from outrider.protocol.patience import FORGET_NS
 from outrider.protocol.worker_link import WorkerLink
 from outrider.target_worker.batch import Batch, Settled, now
 from outrider.target_worker.colocated import Colocated, OwnDraft
@@ -155,7 +156,12 @@ class TargetWorker:
         self._link.send(Fault(self._link.name, request, str(error)))
 
     def _open(self, message: Open) -> None:
+        known = self._running.get(message.request)
+        if known is not None and message.epoch <= known.epoch:
+            self._is_stale("open", message)
+            return
         self._close(message.request)
+        self._forget_silent()
         if not self._running:
             mx.reset_peak_memory()
         tokens = message.tokens.tolist()
@@ -167,6 +173,19 @@ class TargetWorker:
         self._prompts.open(running, others)
         self._say_cached(running)
         self._report()
+
+    def _is_stale(self, word: str, message: Open | Verify) -> None:
+        self._stale += 1
+        about = {"request": message.request, "round": message.round}
+        log.debug("stale %s of round %d (%d so far)", word, message.round, self._stale, extra=about)
+
+    def _forget_silent(self) -> None:
+        """Closes what nobody has spoken of for long: that it is over must have been lost."""
+        since_ns = clock.now() - FORGET_NS
+        for request, running in list(self._running.items()):
+            if running.waits_since_ns < since_ns:
+                log.warning("nothing was heard of it for long; it is closed", extra={"request": request})
+                self._close(request)
 
     def _constraint(self, message: Open) -> Constraint | None:
         return self._compiler.constraint(message.sampling.grammar, message.eos, message.prompt_len)
@@ -243,10 +262,8 @@ class TargetWorker:
             for answer in known:
                 self._link.send(answer)
             return
-        if message.epoch < running.epoch or message.round <= running.round:
-            self._stale += 1
-            about = {"request": message.request, "round": message.round}
-            log.debug("stale verify of round %d (%d so far)", message.round, self._stale, extra=about)
+        if message.epoch < running.epoch:
+            self._is_stale("verify", message)
             return
         if not running.answers or (running.has_next and not running.going_on):
             return  # said twice, or under way

@@ -26,6 +26,7 @@ def begun(admit: Admit, workers: Workers, planner: Planner, now_ns: int) -> Requ
         tokens=[*admit.tokens, *admit.said],
         ngrams=NgramIndex(),
         drafters=drafters,
+        heard_ns=now_ns,
         account=Account(admitted_ns=now_ns),
         records=RoundRecords(now_ns) if admit.rounds else None,
         notes=[*less, *notes],

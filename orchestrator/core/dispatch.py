@@ -78,6 +78,12 @@ class Dispatch:
             )
         )
 
+    def again(self, request: Request) -> None:
+        """The round under way once more: the target answers from what it has said, works on, or says RESYNC."""
+        self.verify(request)
+        if request.halted:
+            self.halt(request)
+
     def halt(self, request: Request) -> None:
         """The target is not to go on by itself."""
         self.workers.send_target(Halt(request=request.id, epoch=request.epoch))

@@ -80,7 +80,7 @@ class Request:
     `foretold`: of the round under way. `covered`: how many branches there were to be for the latest outcome, if all had
     come by then; else 0. `records`: of its rounds, if it asked for them. `reads`: the round under way begins with
     reading all tokens. `deaths` of the target in a row, while this was under way there and got no token; `losses`: the
-    same of each drafter, by name.
+    same of each drafter, by name. `heard_ns`: when the target was last heard to get on with it, or asked again.
     """
 
     admit: Admit
@@ -106,6 +106,7 @@ class Request:
     reads: bool = True
     deaths: int = 0
     losses: Counter[str] = field(default_factory=Counter)
+    heard_ns: int = 0
     account: Account = field(default_factory=Account)
     records: RoundRecords | None = None
     notes: list[str] = field(default_factory=list)

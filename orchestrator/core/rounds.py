@@ -28,6 +28,7 @@ from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
 from outrider.protocol.messages import Branches, Close, Drafted, Fault, Message, Outcome, Prefilled, Remark, Resync
+from outrider.protocol.patience import ASK_AGAIN_NS
 
 
 class Rounds:
@@ -155,6 +156,8 @@ class Rounds:
             case Prefilled():
                 if message.cached and not request.epoch:
                     request.account.found(message.cached, drafter=sender in request.drafters)
+                if sender not in request.drafters:
+                    request.heard_ns = now_ns
                 if sender not in request.drafters and not request.generated:
                     self._tell(PrefillAt(request.id, message.done, message.total))
             case Resync():
@@ -169,8 +172,8 @@ class Rounds:
         return min((r.waiting.deadline_ns for r in self._requests.values() if r.waiting), default=None)
 
     def on_time(self, now_ns: int) -> None:
-        """Ends waits that took too long: with the branch as deep as it is, or the target goes on alone. Looks through a
-        piece of a long prompt."""
+        """Ends waits that took too long: with the branch as deep as it is, or the target goes on alone; asks the target
+        again where its word may be lost. Looks through a piece of a long prompt."""
         behind = next((request for request in self._requests.values() if request.ngrams.is_behind), None)
         if behind is not None:
             behind.ngrams.read_on(PIECE)
@@ -180,6 +183,14 @@ class Rounds:
                 found = request.cache.lookup(outcome) if outcome else None
                 chain = self._proposer.branch(request, found, self._room(request)) if found else Proposal()
                 self._verify(request, chain, now_ns)
+            elif self._is_silent(request, now_ns):
+                request.heard_ns = now_ns
+                self._dispatch.again(request)
+
+    def _is_silent(self, request: Request, now_ns: int) -> bool:
+        """Whether the target was not heard to get on with it for so long that a word may be lost."""
+        is_under_way = not (request.waiting or self._outage.keeps(request))
+        return is_under_way and now_ns - request.heard_ns >= ASK_AGAIN_NS
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> list[Settled]:
         proposal = request.proposal.settled(outcome)
@@ -188,7 +199,7 @@ class Rounds:
         if not of_now or request.waiting or outcome.accepted > len(chain):
             self.stale += 1
             return []
-        request.proposal, request.deaths = proposal, 0
+        request.proposal, request.heard_ns, request.deaths = proposal, now_ns, 0
         kept, reason = up_to_end(request, self._workers.target_context, [*chain[: outcome.accepted], outcome.bonus])
         ended, request.reads = request.this_round(), False
         request.tokens += kept

@@ -1,0 +1,147 @@
+"""No lost word stalls a request, and none that comes twice or late changes one: each on its own, without chance.
+
+One request at a time on a network that loses, repeats or keeps back exactly one kind of word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from outrider.orchestrator.events import Admit, Ended
+from outrider.protocol.messages import (
+    Branches,
+    Close,
+    Commit,
+    Drafted,
+    Halt,
+    Message,
+    Open,
+    Outcome,
+    Prepare,
+    Resync,
+    Verify,
+)
+from outrider.protocol.sampling import SamplingParams
+from tests.network.stories import DRAFT, TARGET
+from tests.network.transport import Way
+from tests.network.world import Setting, World
+from tests.system.links import VirtualClock
+
+SAMPLING = SamplingParams(max_tokens=20, temp=0.8, seed=4)
+PROMPT = (1, 2, 3, 1)
+MODES = ("ar", "sd", "ssd", "auto")
+KINDS = (Open, Verify, Prepare, Halt, Commit, Outcome, Branches, Drafted)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    clock = VirtualClock()
+    monkeypatch.setattr("outrider.protocol.clock.now", clock)
+    clock.skip(10**9)
+    yield lambda **setting: World(TARGET, DRAFT, Setting(**setting), clock)
+
+
+@pytest.fixture
+def losing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Message], bool]], list[Message]]:
+    """`losing(is_lost)`: bundles travel without the messages that are lost; returns the list that these come into."""
+    put = Way.put
+
+    def install(is_lost: Callable[[Message], bool]) -> list[Message]:
+        lost: list[Message] = []
+
+        def selective(self: Way, *said: Message) -> None:
+            kept = []
+            for message in said:
+                (lost if is_lost(message) else kept).append(message)
+            if kept:
+                put(self, *kept)
+
+        monkeypatch.setattr(Way, "put", selective)
+        return lost
+
+    return install
+
+
+def run(world: World, mode: str, most: int = 3000) -> Any:
+    """One request to its end."""
+    world.begin(Admit("r", PROMPT, SAMPLING, mode, frozenset()))
+    for _ in range(most):
+        if not world.rounds.active:
+            break
+        world.tick()
+    return world.watch.requests["r"].ending
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_word_that_is_lost_stalls_no_request(
+    world: Any, losing: Any, mode: str, kind: type[Message], nth: int
+) -> None:
+    seen: list[Message] = []
+
+    def is_lost(message: Message) -> bool:
+        seen.extend([message] if isinstance(message, kind) else [])
+        return isinstance(message, kind) and len(seen) == nth
+
+    losing(is_lost)
+    assert isinstance(run(world(), mode), Ended)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_answer_to_a_lost_word_may_be_lost_too(world: Any, losing: Any, mode: str) -> None:
+    """All that anybody says about the third round and later, until it has been said three times."""
+    said: dict[tuple[object, ...], int] = {}
+
+    def is_lost(message: Message) -> bool:
+        if not isinstance(message, (*KINDS, Resync)) or getattr(message, "round", 3) < 3:
+            return False
+        key = (type(message), getattr(message, "epoch", 0), getattr(message, "round", 0))
+        said[key] = said.get(key, 0) + 1
+        return said[key] < 3 and len(said) < 30
+
+    losing(is_lost)
+    assert isinstance(run(world(), mode, 20_000), Ended)
+
+
+def test_a_target_that_went_on_beyond_a_lost_outcome_begins_anew(world: Any, losing: Any) -> None:
+    """It has forgotten that outcome by the time it is asked again."""
+    cluster = world(ngrams=False)
+    losing(lambda message: isinstance(message, Outcome) and message.round == 4 and message.epoch == 0)
+    assert isinstance(run(cluster, "ar"), Ended)
+    assert cluster.journal.counts["heard"] and cluster.watch.requests["r"].place[0] == 1
+
+
+def test_an_open_said_twice_begins_nothing_anew(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = world()
+    opened: list[Message] = []
+    put = Way.put
+
+    def late(self: Way, *said: Message) -> None:
+        opened.extend(message for message in said if isinstance(message, Open))
+        put(self, *said)
+        if any(isinstance(message, Outcome) and message.round == 3 for message in said):
+            for node in cluster.nodes.values():
+                put(node.link.down, opened[0])
+
+    monkeypatch.setattr(Way, "put", late)
+    assert isinstance(run(cluster, "ssd"), Ended)
+    assert cluster.watch.requests["r"].place[0] == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lost_close_holds_memory_only_until_others_come(world: Any, losing: Any, mode: str) -> None:
+    cluster = world()
+    lost = losing(lambda message: isinstance(message, Close) and message.request == "r")
+    run(cluster, mode)
+    held = [node.worker for node in cluster.nodes.values()]
+    assert lost and "r" in held[0]._running
+    cluster.pause(600)
+    cluster.begin(Admit("s", PROMPT, SAMPLING, "ssd", frozenset()))
+    for _ in range(1000):
+        cluster.tick()
+    assert not cluster.rounds.active
+    assert not held[0]._running and not held[1]._drafting

@@ -1,0 +1,81 @@
+"""The bad network does what it is told to, by its seed alone; in good weather it is a good one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider.protocol.codec import decode_all, encode_all
+from outrider.protocol.errors import ProtocolError
+from outrider.protocol.messages import Close, Message
+from tests.network.transport import CLEAR, Journal, Way, Weather, altered
+
+NAMES = [f"r{n}" for n in range(200)]
+
+
+def arrived(weather: Weather, sealed: bool = True, ticks: int = 20, seed: int = 1) -> list[str]:
+    """What arrives of 200 words, said one a tick."""
+    journal = Journal()
+    way = Way("a -> b", random.Random(seed), journal, sealed)
+    way.weather = weather
+    heard: list[Message] = []
+    for name in NAMES:
+        way.put(Close(name))
+        journal.tick += 1
+        heard += way.arrived()
+    for _ in range(ticks):
+        journal.tick += 1
+        heard += way.arrived()
+    return [message.request for message in heard if isinstance(message, Close)]
+
+
+def test_in_good_weather_all_arrives_once_in_its_order_also_late() -> None:
+    assert arrived(CLEAR) == NAMES
+    assert arrived(Weather(delay=7)) == NAMES
+
+
+def test_each_fault_is_its_own() -> None:
+    lost = arrived(Weather(lose=0.2))
+    assert 100 < len(lost) < 190 and lost == sorted(lost, key=NAMES.index)
+    twice = arrived(Weather(twice=0.2))
+    assert set(twice) == set(NAMES) and 210 < len(twice) < 290
+    overtaken = arrived(Weather(overtake=0.5, delay=7))
+    assert sorted(overtaken) == sorted(NAMES) and overtaken != NAMES
+    assert len(arrived(Weather(alter=0.5))) < 150
+
+
+def test_the_same_seed_is_the_same_weather() -> None:
+    storm = Weather(0.1, 0.2, 0.3, 0.1, 5)
+    assert arrived(storm) == arrived(storm) != arrived(storm, seed=2)
+
+
+def test_on_a_cut_link_words_wait_and_with_its_connection_they_are_lost() -> None:
+    journal = Journal()
+    way = Way("a -> b", random.Random(0), journal, sealed=True)
+    way.cut = True
+    way.put(Close("a"), Close("b"))
+    journal.tick += 5
+    assert way.arrived() == []
+    way.cut = False
+    assert way.arrived() == [Close("a"), Close("b")]
+    way.put(Close("c"))
+    way.lose_all()
+    journal.tick += 5
+    assert way.arrived() == [] and way.is_empty
+
+
+def test_what_is_altered_arrives_as_a_lie_only_where_nothing_keeps_it_out() -> None:
+    assert set(arrived(Weather(alter=0.5))) <= set(NAMES)
+    lies = set(arrived(Weather(alter=0.5), sealed=False)) - set(NAMES)
+    assert lies, "an altered name is still a name"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_altered_frames_are_refused_or_say_something(seed: int) -> None:
+    rng = random.Random(seed)
+    frames = altered([bytes(frame) for frame in encode_all([Close("abc"), Close("d")])], rng)
+    try:
+        assert decode_all(frames)
+    except ProtocolError as error:
+        assert str(error)

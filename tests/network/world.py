@@ -1,0 +1,319 @@
+"""A whole cluster in one thread on a bad network: the real rounds, target worker and draft workers, in virtual time.
+
+What the orchestrator's pool does with sockets is done here by name: a worker's loss is noticed after a while, its
+successor has a link of its own, and nobody hears what a predecessor said. Everything follows from one seed. Judges
+nothing; `watch` hears of all that is said and told.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.abilities import abilities
+from outrider.engine.loading import LoadedModel
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.events import Admit
+from outrider.protocol.abilities import Abilities
+from outrider.protocol.messages import KvMemory, Message, Outcome
+from outrider.target_worker.colocated import Colocated
+from outrider.target_worker.worker import TargetWorker
+from tests.network.transport import CLEAR, Journal, Way, Weather
+from tests.network.watch import Watch
+from tests.system.cluster import WatchedDrafter
+from tests.system.links import Idle, VirtualClock
+
+TARGET = "target-0"
+KV_LIMIT = 1 << 16
+MILLISECOND_NS = 1_000_000
+# A lost worker is noticed after so many ticks at most, and its successor is there after as many more.
+NOTICED, RETURNED = 6, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a cluster is made. `colocated`: the target drafts for itself, and there are no other drafters."""
+
+    seed: int = 0
+    drafters: int = 1
+    colocated: bool = False
+    depth: int = 3
+    branches: int = 6
+    full_depth: bool = False
+    ngrams: bool = True
+
+
+@dataclass
+class Link:
+    """A worker's link on the network: what it is to receive, and what it says."""
+
+    name: str
+    down: Way
+    up: Way
+    watch: Watch
+    inbox: deque[Message] = field(default_factory=deque)
+
+    def send(self, *messages: Message) -> None:
+        for message in messages:
+            self.watch.worker_said(self.name, message)
+        self.up.put(*messages)
+
+    def receive(self, wait: bool) -> Message | None:
+        if self.inbox:
+            return self.inbox.popleft()
+        if wait:
+            raise Idle
+        return None
+
+    def poll(self, milliseconds: float) -> None:
+        """Nothing comes of itself."""
+
+    def expect(self, milliseconds: float) -> None:
+        """Nobody asks how long."""
+
+
+@dataclass
+class Node:
+    """A worker process. `known`: the orchestrator counts on it; `alive`: it runs; `stopped`: it does not get on."""
+
+    name: str
+    link: Link
+    worker: TargetWorker | DraftWorker
+    watched: WatchedDrafter | None = None
+    known: bool = True
+    alive: bool = True
+    stopped: bool = False
+
+    def turns(self, count: int) -> None:
+        try:
+            for _ in range(count):
+                self.worker.turn()
+        except Idle:
+            pass
+
+
+class World:
+    """The cluster; `target` and `draft` are its models."""
+
+    def __init__(self, target: LoadedModel, draft: LoadedModel, setting: Setting, clock: VirtualClock) -> None:
+        self.setting = setting
+        self.journal = Journal()
+        self.watch = Watch(target, draft, clock)
+        self._target, self._draft, self._clock = target, draft, clock
+        self._rng = random.Random(setting.seed)
+        self._going: dict[str, list[Message]] = {}
+        self._coming: list[tuple[int, str, Node]] = []  # tick, what is noticed then, of whom
+        self._weather: dict[str, Weather] = {}
+        rounds = RoundSettings(
+            setting.depth, setting.branches, setting.full_depth, setting.ngrams, colocated=setting.colocated
+        )
+        self.rounds = Rounds(self, rounds, self.watch.told, Trace(None))
+        drafters = 0 if setting.colocated else setting.drafters
+        self.nodes = {name: self._started(name) for name in (TARGET, *(f"draft-{n}" for n in range(drafters)))}
+        self.watch.rounds = self.rounds
+
+    # --- what the rounds see --------------------------------------------------------------------------------------
+
+    @property
+    def target_context(self) -> int:
+        return self._target.context_length
+
+    @property
+    def target_abilities(self) -> Abilities:
+        return abilities(self._target)
+
+    def notes(self) -> list[str]:
+        return []
+
+    def is_target(self, name: str) -> bool:
+        return name == TARGET
+
+    def drafters(self) -> set[str]:
+        return {node.name for node in self.nodes.values() if node.name != TARGET and node.known}
+
+    def send_target(self, message: Message) -> None:
+        self.send_drafter(TARGET, message)
+
+    def send_drafter(self, name: str, message: Message) -> None:
+        self.watch.sent(name, message)
+        self._going.setdefault(name, []).append(message)
+
+    def let_go(self) -> None:
+        """What each worker is to hear leaves, together."""
+        for name, messages in self._going.items():
+            node = self.nodes[name]
+            if node.alive:
+                node.link.down.put(*messages)
+        self._going.clear()
+
+    # --- what happens ---------------------------------------------------------------------------------------------
+
+    def begin(self, admit: Admit) -> None:
+        self.watch.begins(admit)
+        self.journal.write("begin", admit.request, [admit.mode])
+        self.rounds.begin(admit, self._clock())
+        self.let_go()
+
+    def stop(self, request: str, reason: str) -> None:
+        self.watch.stops(request, reason)
+        self.journal.write("stop", request, [reason])
+        self.rounds.stop(request, reason)
+        self.let_go()
+
+    def tick(self) -> None:
+        """Some time: what is due arrives, workers get on, waits end, losses are noticed."""
+        self.journal.tick += 1
+        self._clock.skip(self._rng.choice((1, 5, 20) if self._moves else (200,)) * MILLISECOND_NS)
+        self._notice()
+        for node in self._alive():
+            node.link.inbox += node.link.down.arrived()
+        arrived = [(node.name, message) for node in self._alive() for message in node.link.up.arrived()]
+        arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
+        self._hear(arrived)
+        for node in self._alive():
+            if not node.stopped:
+                node.turns(self._rng.choice((0, 1, 1, 2, 5)))
+                self.watch.looks_at(node.worker, node.watched)
+        self.rounds.on_time(self._clock())
+        self.let_go()
+
+    def pause(self, seconds: int) -> None:
+        """The orchestrator sleeps for so long, or all of the machine does."""
+        self.journal.write("pause", "", [str(seconds)])
+        self._clock.skip(seconds * 1000 * MILLISECOND_NS)
+
+    def weather(self, name: str, weather: Weather) -> None:
+        """On both ways of a worker's link, its successors' too."""
+        self._weather[name] = weather
+        for way in self._ways(name):
+            way.weather = weather
+
+    def cut(self, name: str, ticks: int, lost: bool) -> None:
+        """Nothing arrives on a worker's link for so long; then what was on its way does, or is `lost`."""
+        self.journal.write("cut", name)
+        for way in self._ways(name):
+            way.cut = True
+        self._coming.append((self.journal.tick + ticks, "lost way" if lost else "healed", self.nodes[name]))
+
+    def stall(self, name: str, ticks: int) -> None:
+        """A worker does not get on for so long; the orchestrator does without it where it can, once it notices."""
+        node = self.nodes[name]
+        if node.alive and not node.stopped:
+            self.journal.write("stall", name)
+            node.stopped = True
+            self._coming.append((self.journal.tick + ticks, "woken", node))
+            if name != TARGET:
+                self._after(NOTICED, "frozen", node)
+
+    def kill(self, name: str) -> None:
+        """A worker's process ends at once; what it was told is lost, what it said is not heard."""
+        node = self.nodes[name]
+        if not node.alive:
+            return
+        self.journal.write("kill", name)
+        node.alive = False
+        node.link.down.lose_all()
+        node.link.up.lose_all()
+        self._after(NOTICED, "lost", node)
+
+    def calm(self) -> None:
+        """The weather gets good; what was cut, stalled or died comes back in its time."""
+        self.journal.write("calm")
+        for name in self.nodes:
+            self.weather(name, CLEAR)
+
+    @property
+    def is_settled(self) -> bool:
+        """No request runs, and nothing is to be noticed."""
+        return not self.rounds.active and not self._coming
+
+    @property
+    def _moves(self) -> bool:
+        """Whether anything is on its way; else time passes quickly."""
+        return any(node.link.inbox or not all(way.is_empty for way in self._ways(node.name)) for node in self._alive())
+
+    def _hear(self, arrived: list[tuple[str, Message]]) -> None:
+        """All at once, as the orchestrator's loop does; one after the other where one is said again."""
+        if self.watch.says_again([message for _, message in arrived]):
+            for one in arrived:
+                self._take([one])
+        elif arrived:
+            self._take(arrived)
+
+    def _take(self, arrived: list[tuple[str, Message]]) -> None:
+        self.watch.hears([message for _, message in arrived])
+        self.rounds.handle_all(arrived, self._clock())
+        self.let_go()
+        self.watch.heard([message for _, message in arrived])
+
+    def _alive(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.alive]
+
+    def _ways(self, name: str) -> Iterator[Way]:
+        link = self.nodes[name].link
+        yield from (link.down, link.up)
+
+    def _after(self, ticks: int, what: str, node: Node) -> None:
+        self._coming.append((self.journal.tick + self._rng.randint(1, ticks), what, node))
+
+    def _notice(self) -> None:
+        due = [coming for coming in self._coming if coming[0] <= self.journal.tick]
+        self._coming = [coming for coming in self._coming if coming[0] > self.journal.tick]
+        for _, what, node in due:
+            self.journal.write(what, node.name)
+            match what:
+                case "lost":
+                    self._lost(node)
+                    self._after(RETURNED, "back", node)
+                case "back":
+                    self.nodes[node.name] = self._started(node.name)
+                    self._found(node.name)
+                case "healed" | "lost way":
+                    for way in (node.link.down, node.link.up):
+                        way.cut = False
+                        if what == "lost way":
+                            way.lose_all()
+                case "woken":
+                    node.stopped = False
+                    self._after(NOTICED, "thawed", node)
+                case "frozen" if node.alive and node.stopped:
+                    self._lost(node)
+                case "thawed" if node.alive and not node.stopped and not node.known:
+                    node.known = True
+                    self._found(node.name)
+            self.let_go()
+
+    def _lost(self, node: Node) -> None:
+        was_known, node.known = node.known, False
+        if node.name == TARGET:
+            self.watch.loses_target()
+            self.rounds.lost_target("the target died", False)
+        elif was_known:
+            self.rounds.lost_drafter(node.name, f"{node.name} was lost", self._clock())
+
+    def _found(self, name: str) -> None:
+        """A worker can be used, again."""
+        if name == TARGET:
+            self.rounds.found_target()
+        else:
+            self.rounds.found_drafter(name)
+
+    def _started(self, name: str) -> Node:
+        """A new process of this name, which has been let in."""
+        down = Way(f"{name} <-", self._rng, self.journal, sealed=True)
+        up = Way(f"{name} ->", self._rng, self.journal, sealed=name == TARGET)
+        link = Link(name, down, up, self.watch)
+        down.weather = up.weather = self._weather.get(name, CLEAR)
+        link.inbox.append(KvMemory(KV_LIMIT))
+        if name == TARGET:
+            own = Colocated(MlxDrafter(self._draft)) if self.setting.colocated else None
+            return Node(name, link, TargetWorker(link, self._target, colocated=own))  # type: ignore[arg-type]
+        watched = WatchedDrafter(MlxDrafter(self._draft))
+        return Node(name, link, DraftWorker(link, watched, POLICIES["best-first"]), watched)
