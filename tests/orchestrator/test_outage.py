@@ -175,11 +175,16 @@ def test_the_pause_teaches_nothing_about_verifies_and_is_told() -> None:
     cluster.turns(12)
     cluster.kill_target()
     cluster._now += 10**12
+    estimates, said = cluster.rounds._planner.estimates, len(cluster.text_of("r0"))
+    before = estimates.tokens_per_ms()
     cluster.find_target()
+    while len(cluster.text_of("r0")) == said:
+        cluster._turn()
+    assert estimates.tokens_per_ms() == before
     cluster.to_the_end()
     ended = cluster.end("r0")
-    assert isinstance(ended, Ended) and ended.timings.resumed == 1 and ended.timings.verify_ms < 1000
-    assert cluster.rounds._planner.estimates.verify_ms(4) < 1000
+    assert estimates.tokens_per_ms() not in (before, 0.0)
+    assert isinstance(ended, Ended) and ended.timings.resumed == 1
     assert ended.notes == ("the text goes on after a pause: target worker target-0 ended with code -9",)
 
 

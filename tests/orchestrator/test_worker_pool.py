@@ -22,6 +22,7 @@ from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import WorkerError
+from outrider.protocol.kv import KvCost
 from outrider.protocol.messages import (
     Close,
     Fault,
@@ -69,7 +70,7 @@ class Peer:
     """A process on the workers' socket, with the routing id of `incarnation` unless it takes another."""
 
     def __init__(self, hall: Hall, role: str, incarnation: int, identity: bytes | None = None) -> None:
-        self.hall, self.role, self.incarnation = hall, role, incarnation
+        self.hall, self.role, self.incarnation, self.kv = hall, role, incarnation, KvCost()
         self.hot = hall.dealer(identity or routing_id(incarnation))
         self.beat = hall.dealer(heartbeat_of(identity or routing_id(incarnation)))
 
@@ -77,7 +78,7 @@ class Peer:
         self.hot.send_multipart(encode(message))
 
     def hello(self, name: str = "", model: str = "m", context: int = 100) -> Message:
-        self.say(Hello(self.role, name, self.incarnation, 1, "mlx", model, 10, context, 1, 1))
+        self.say(Hello(self.role, name, self.incarnation, 1, "mlx", model, 10, context, 1, 1000, kv=self.kv))
         return self.hear()
 
     def hear(self) -> Message:
@@ -139,9 +140,10 @@ class Hall:
         while self.pool.socket.poll(100):
             self.listen()
 
-    def worker(self, name: str) -> Peer:
+    def worker(self, name: str, kv: KvCost | None = None) -> Peer:
         """The process that was spawned by this name, ready."""
         peer = Peer(self, name.partition("-")[0], self.spawned[name][0])
+        peer.kv = kv or peer.kv
         assert peer.hello(name) == Welcome(name)
         return peer
 
@@ -459,7 +461,7 @@ def wait(hall: Hall, seconds: float) -> list[Loss]:
 @pytest.mark.parametrize("name", ["target-0", "draft-0"])
 def test_a_worker_that_dies_is_started_again_and_takes_its_place(hall: Hall, name: str) -> None:
     for each in ("target-0", "draft-0"):
-        hall.worker(each)
+        hall.worker(each, KvCost(100, 7))
     first, room = hall.spawned[name][0], hall.pool.kv_room
     assert [(loss.why, loss.gone, loss.fatal) for loss in kill(hall, name)] == [
         (f"{name.partition('-')[0]} worker {name} ended with code -9", True, False)
