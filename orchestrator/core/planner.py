@@ -130,7 +130,8 @@ class Planner:
         proposal, estimates = ended.proposal, self.estimates
         estimates.saw_round(len(kept), round_ms)
         if proposal.going_on and not proposal.draft:
-            estimates.saw_plain(max(outcome.rows, 1), round_ms)
+            if round_ms > 0:  # outcomes that are heard together say nothing of the time between them
+                estimates.saw_plain(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
             self._saw_forward(len(proposal.chain) + 1, outcome)
             drafted = len(proposal.chain) - proposal.copied

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from outrider.orchestrator.core.request import RoundSettings
@@ -98,3 +100,12 @@ def test_log_probabilities_origins_and_rounds_stay_with_their_tokens() -> None:
     assert isinstance(told, Committed) and told.tokens == (1, 2, 3) and told.logprobs is not None
     assert told.logprobs.ids.tolist() == rows.ids.tolist() and told.logprobs.values.tolist() == rows.values.tolist()
     assert told.origins == (Origin.TARGET, Origin.COPIED, Origin.TARGET) and told.rounds == rounds
+
+
+def test_plain_rounds_whose_outcomes_come_together_say_nothing_of_their_time() -> None:
+    rounds, wires = under_way(9)
+    following = [replace(outcome("a"), round=n, base_len=3 + n, onward=()) for n in (1, 2)]
+    rounds.handle_all([("target-0", said) for said in (outcome("a"), *following)], 1)
+    assert [said.tokens for said in wires.said if isinstance(said, Committed)] == [(5,), (5,), (5,)]
+    rounds.begin(Admit("d", (1, 2, 3), SamplingParams(), "auto", frozenset()), 1)
+    assert wires.said[-1] == Began("d", "auto")
