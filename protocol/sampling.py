@@ -23,7 +23,7 @@ PRESETS: Mapping[str, Mapping[str, float]] = {
     "creative": {"temp": 1.0, "min_p": 0.05},
 }
 """Settings that go well together, by name: no surprise, some variety, much of it without nonsense."""
-_WHOLE = {
+WHOLE = {
     "max_tokens": (1, 2**31 - 1),
     "top_k": (0, 2**31 - 1),
     "repetition_context_size": (1, 2**31 - 1),
@@ -31,7 +31,8 @@ _WHOLE = {
     "frequency_context_size": (1, 2**31 - 1),
     "q_width": (1, 1024),
 }
-_NUMBERS = {
+"""Whole numbers, and what they may be."""
+NUMBERS = {
     "temp": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -40,6 +41,8 @@ _NUMBERS = {
     "frequency_penalty": (-100.0, 100.0),
     "saguaro": (0.01, 1.0),
 }
+"""Numbers, and what they may be."""
+MOST_BIAS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,9 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _WHOLE.items():
+        for name, (low, high) in WHOLE.items():
             self._keep(name, values.whole(name, getattr(self, name), low, high))
-        for name, (least, most) in _NUMBERS.items():
+        for name, (least, most) in NUMBERS.items():
             self._keep(name, values.number(name, getattr(self, name), least, most))
         if self.temp < LEAST_TEMP:
             self._keep("temp", 0.0)
@@ -160,7 +163,7 @@ def _bias(given: object) -> tuple[tuple[int, float], ...]:
     return tuple(
         (
             values.whole("logit_bias token", token, 0, 2**31 - 1),
-            values.number("logit_bias value", bias, -1e6, 1e6),
+            values.number("logit_bias value", bias, -MOST_BIAS, MOST_BIAS),
         )
         for token, bias in found
     )

@@ -17,9 +17,11 @@ from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.desk import Desk, ReaderGone
 from outrider.server.door import Door, is_anthropic
 from outrider.server.endpoints import chat, completions, messages, models, page, responses, status, tokens
+from outrider.server.endpoints.described import describe
 from outrider.server.metrics import Metrics
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import problem_of
+from outrider.server.shapes.chat import ChatChunk
 from outrider.server.witness import CLOSED_BY_READER, VERSION, Witness
 
 if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
@@ -47,6 +49,7 @@ def application(model: ServedModel, endpoint: str, settings: HttpSettings, traci
     for small in (tokens, status, page):
         app.include_router(small.router)
     app.mount("/page", page.files)
+    describe(app, model.names, (ChatChunk,))
     for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _problem)
     app.add_exception_handler(ReaderGone, _gone)

@@ -1,4 +1,4 @@
-"""Who comes in and with how much: hosts, keys, kinds and sizes of bodies; before any path is known.
+"""Who comes in and with how much: hosts, keys, sizes of bodies; before any path is known.
 
 A body is read whole, within a time, and handed on as one. Knows headers and bytes; knows no shape of any request.
 """
@@ -70,10 +70,6 @@ class Door:
             raise Refused(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
             )
-        if scope["method"] == "POST":
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json" and not kind.endswith("+json"):
-                raise Refused("content-type is not JSON; expected application/json", status=415)
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
         """A `receive` that hands out the body, which has been read."""

@@ -48,7 +48,7 @@ class Witness:
             await self._app(scope, receive, send)
             return
         asked = Headers(scope=scope).get("x-request-id", "")
-        request_id = asked if _ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+        request_id = asked if _ID.fullmatch(asked) else fresh_id()
         scope.setdefault("state", {})["request_id"] = request_id
         current_request.set(request_id)
         span = scope["state"]["span"] = self._tracing.request(scope) if self._tracing is not None else None
@@ -83,6 +83,11 @@ class Witness:
         if key is not None:
             told["caller"] = hashlib.blake2b(key.encode(), key=self._salt, digest_size=6).hexdigest()
         log.info("%s %s %d in %.1f ms", scope["method"], path, status, ms, extra=told)
+
+
+def fresh_id() -> str:
+    """For a request that has none of its own."""
+    return f"req_{secrets.token_hex(12)}"
 
 
 def route_of(scope: Scope) -> str:

@@ -18,7 +18,7 @@ from outrider.orchestrator.client_key import client_key
 from outrider.protocol import values
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
-from outrider.protocol.errors import EndpointError, ServerStopped
+from outrider.protocol.errors import EndpointError, ServerBusy, ServerStopped
 from outrider.protocol.messages import Message, Stats
 from outrider.protocol.sampling import SamplingParams
 
@@ -137,7 +137,10 @@ class AsyncClient:
         return decode(arriving.result())
 
     def _socket(self) -> zmq.asyncio.Socket:
-        socket: Any = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        try:
+            socket: Any = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        except zmq.ZMQError as error:  # each request has one, and there are so many to a process
+            raise ServerBusy(f"too many requests of this process are under way ({error}); expected fewer") from None
         socket.setsockopt(zmq.ROUTING_ID, self._key + next(self._serials).to_bytes(4, "big"))
         socket.setsockopt(zmq.LINGER, 0)
         try:

@@ -32,10 +32,14 @@ class TextCodec:
     spelling: Spelling
 
     def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
-        """The tokens of `text`. `special` adds what tokenizer.json wants around a text, if the text has it not yet."""
+        """The tokens of `text`. `special` adds what tokenizer.json wants around a text, if the text has it not yet.
+
+        Other threads go on meanwhile: the library lets go of the interpreter for a batch, and for a single text not.
+        """
         first = self.special.get("bos_token")
         begun = first is not None and text.startswith(first)
-        return tuple(self.tokenizer.encode(text, add_special_tokens=special and not begun).ids)
+        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special and not begun)
+        return tuple(found.ids)
 
     def decode(self, tokens: tuple[int, ...]) -> str:
         """The text of `tokens`, special ones spelled out."""

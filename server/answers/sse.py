@@ -1,20 +1,17 @@
 """Server-Sent Events: a response whose events are written as they come, and whose end is its reader's, too.
 
-A reader who leaves ends the run behind it; one who takes nothing for a while is taken for gone.
+A reader who leaves ends the run behind it; one who takes nothing for a while is made to (`connection.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-READER_SECONDS = 120.0
-log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -51,21 +48,13 @@ class EventStream(Response):
             await asyncio.gather(telling, leaving, return_exceptions=True)
             await self._close()
         if was_told:
-            _look(telling)
+            telling.result()
 
     async def _tell(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._events:
-            async with asyncio.timeout(READER_SECONDS):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _look(telling: asyncio.Task[None]) -> None:
-    try:
-        telling.result()
-    except TimeoutError:
-        log.warning("a reader took nothing for %g s; its answer is given up", READER_SECONDS)
 
 
 async def gone(receive: Receive) -> None:

@@ -14,7 +14,7 @@ from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import telling
 from outrider.server.answers.thoughts import counter
 from outrider.server.desk import TheDesk, as_json
-from outrider.server.endpoints.described import described, typed
+from outrider.server.endpoints.described import chunks, described, typed
 from outrider.server.mapping import chat
 from outrider.server.mapping.asked import choices, usage_wanted
 from outrider.server.mapping.form import form_of
@@ -25,7 +25,7 @@ from outrider.server.shapes.chat import ChatChunk, ChatCompletion, ChatRequest
 router = APIRouter(route_class=typed())
 
 
-@router.post("/chat/completions", response_model=None, responses=described(ChatCompletion, ChatChunk))
+@router.post("/chat/completions", response_model=None, responses=described(ChatCompletion, chunks(ChatChunk)))
 async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Response:
     """Answers a conversation."""
     desk.check_model(asked.model)

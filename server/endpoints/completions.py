@@ -13,7 +13,7 @@ from outrider.server.answers.run import job
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import telling
 from outrider.server.desk import Desk, TheDesk, as_json
-from outrider.server.endpoints.described import described, typed
+from outrider.server.endpoints.described import chunks, described, typed
 from outrider.server.mapping.asked import choices, usage_wanted
 from outrider.server.mapping.form import form_of
 from outrider.server.mapping.manner import manner_of
@@ -28,7 +28,7 @@ MAX_TOKEN = 2**31 - 1
 router = APIRouter(route_class=typed())
 
 
-@router.post("/completions", response_model=None, responses=described(Completion, Completion))
+@router.post("/completions", response_model=None, responses=described(Completion, chunks(Completion)))
 async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) -> Response:
     """Completes texts; of several prompts the choices follow one another."""
     desk.check_model(asked.model)

@@ -1,11 +1,11 @@
-"""How paths describe their answers in /openapi.json, and how they read their bodies."""
+"""How paths describe their answers in /openapi.json, and how they read their bodies, which have to be JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import from_json
@@ -17,15 +17,36 @@ from outrider.server.shapes.plain import AnthropicProblem, OpenAIProblem
 ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
-def described(whole: type[BaseModel], event: type[BaseModel] | None = None, anthropic: bool = False) -> dict[Any, Any]:
-    """`whole` is the answer, `event` what a stream has in each event's data."""
-    content: dict[str, Any] = {}
-    if event is not None:
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": f"events; the data of each is a {event.__name__}, then [DONE]"}
-        }
+SCHEMAS = "#/components/schemas/"
+KINDS = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
+"""Events of many shapes, which `type` tells apart."""
+
+
+def described(whole: type[BaseModel], events: dict[str, Any] | None = None, anthropic: bool = False) -> dict[Any, Any]:
+    """`whole` is the answer, `events` what a stream of it has, if there is one."""
+    content = {"text/event-stream": {"itemSchema": events}} if events is not None else {}
     answers: dict[Any, Any] = {200: {"model": whole, "content": content}}
     return answers | problems(anthropic)
+
+
+def chunks(shape: type[BaseModel]) -> dict[str, Any]:
+    """Events that are a `shape` each, or an error, and in the end [DONE]."""
+    kinds = [{"$ref": SCHEMAS + kind.__name__} for kind in (shape, OpenAIProblem)]
+    return _event({"anyOf": [_json({"anyOf": kinds}), {"const": "[DONE]"}]})
+
+
+def named_events() -> dict[str, Any]:
+    """Events with a name, which is their data's type, too."""
+    return _event(_json(KINDS), {"event": {"type": "string"}})
+
+
+def _event(data: dict[str, Any], more: dict[str, Any] | None = None) -> dict[str, Any]:
+    fields = {"data": data, **(more or {})}
+    return {"type": "object", "properties": fields, "required": list(fields)}
+
+
+def _json(shape: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": shape}
 
 
 def problems(anthropic: bool = False) -> dict[Any, Any]:
@@ -33,6 +54,20 @@ def problems(anthropic: bool = False) -> dict[Any, Any]:
     shape: type[BaseModel] = AnthropicProblem if anthropic else OpenAIProblem
     named = {status: {"model": shape} for status in ERRORS}
     return {**named, "4XX": {"model": shape}}  # with a range FastAPI adds none of its own
+
+
+def describe(app: FastAPI, names: Sequence[str], events: Sequence[type[BaseModel]]) -> None:
+    """Makes the description: a request's `model` is one of `names`, and the shapes of `events` are there."""
+    shapes = app.openapi()["components"]["schemas"]
+    for event in events:
+        shape = event.model_json_schema(ref_template=SCHEMAS + "{model}", mode="serialization")
+        shapes.update(shape.pop("$defs", {}))
+        shapes[event.__name__] = shape
+    for shape in shapes.values():
+        asked = shape.get("properties", {}).get("model", {})
+        for kind in asked.get("anyOf", ()):
+            if kind["type"] == "string":
+                kind["enum"] = list(names)
 
 
 class _Strict(Request):
@@ -50,6 +85,7 @@ class _Route(APIRoute):
         handle = super().get_route_handler()
 
         async def strictly(request: Request) -> Response:
+            _check_kind(request)
             return await handle(_Strict(request.scope, request.receive))
 
         return strictly
@@ -58,3 +94,9 @@ class _Route(APIRoute):
 def typed() -> type[APIRoute]:
     """The class of routes that read their bodies so."""
     return _Route
+
+
+def _check_kind(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise Refused("content-type is not JSON; expected application/json", status=415)

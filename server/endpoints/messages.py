@@ -13,7 +13,7 @@ from outrider.server.answers.sse import EventStream
 from outrider.server.answers.stopping import stop_that_ended
 from outrider.server.answers.telling import Choice, telling
 from outrider.server.desk import TheDesk, as_json
-from outrider.server.endpoints.described import described, typed
+from outrider.server.endpoints.described import described, named_events, typed
 from outrider.server.mapping import messages
 from outrider.server.mapping.manner import manner, stops
 from outrider.server.shapes.messages import Counted, MessageAnswer, MessagesRequest, TokenCount
@@ -21,7 +21,7 @@ from outrider.server.shapes.messages import Counted, MessageAnswer, MessagesRequ
 router = APIRouter(route_class=typed())
 
 
-@router.post("/messages", response_model=None, responses=described(MessageAnswer, MessageAnswer, anthropic=True))
+@router.post("/messages", response_model=None, responses=described(MessageAnswer, named_events(), anthropic=True))
 async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Response:
     """Answers a conversation."""
     desk.check_model(asked.model)

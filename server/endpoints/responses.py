@@ -16,7 +16,7 @@ from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import telling
 from outrider.server.answers.thoughts import counter
 from outrider.server.desk import TheDesk, as_json
-from outrider.server.endpoints.described import described, typed
+from outrider.server.endpoints.described import described, named_events, typed
 from outrider.server.mapping import responses
 from outrider.server.mapping.manner import manner, room, stops
 from outrider.server.shapes.responses import ResponseObject, ResponsesRequest
@@ -24,7 +24,7 @@ from outrider.server.shapes.responses import ResponseObject, ResponsesRequest
 router = APIRouter(route_class=typed())
 
 
-@router.post("/responses", response_model=None, responses=described(ResponseObject, ResponseObject))
+@router.post("/responses", response_model=None, responses=described(ResponseObject, named_events()))
 async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> Response:
     """Answers an input."""
     desk.check_model(asked.model)

@@ -11,18 +11,19 @@ from starlette.responses import Response
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 from outrider.server.desk import Desk, TheDesk
+from outrider.server.endpoints.described import problems
 from outrider.server.shapes.plain import Health, Ready
 
 router = APIRouter()
 
 
-@router.get("/health")
+@router.get("/health", responses=problems())
 async def health() -> Health:
     """This process lives."""
     return Health()
 
 
-@router.get("/ready", responses={503: {"model": Ready}})
+@router.get("/ready", responses={**problems(), 503: {"model": Ready}})
 async def ready(desk: TheDesk, response: Response) -> Ready:
     """Whether requests are completed now: 200, or 503 with what is awaited."""
     stats = await _stats(desk)
@@ -35,7 +36,7 @@ async def ready(desk: TheDesk, response: Response) -> Ready:
     return Ready(status="ready" if is_ready else "starting", workers=workers)
 
 
-@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@router.get("/metrics", response_class=Response, responses={**problems(), 200: {"content": {"text/plain": {}}}})
 async def metrics(desk: TheDesk) -> Response:
     """For Prometheus."""
     text = await asyncio.to_thread(desk.metrics.text, await _stats(desk))  # others have news to write meanwhile

@@ -83,7 +83,6 @@ def manner_of(
 
     Raises:
         InvalidRequest: a value is out of range.
-        Refused: the same, for what is not Outrider's own to check.
     """
     made = manner(
         model,

@@ -5,21 +5,59 @@ Fields whose absence changes nothing in the answer are listed, accepted and igno
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from outrider.orchestrator.http_settings import MOST_SECONDS
+from outrider.server.shapes.ranges import (
+    Branches,
+    ContextSize,
+    DraftTokens,
+    MaxTokens,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    Timeout,
+    TokenBias,
+    TopK,
+    TopP,
+)
 
 MOST_CHOICES = 128
 MOST_STOPS = 32
 MOST_MESSAGES = 10_000
+MOST_TOOLS = 1024
+MOST_TOKENS = 2**20
+MOST_BIASES = 10_000
+MOST_FIELDS = 1000
+
+
+def many(most: int = MOST_MESSAGES, least: int = 0) -> Any:
+    """How long a list may be. The first item that is wrong ends its reading: a large body has room for a million."""
+    return Field(min_length=least, max_length=most, fail_fast=True)
 
 
 class Given(BaseModel):
     """A request, or a part of one in which an unknown field might change what is meant."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_a_crowd(cls, given: Any) -> Any:
+        """Each unknown field is an error of its own; who sends a million of them is told of none."""
+        return not_a_crowd(given, MOST_FIELDS)
+
+
+def not_a_crowd(given: Any, most: int) -> Any:
+    """`given`, which if it is an object has no more than so many fields, before any of them is looked at."""
+    if isinstance(given, dict) and len(given) > most:
+        told = {"count": len(given), "most": most}
+        raise PydanticCustomError("too_many_fields", "there are {count} fields; expected at most {most}", told)
+    return given
 
 
 class Loose(BaseModel):
@@ -40,21 +78,23 @@ def absent() -> Any:
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Stops = Annotated[list[Stop], many(MOST_STOPS)]
+LogitBias = Annotated[
+    dict[str, TokenBias],
+    Field(max_length=MOST_BIASES),
+    BeforeValidator(lambda given: not_a_crowd(given, MOST_BIASES)),
+]
 Object = dict[str, Any]
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], many(1000, least=1)]
 """Texts, one of which is to be said."""
-
-
-Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS, description="seconds after which the answer is given up")]
 
 
 class Speculation(Given):
     """Outrider's own: how drafts are used. The text is the same in every mode."""
 
-    mode: str = "auto"
-    num_draft_tokens: int | None = None
-    branches: int | None = None
+    mode: Literal["auto", "ar", "sd", "ssd"] = "auto"
+    num_draft_tokens: DraftTokens | None = None
+    branches: Branches | None = None
 
 
 class Watched(Speculation):
@@ -84,21 +124,21 @@ class Sampling(Given):
     """What requests of OpenAI's two older APIs have in common, and the fields that llama.cpp, vLLM and mlx-lm added."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(None, description="0 and -1 are off")
-    min_p: float | None = None
-    seed: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
     stop: Stop | Stops | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    max_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    presence_context_size: int | None = None
-    frequency_context_size: int | None = None
-    repetition_context_size: int | None = None
+    max_tokens: MaxTokens | None = None
+    logit_bias: LogitBias | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_context_size: ContextSize | None = None
+    frequency_context_size: ContextSize | None = None
+    repetition_context_size: ContextSize | None = None
     ignore_eos: bool | None = None
     speculation: Watched | None = None
     timeout: Timeout | None = None

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.shapes.base import (
-    MOST_MESSAGES,
+    MOST_STOPS,
+    MOST_TOOLS,
     Answered,
     Given,
     Loose,
@@ -18,7 +19,9 @@ from outrider.server.shapes.base import (
     Timings,
     Usage,
     absent,
+    many,
 )
+from outrider.server.shapes.ranges import MaxTokens
 from outrider.server.shapes.speculated import Speculated
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -46,9 +49,9 @@ class ChatMessage(Loose):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], many()] | None = None
     name: str | None = None
-    tool_calls: list[ToolCalled] | None = None
+    tool_calls: Annotated[list[ToolCalled], many(MOST_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="the same, as vLLM calls it now")
@@ -86,7 +89,7 @@ class ToolAllowed(Loose):
 
 class Allowed(Given):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolAllowed], Field(min_length=1)]
+    tools: Annotated[list[ToolAllowed], many(MOST_TOOLS, least=1)]
 
 
 class ToolsAllowed(Loose):
@@ -99,9 +102,9 @@ class ToolsAllowed(Loose):
 class ChatRequest(Sampling):
     """A conversation that is to be answered."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: int | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], many(least=1)]
+    max_completion_tokens: MaxTokens | None = None
+    tools: Annotated[list[Tool], many(MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChosen | ToolsAllowed | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
@@ -110,7 +113,7 @@ class ChatRequest(Sampling):
     reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str], many(MOST_STOPS)] | None = None
     audio: Any = None
     functions: Any = None
     function_call: Any = None

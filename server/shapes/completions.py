@@ -7,16 +7,26 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from outrider.protocol.sampling import MOST_LOGPROBS
-from outrider.server.shapes.base import MOST_CHOICES, Answered, Outrider, Sampling, Timings, Usage, absent
+from outrider.server.shapes.base import (
+    MOST_CHOICES,
+    MOST_TOKENS,
+    Answered,
+    Outrider,
+    Sampling,
+    Timings,
+    Usage,
+    absent,
+    many,
+)
 from outrider.server.shapes.speculated import Speculated
 
-Tokens = Annotated[list[int], Field(min_length=1)]
+Tokens = Annotated[list[int], many(MOST_TOKENS, least=1)]
 
 
 class CompletionRequest(Sampling):
     """Texts, or token ids, that are to be completed; no chat template is applied."""
 
-    prompt: str | Tokens | Annotated[list[str | Tokens], Field(min_length=1, max_length=MOST_CHOICES)]
+    prompt: str | Tokens | Annotated[list[str | Tokens], many(MOST_CHOICES, least=1)]
     best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from outrider.server.shapes.base import (
-    MOST_MESSAGES,
+    MOST_TOOLS,
     Answered,
     Given,
     Loose,
@@ -15,10 +15,11 @@ from outrider.server.shapes.base import (
     Outrider,
     Speculation,
     Stops,
-    Timeout,
     Timings,
     absent,
+    many,
 )
+from outrider.server.shapes.ranges import MaxTokens, Seed, Temperature, Timeout, TopK, TopP
 
 
 class Block(Loose):
@@ -31,13 +32,13 @@ class Block(Loose):
     name: str | None = None
     input: Object | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | Annotated[list[Block], many()] | None = None
     is_error: bool | None = None
 
 
 class Turn(Loose):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], many()]
 
 
 class ClientTool(Loose):
@@ -64,9 +65,9 @@ class Counted(Given):
     """What is counted: all that becomes a prompt."""
 
     model: str | None = None
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES)]
-    system: str | list[Block] | None = None
-    tools: list[ClientTool] | None = None
+    messages: Annotated[list[Turn], many(least=1)]
+    system: str | Annotated[list[Block], many()] | None = None
+    tools: Annotated[list[ClientTool], many(MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: Object | None = None
@@ -82,13 +83,13 @@ class Counted(Given):
 class MessagesRequest(Counted):
     """A conversation that is to be answered with at most `max_tokens`."""
 
-    max_tokens: int
+    max_tokens: MaxTokens
     stop_sequences: Stops | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    seed: Seed | None = None
     speculation: Speculation | None = None
     timeout: Timeout | None = None
     # Ignored, too.

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from outrider.server.shapes.base import MOST_MESSAGES, Answered, Given, Object, absent
+from outrider.server.shapes.base import MOST_TOKENS, MOST_TOOLS, Answered, Given, Object, absent, many
 from outrider.server.shapes.chat import ChatMessage, Tool
 
 
@@ -37,8 +37,8 @@ class TokenizeRequest(Given):
     model: str | None = None
     content: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], many()] | None = None
+    tools: Annotated[list[Tool], many(MOST_TOOLS)] | None = None
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -66,8 +66,8 @@ class TemplateRequest(Given):
     """A conversation, as /v1/chat/completions takes it."""
 
     model: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], many(least=1)]
+    tools: Annotated[list[Tool], many(MOST_TOOLS)] | None = None
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -81,7 +81,7 @@ class Applied(Answered):
 
 class DetokenizeRequest(Given):
     model: str | None = None
-    tokens: Annotated[list[int], Field(max_length=10_000_000)]
+    tokens: Annotated[list[int], many(MOST_TOKENS)]
 
 
 class Detokenized(Answered):

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.shapes.base import (
-    MOST_MESSAGES,
+    MOST_TOOLS,
     Answered,
     CachedTokens,
     Given,
@@ -19,11 +19,22 @@ from outrider.server.shapes.base import (
     Speculation,
     Stop,
     Stops,
-    Timeout,
     Timings,
     absent,
+    many,
 )
 from outrider.server.shapes.chat import SpelledToken
+from outrider.server.shapes.ranges import (
+    MaxTokens,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    Timeout,
+    TopK,
+    TopP,
+)
 
 
 class Content(Loose):
@@ -38,11 +49,11 @@ class Item(Loose):
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Content] | None = None
+    content: str | Annotated[list[Content], many()] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Content] | None = None
+    output: str | Annotated[list[Content], many()] | None = None
 
 
 class FunctionTool(Loose):
@@ -63,7 +74,7 @@ class FunctionsAllowed(Loose):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChosen], Field(min_length=1)]
+    tools: Annotated[list[FunctionChosen], many(MOST_TOOLS, least=1)]
 
 
 class Reasoning(Loose):
@@ -74,21 +85,21 @@ class ResponsesRequest(Given):
     """An input that is to be answered."""
 
     model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: str | Annotated[list[Item], many(least=1)]
     instructions: str | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], many(MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChosen | FunctionsAllowed | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
     stop: Stop | Stops | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     text: Object | None = None
@@ -96,7 +107,9 @@ class ResponsesRequest(Given):
     chat_template_kwargs: Object | None = None
     speculation: Speculation | None = None
     timeout: Timeout | None = None
-    include: list[str] | None = Field(None, description="message.output_text.logprobs; others change nothing")
+    include: Annotated[list[str], many(MOST_TOOLS)] | None = Field(
+        None, description="message.output_text.logprobs; others change nothing"
+    )
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     previous_response_id: str | None = None
     conversation: Any = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
-from outrider.orchestrator.pair.model_files import find_model
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.errors import ModelError
 from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, byte_fallback
@@ -105,3 +106,22 @@ def test_a_model_without_a_tokenizer_is_a_sentence(model_folder):
         (model_folder / name).unlink()
     with pytest.raises(ModelError, match="tokenizer"):
         load_codec(find_model(str(model_folder)))
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized():
+    """The rounds and every stream are such threads: seconds of a long prompt would be theirs, too."""
+    codec = load_codec(find_model(str(EMBEDDED_TARGET)))
+    text = "def fibonacci(n):\n    return n\n" * 6000
+    inside, ended, seen = threading.Event(), threading.Event(), []
+
+    def look():
+        inside.wait()
+        seen.append(not ended.is_set())
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    inside.set()
+    tokens = codec.encode(text, special=False)
+    ended.set()
+    watching.join()
+    assert seen == [True] and codec.decode(tokens) == text

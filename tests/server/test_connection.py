@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 
 import pytest
 import uvicorn
@@ -16,6 +19,8 @@ from outrider.server import connection
 from outrider.server.__main__ import config
 from outrider.server.app import application
 from outrider.server.model.served import load_served
+
+TEXT, CLAUDE = "/v1/completions", "/v1/messages"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +33,7 @@ def address() -> Iterator[tuple[str, int]]:
     thread = threading.Thread(target=server.run, args=([listener],))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connection, "HEADER_SECONDS", 0.5)
+        patch.setattr(connection, "READER_SECONDS", 0.5)
         thread.start()
         yield listener.getsockname()
         server.should_exit = True
@@ -53,12 +59,22 @@ def said(address: tuple[str, int], *parts: bytes, pause: float = 0.0) -> bytes:
         return answer
 
 
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ")[1])
+
+
+def head(path: str, *fields: bytes) -> bytes:
+    """A POST of JSON, as far as its headers."""
+    kind = b"Content-Type: application/json"
+    return b"\r\n".join([b"POST %s HTTP/1.1" % path.encode(), b"Host: localhost", kind, *fields, b"", b""])
+
+
 @pytest.mark.parametrize(
     ("parts", "status"),
     [
         ([b"nonsense\r\n\r\n"], b"400"),
         ([b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 8 + b"\r\n\r\n"], b"400"),
-        ([b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000], b"400"),
+        ([b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000], b"431"),
         ([b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n"], b"400"),
         ([b"GET /health HTTP/1.0\r\n\r\n"], b"200"),
         ([b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"], b"200"),
@@ -81,3 +97,93 @@ def test_who_says_nothing_disturbs_nobody(address: tuple[str, int]) -> None:
     assert b" 200 " in said(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     for one in silent:
         one.close()
+
+
+WRONG = [
+    (head(TEXT, b"Content-Length: 2", b"Content-Length: 3") + b"{}", 400),
+    (head(TEXT, b"Content-Length: 2", b"Transfer-Encoding: gzip, chunked") + b"{}", 400),
+    (head(TEXT, b"Content-Length: 2x") + b"{}", 400),
+    (head(TEXT, b"Host: elsewhere", b"Content-Length: 2") + b"{}", 400),
+    (head(TEXT, b"Transfer-Encoding: chunked") + b"zz\r\n{}\r\n0\r\n\r\n", 400),
+    (head(CLAUDE, b"Transfer-Encoding: chunked") + b"2\r\n{}zz\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: \x00\r\n\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost : localhost\r\n\r\n", 400),
+    (b"GET /health HTTP/1.1\r\n\r\n", 400),
+    (b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
+]
+
+
+@pytest.mark.parametrize(("sent", "code"), WRONG)
+def test_what_is_no_http_is_told_so_in_the_words_of_the_api(address: tuple[str, int], sent: bytes, code: int) -> None:
+    answer = said(address, sent)
+    headers, _, body = answer.partition(b"\r\n\r\n")
+    told = json.loads(body)
+    assert status(answer) == code and b"connection: close" in headers.lower() and b"x-request-id" in headers.lower()
+    assert told["error"]["message"] and (told.get("type") == "error") == (CLAUDE.encode() in sent)
+
+
+def test_a_body_in_chunks_is_read(address: tuple[str, int]) -> None:
+    chunks = b"1\r\n{\r\n1\r\n}\r\n0\r\n\r\n"
+    answer = said(address, head(TEXT, b"Transfer-Encoding: chunked", b"Connection: close") + chunks)
+    assert status(answer) == 400 and b"prompt" in answer
+
+
+def test_chunks_without_end_are_too_large(address: tuple[str, int]) -> None:
+    chunk = b"%x\r\n%s\r\n" % (2**20, b" " * 2**20)
+    answer = said(address, head(TEXT, b"Transfer-Encoding: chunked"), *[chunk] * 40)
+    assert status(answer) == 413
+
+
+def test_requests_one_behind_the_other_are_answered_in_their_order(address: tuple[str, int]) -> None:
+    one = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    wrong = head(TEXT, b"Content-Length: 2") + b"{}"
+    answer = said(address, one + wrong + one + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"400", b"200", b"200"]
+
+
+def test_who_asks_before_sending_is_told_to_go_on_or_not_to(address: tuple[str, int]) -> None:
+    wanted = (b"Expect: 100-continue", b"Connection: close")
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(head(TEXT, b"Content-Length: 2", *wanted))
+        assert client.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(b"{}")
+        assert status(client.recv(65536)) == 400
+    assert status(said(address, head(TEXT, b"Content-Length: 99999999999", *wanted))) == 413
+
+
+def test_an_upgrade_that_is_not_known_is_passed_over(address: tuple[str, int]) -> None:
+    more = b"Connection: Upgrade, close\r\nUpgrade: websocket\r\n"
+    assert status(said(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n")) == 200
+
+
+def test_who_takes_nothing_is_not_written_to_for_ever(address: tuple[str, int]) -> None:
+    """A whole answer like a stream: what the system no longer holds is held here."""
+    many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(20)
+        client.connect(address)
+        client.sendall(many)
+        with pytest.raises(OSError):
+            while True:  # until it is closed: what comes then is not taken
+                client.send(b"\r\n")
+                time.sleep(0.05)
+
+
+def test_too_many_connections_are_turned_away_and_those_that_are_go_on(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = HTTPConnection(*address, timeout=20)
+
+    def healthy() -> bool:
+        first.request("GET", "/health")
+        return first.getresponse().read() == b'{"status":"ok"}'
+
+    assert healthy()
+    monkeypatch.setattr(connection, "most_connections", lambda: 1)
+    refused = said(address)
+    assert status(refused) == 503 and b"as many as may be" in refused and b"retry-after" in refused
+    assert healthy()
+    monkeypatch.undo()
+    first.close()
+    assert b" 200 " in said(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")

@@ -1,0 +1,141 @@
+"""Random requests by the HTTP server's own description, right ones and wrong ones: it may not fail, hang or grow.
+
+    python -m outrider.bench.fuzz_http                       # 100,000 requests: an hour
+    python -m outrider.bench.fuzz_http --requests 3000 --seed 7
+
+The requests are schemathesis's (`pip install schemathesis`), the model is a scripted one with tools and thoughts, whose
+texts cost little. Part after part has a seed of its own; the first also goes through every field's edges. Of every
+answer schemathesis checks status, kind and body, events too, against /openapi.json, and that a wrong request
+is refused. Prints after each part how many there were by status, and the server's memory. The exit code is 1 where a
+check failed, nothing came within 30 s, the process was lost, or it has grown by more than 5 % since a fifth of the
+requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.bench.scripted_model import write_scripted
+from outrider.bench.web.site import Site, site
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pair.model_files import find_model
+from outrider.protocol import values
+
+GROWTH = 1.05
+CONTEXT = 192
+ANSWER_S = 30
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+    "allow_header_conformance",
+)
+# Whoever asks for an answer within a millionth of a second is told that it took longer.
+SETTINGS = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "504"]\n'
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the parts so far. `faults`: what schemathesis found, in its words."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    early: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.statuses.total()
+
+
+def with_context(model: Path, tokens: int) -> Path:
+    """The same model with another context, so that a text without an end has one."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": tokens}))
+    return model
+
+
+def fuzz(where: Site, folder: Path, seed: int, each: int, phases: str) -> list[str]:
+    """One run of schemathesis, so many requests to each path; what it found."""
+    (folder / "schemathesis.toml").write_text(SETTINGS)
+    report = folder / "report.json"
+    ended = subprocess.run(
+        python("-m", "schemathesis.cli", "--config-file", str(folder / "schemathesis.toml"), "run",
+               f"{where.url}/openapi.json", "--seed", str(seed), "--max-examples", str(each), "--phases", phases,
+               "--checks", ",".join(CHECKS), "--request-timeout", str(ANSWER_S), "--suppress-health-check", "all",
+               "--continue-on-failure", "--no-shrink", "--generation-database", "none", "--output-sanitize", "false",
+               "--no-color", "--report", "json", "--report-json-path", str(report)),
+        env=child_environment(), cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told: dict[str, Any] = json.loads(report.read_text()) if report.is_file() else {}
+    if told.get("failures") == [] and told.get("errors") == [] and told.get("complete"):
+        return []
+    return [f"seed {seed}: {ended.stdout}{ended.stderr}"]
+
+
+def statuses(where: Site) -> Counter[str]:
+    """All answers so far by status, as the server counts them."""
+    with urlopen(f"{where.url}/metrics", timeout=ANSWER_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    found: Counter[str] = Counter()
+    for family in families:
+        for sample in family.samples:
+            if sample.name == "outrider:http_requests_total":
+                found[sample.labels["status"]] += int(sample.value)
+    return found
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=100_000, help="at least so many; default 100000")
+    parser.add_argument("--each", type=int, default=200, help="random requests to each path in a part; default 200")
+    parser.add_argument("--seed", type=int, default=1, help="of the first part; default 1")
+
+
+def run(options: argparse.Namespace) -> int:
+    wanted = values.whole("requests", options.requests, 1, 10**9)
+    tally, seed = Tally(), options.seed
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        model = find_model(str(with_context(write_scripted(folder / "model"), CONTEXT)))
+        with (
+            LocalCluster(model=model.folder, draft_model=model.folder, memory=False) as cluster,
+            site(cluster, model) as where,
+        ):
+            pid = where.process.pid
+            while tally.count < wanted:
+                phases = "coverage,fuzzing,stateful" if seed == options.seed else "fuzzing"
+                found = fuzz(where, folder, seed, options.each, phases)
+                where.process.check()
+                tally.faults += found
+                tally.statuses = statuses(where)
+                if not tally.early and tally.count >= wanted / 5:
+                    tally.early = where.resident
+                by_status = ", ".join(f"{count} {status}" for status, count in sorted(tally.statuses.items()))
+                print(f"part {seed}: {tally.count} requests, {by_status}; {where.resident / 2**20:.1f} MiB", flush=True)
+                for one in found:
+                    print(one, flush=True)
+                seed += 1
+            grown = where.resident / tally.early
+            same = where.process.pid == pid
+    lost = "" if same else ", and its process was LOST"
+    print(f"{tally.count} requests, {len(tally.faults)} parts with faults, memory times {grown:.3f}{lost}")
+    return int(bool(tally.faults) or not same or grown > GROWTH)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,74 @@
+"""A running HTTP server before a cluster: where it is, and what the system says of its process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.request import urlopen
+
+import psutil
+
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.machine.http_process import HttpProcess, Listener
+from outrider.orchestrator.pair.model_files import ModelFiles
+from outrider.protocol.errors import WorkerError
+
+START_S, ASKED_S = 60.0, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """`url` without a slash at its end."""
+
+    url: str
+    process: HttpProcess
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory."""
+        return int(self._told.memory_info().rss)
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of CPU since it began, the system's for it included."""
+        times = self._told.cpu_times()
+        return float(times.user + times.system)
+
+    @property
+    def _told(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
+
+
+@contextmanager
+def site(cluster: LocalCluster, model: ModelFiles, **settings: object) -> Iterator[Site]:
+    """HTTP for a cluster that serves `model`; `settings` are those of HttpSettings.
+
+    Raises:
+        WorkerError: it does not come up.
+    """
+    listener = Listener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
+    with TemporaryDirectory() as folder:
+        process = listener.serve(cluster.endpoint, model, Path(folder), "warning")
+        try:
+            _wait_until_up(listener.url, process)
+            yield Site(listener.url, process)
+        finally:
+            process.close()
+            listener.close()
+
+
+def _wait_until_up(url: str, process: HttpProcess) -> None:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        process.check()
+        try:
+            with urlopen(f"{url}/health", timeout=ASKED_S):
+                return
+        except OSError:
+            time.sleep(0.05)
+    raise WorkerError(f"the HTTP server does not answer at {url}; its process runs")

@@ -1,0 +1,83 @@
+"""Streams as their readers hear them, requests at random times, and what is made of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.bench import http_cost
+from outrider.bench.contest.statistics import Interval
+from outrider.bench.load import blocks
+from outrider.bench.web.generator import Answer, poisson
+from outrider.bench.web.latency import draw, row, table
+from outrider.bench.web.reading import Heard, heard
+from outrider.protocol.errors import WorkerError
+
+
+def event(text: str) -> bytes:
+    return json.dumps({"choices": [{"text": text}]}).encode()
+
+
+USAGE = json.dumps({"choices": [], "usage": {"completion_tokens": 5}}).encode()
+EVENTS = [(1.5, event("")), (2.0, event("a")), (3.0, event("bc")), (3.1, USAGE), (3.2, b"[DONE]\n")]
+
+
+def test_the_first_text_is_what_counts_and_the_usage_tells_the_tokens() -> None:
+    assert heard(1.0, EVENTS) == Heard(1.0, 2.0, 3.1, 2, 5, "abc")
+
+
+@pytest.mark.parametrize("events", [[], EVENTS[:-1], [(1.0, b'{"error": {}}'), (1.1, b"[DONE]")]])
+def test_a_stream_that_breaks_off_is_none(events: list[tuple[float, bytes]]) -> None:
+    with pytest.raises(WorkerError, match="broke off"):
+        heard(1.0, events)
+
+
+def test_requests_come_at_the_rate_that_is_asked_for_and_again_at_the_same_times() -> None:
+    times = poisson(4000, 5.0, "a")
+    assert times == sorted(times) == poisson(4000, 5.0, "a") != poisson(4000, 5.0, "b")
+    assert 4000 / times[-1] == pytest.approx(5.0, rel=0.1)
+
+
+def test_blocks_have_all_requests_once_and_none_of_another_load() -> None:
+    numbers = [
+        block.begin + n for share in (0.7, 1.0) for block in blocks(2.0, 25, 10, share) for n in range(len(block.times))
+    ]
+    assert len(numbers) == len(set(numbers)) == 50
+
+
+def answers(wait: float) -> list[Answer]:
+    """Ten of 11 tokens, one after the other, each a second long, and one that failed."""
+    made = [Answer(Heard(n, n + wait, n + 1.0, 6, 11, "x")) for n in range(10)]
+    return [*made, Answer(None, "503: gone")]
+
+
+def test_a_row_has_times_of_those_that_were_answered_and_counts_the_others(tmp_path: Path) -> None:
+    found = [row(name, share, [answers(0.5), answers(0.5)]) for name in ("ar", "mlx-lm") for share in (0.7, 1.0)]
+    one = found[0]
+    assert one.rate.value == pytest.approx(11.0) and one.first_ms.p50.value == pytest.approx(500)
+    assert one.token_ms.p99.value == pytest.approx(50) and (one.requests, len(one.errors)) == (22, 2)
+    assert "| ar | 11 [11, 11] | 500 / 500 | 50.0 / 50.0 | 2 of 22 |" in table(found)
+    draw(found, tmp_path / "x.png", "title")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def turn(wait: float, seconds: float, cpu_s: float) -> http_cost.Turn:
+    return http_cost.Turn((Heard(0.0, wait, seconds, 10, 40, "x"),), cpu_s)
+
+
+def test_what_http_costs_is_told_beside_what_was_asked() -> None:
+    found = {"http": [turn(0.004, 1.0, 0.002)] * 3, "client": [turn(0.001, 0.9, 0.0)] * 3}
+    assert http_cost.compared(found).value == pytest.approx(0.9)
+    assert http_cost.later_ms(found).value == pytest.approx(3.0)
+    assert http_cost.cpu_ms(found).value == pytest.approx(0.2)
+    missed = [one.name for one in http_cost.judged("ar", found, found, 8) if not one.holds]
+    assert len(missed) == 2 and all("tokens/s" in name for name in missed)
+    assert str(http_cost.Found("x", Interval(1, 1, 1), " ms", "<= 0", False)).endswith("asked <= 0: MISSED")
+
+
+def test_texts_have_to_be_the_same_both_ways() -> None:
+    other = http_cost.Turn((Heard(0.0, 0.1, 1.0, 10, 40, "y"),), 0.0)
+    with pytest.raises(WorkerError, match="texts differ"):
+        http_cost.require_same({"http": [turn(0.1, 1.0, 0.0)], "client": [other]})
