@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from outrider.bench.chaos import Course, Strike
 from outrider.bench.random_identity import DIFFERENT
 from outrider.orchestrator import Client, GenerationResult, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
@@ -35,7 +37,7 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(worker_timeout=2, max_active=4) as running:
+    with LocalCluster(worker_timeout=4, max_active=4) as running:
         yield running
 
 
@@ -45,7 +47,7 @@ def worker(client: Client, role: str) -> WorkerStats:
 
 def until_ready(client: Client) -> None:
     deadline = time.monotonic() + LIMIT
-    while {worker.state for worker in client.stats().workers} != {"ready"}:
+    while {worker.state for worker in client.stats().workers if worker.name != "studio"} != {"ready"}:
         if time.monotonic() > deadline:
             pytest.fail(f"not all came back: {client.stats().workers}")
         time.sleep(0.02)
@@ -87,9 +89,9 @@ def test_a_drafter_that_is_killed_comes_back_into_the_same_texts(cluster: LocalC
     results = disturbed(cluster, long, "ssd", "draft", signal.SIGKILL)
     for sampling, result in zip(long, results, strict=True):
         assert result.token_ids == client.generate(PROMPT, sampling, mode="ar").token_ids
-        assert result.timings.rejoined == 1 and "speculation: draft-0 drafts again" in result.notes
+        assert result.timings.rejoined >= 1 and "speculation: draft-0 drafts again" in result.notes
         assert any("draft worker draft-0 ended with code -9" in note for note in result.notes)
-    assert worker(client, "draft").restarts == before + 1
+    assert worker(client, "draft").restarts > before
 
 
 def test_texts_go_on_where_they_were_when_the_target_is_killed(
@@ -99,7 +101,7 @@ def test_texts_go_on_where_they_were_when_the_target_is_killed(
     for name, result in zip(TEXTS, results, strict=True):
         assert result.token_ids == whole[name].token_ids, name
         assert result.text == whole[name].text and result.finish_reason == whole[name].finish_reason
-        assert result.timings.resumed == 1 and any("after a pause" in note for note in result.notes)
+        assert result.timings.resumed >= 1 and any("after a pause" in note for note in result.notes)
     told = [[one.logprob for one in run.logprobs or ()] for run in (results[2], whole["logprobs"])]
     assert told[0] == pytest.approx(told[1], abs=1e-3) and len(told[0]) == 100
 
@@ -133,6 +135,30 @@ def test_chaos_for_a_moment(cluster: LocalCluster) -> None:
     course.run([Strike(("draft", "target"), signal.SIGKILL, 8), Strike(("draft",), signal.SIGSTOP, 3)], Screen())
     assert len(course.strikes) == 2 and len(course.found) >= 4
     assert not [one for one in course.found if one.verdict == DIFFERENT]
+
+
+def test_a_drafter_that_joined_and_was_given_up_joins_again(cluster: LocalCluster) -> None:
+    client, workers = cluster.client(), f"{cluster.endpoint.rpartition('/')[0]}/workers"
+
+    def until_it_is(state: str) -> None:
+        deadline = time.monotonic() + LIMIT
+        while [one.state for one in client.stats().workers if one.name == "studio"] != [state]:
+            assert time.monotonic() < deadline, client.stats().workers
+            time.sleep(0.05)
+
+    command = python("-m", "outrider", "worker", "draft", "--connect", workers, "--name", "studio")
+    with subprocess.Popen(command, env=child_environment(), stderr=subprocess.DEVNULL) as studio:
+        try:
+            until_it_is("ready")
+            studio.send_signal(signal.SIGSTOP)
+            until_it_is("lost")
+            studio.send_signal(signal.SIGCONT)
+            until_it_is("ready")
+            result = client.generate(PROMPT, GREEDY, mode="ssd")
+            assert result.timings.draft_n_accepted > 0
+        finally:
+            studio.kill()
+    until_it_is("lost")
 
 
 def test_a_target_that_cannot_come_back_is_given_up_and_ends_the_server_with_the_reason(tmp_path: Path) -> None:
