@@ -91,12 +91,20 @@ def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
     return {**part, "name": name}
 
 
+def _space(schema: str) -> JsonCompileOptions | None:
+    """The library's options for a schema that has none of its own; what is no JSON is the library's to refuse."""
+    try:
+        told = json.loads(schema)
+    except ValueError:
+        return None
+    return SPACE if isinstance(told, dict) and "x-guidance" not in told else None
+
+
 def _described(grammar: Grammar) -> str:
     """In the library's own words. What GBNF's converter raises is nothing narrower than Exception."""
     match grammar.kind:
         case "json_schema":
-            is_object = grammar.text.lstrip().startswith("{")
-            return LLMatcher.grammar_from_json_schema(grammar.text, SPACE if is_object else None)
+            return LLMatcher.grammar_from_json_schema(grammar.text, _space(grammar.text))
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "llguidance":

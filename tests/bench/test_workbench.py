@@ -33,7 +33,7 @@ class Pool:
 
     def ping(self, now_ns: int) -> None: ...
 
-    def losses(self) -> list[Any]:
+    def losses(self, now_ns: int) -> list[Any]:
         return [Loss(cast("Any", None), self._loses, True)] if self._loses else []
 
 

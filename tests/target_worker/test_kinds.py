@@ -36,6 +36,9 @@ class Wire:
     def poll(self, milliseconds: float) -> None:
         """Nothing comes of itself."""
 
+    def expect(self, milliseconds: float) -> None:
+        """Nobody watches over it."""
+
 
 def answered(sampling: SamplingParams, verify: Verify) -> Any:
     """What the target says to this verify, whose base_len and request are filled in."""

@@ -67,7 +67,7 @@ def bonus(model: LoadedModel) -> Callable[[Sequence[int]], int]:
     cold = Bench(model)
 
     def said(tokens: Sequence[int]) -> int:
-        (outcome,) = [told for told in cold.say(asked("r", tokens)) if isinstance(told, Outcome)]
+        (outcome,) = [told for told in cold.say(Close("r"), asked("r", tokens)) if isinstance(told, Outcome)]
         return outcome.bonus
 
     return said
