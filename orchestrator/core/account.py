@@ -133,9 +133,9 @@ class Account:
         entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
         entry.turnaround = proposal.lookup is Lookup.HIT
 
-    def lost(self, number: int) -> None:
-        """Round `number` has no outcome, and begins anew."""
-        self._recent.pop(number, None)
+    def lost(self) -> None:
+        """Rounds that were begun or waited for have no outcome."""
+        self._recent = {number: entry for number, entry in self._recent.items() if entry.ended_ns}
 
     def found(self, tokens: int, drafter: bool) -> None:
         """So many of the first tokens were remembered by the target, or by a drafter. Only the first word counts."""

@@ -137,13 +137,17 @@ class Request:
         self.note(f"speculation: {drafter} drafts again")
 
     def suspend(self) -> None:
-        """The target does not know it any more, and what it and the drafters still say of it comes too late."""
+        """The target does not know it any more, and what it and the drafters still say of it comes too late.
+
+        What comes next is a round of its own: the latest may have ended, and a drafter been waited for.
+        """
         self.epoch += 1
         self.halted, self.waiting, self.proposal, self.prepared = False, None, Proposal(), {}
         self.cache.start()
-        self.account.lost(self.round)
+        self.account.lost()
         if self.records is not None:
-            self.records.lost(self.round)
+            self.records.lost()
+        self.round += 1
 
     def note(self, words: str) -> None:
         """Something whoever reads the text should know, once."""

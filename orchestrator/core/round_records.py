@@ -32,9 +32,9 @@ class RoundRecords:
         self._decided[number] = lookup, self._told(Span(since_ns, now_ns))
         self._asked_ns, self._missed = None, False
 
-    def lost(self, number: int) -> None:
-        """Round `number` has no outcome, and begins anew."""
-        self._decided.pop(number, None)
+    def lost(self) -> None:
+        """Rounds that were begun or waited for have no outcome."""
+        self._decided.clear()
         self._asked_ns, self._missed = None, False
 
     def drafted(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:

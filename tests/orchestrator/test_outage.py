@@ -283,3 +283,21 @@ def test_two_poisons_at_once_both_end() -> None:
     cluster.begin("ssd")
     cluster.to_the_end()
     assert {name for name in cluster.texts if isinstance(cluster.end(name), Broke)} == {"r1", "r2"}
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_target_that_dies_while_a_drafter_is_waited_for_leaves_the_books_right(mode: str) -> None:
+    """The round before has ended and stays counted; the one that was waited for has not begun."""
+    cluster = Mortal([random_text(1)], ngrams=False)
+    cluster.begin(mode, 120)
+    for _ in range(5):
+        while cluster.rounds.active and cluster.rounds._requests["r0"].waiting is None:
+            cluster._turn()
+        cluster.kill_target()
+        cluster.find_target()
+    cluster.to_the_end()
+    times = cluster.end("r0").timings  # type: ignore[union-attr]
+    followed = times.missed_then_plain + times.missed_then_copied + times.missed_then_drafted + times.cache_late
+    told = [event for event in cluster.told if isinstance(event, Committed)]
+    assert cluster.text_of("r0") == whole(cluster, length=120) and times.resumed == 5
+    assert times.cache_misses == followed and times.rounds == len(told)
