@@ -128,9 +128,9 @@ class Frame:
 class FlatCache:
     """One attention layer's buffer [rows, H, columns, D], written in place, standing in for a `KVCache`."""
 
-    def __init__(self, frame: Frame, window: int | None = None) -> None:
-        """`window`: how much the layer sees where it asks for no window itself."""
-        self._frame, self._window = frame, window
+    def __init__(self, frame: Frame, window: int | None = None, early: int = 0) -> None:
+        """`window`: how much the layer sees where it asks for no window itself. `early`: see `with_room`."""
+        self._frame, self._window, self._early = frame, window, early
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
@@ -170,7 +170,7 @@ class FlatCache:
 
     def _written(self, buffer: mx.array | None, new: mx.array) -> mx.array:
         frame = self._frame
-        buffer = with_room(buffer, *frame.reach, new)
+        buffer = with_room(buffer, *frame.reach, new, self._early)
         if len(frame.pieces) == 1:
             piece = frame.pieces[0]
             buffer[piece.row : piece.row + 1, :, piece.start : piece.end] = new

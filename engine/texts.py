@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine import flat, head
+from outrider.engine.buffers import EARLY
 from outrider.engine.cache import KVState, window_of
 from outrider.engine.flat import FlatCache, Frame, Piece
 from outrider.engine.prompt_cache import Saved, Start
@@ -122,7 +123,9 @@ class FlatTexts:
         self._model, self._wanted = model, head.install(model)
         self._frame = Frame()
         made = make_prompt_cache(model)
-        self._caches = [FlatCache(self._frame, window_of(cache)) for cache in made]
+        self._caches = [
+            FlatCache(self._frame, window_of(cache), EARLY * number // len(made)) for number, cache in enumerate(made)
+        ]
         self._texts: list[FlatText] = []
 
     def open(self) -> FlatText:

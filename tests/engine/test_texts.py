@@ -66,6 +66,21 @@ def test_each_text_gets_the_logits_it_gets_alone(loaded: Loaded, family: str) ->
     assert walk(model, texts, 40) < 1e-3
 
 
+def test_layers_make_room_one_after_the_other(loaded: Loaded) -> None:
+    """Nobody who decodes waits for a forward that copies what all layers remember."""
+    texts = open_texts(loaded("llama"))
+    assert isinstance(texts, FlatTexts)
+    text, grown = texts.open(), []
+    for _ in range(24):
+        before = [cache.keys for cache in texts._caches]
+        mx.eval(texts.forward([Feed(text, [3] * 16, 1)]))
+        after = [cache.keys for cache in texts._caches]
+        if before[0] is not None:
+            grown.append([b.shape != a.shape for b, a in zip(before, after, strict=True)])
+    assert [sum(layer) for layer in zip(*grown, strict=True)] == [1] * len(texts._caches)
+    assert max(map(sum, grown)) == 1
+
+
 def test_a_text_that_sees_anothers_columns_is_caught(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above proves nothing."""
     model = loaded("llama")
