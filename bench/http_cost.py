@@ -6,8 +6,7 @@
 Every prompt is asked for both ways, one right after the other and another one first each time, over connections that
 are kept; texts must be the same. *Alone*: tokens per second from sending to the end, the time to the first text, and
 the CPU of the server's process a chunk. *At once*: tokens per second of all. With 95 % intervals over prompts and
-rounds. CPU is counted by the system, so it holds on a busy machine, too. The exit code is 1 where a value misses what
-is asked for.
+rounds. CPU, too, grows with what else the machine does. The exit code is 1 where a value misses what is asked for.
 """
 
 from __future__ import annotations
