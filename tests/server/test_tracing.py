@@ -27,7 +27,7 @@ from tests.server.house import House
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=value"}
-ASKED = {"prompt": "def fibonacci(n):", "max_tokens": 12, "seed": 4, "temperature": 0.5, "speculation": {"mode": "ssd"}}
+ASKED = {"prompt": "def fibonacci(n):", "max_tokens": 12, "seed": 4, "temperature": 0.5, "speculation": {"mode": "sd"}}
 
 
 class App:
@@ -90,7 +90,7 @@ def test_spans_have_the_conventions_attributes_and_what_speculation_did(app: App
         "gen_ai.request.max_tokens": 12, "gen_ai.request.temperature": 0.5, "gen_ai.request.seed": 4,
         "gen_ai.response.finish_reasons": ("length",), "gen_ai.usage.output_tokens": 12,
         "gen_ai.usage.input_tokens": told["usage"]["prompt_tokens"],
-        "gen_ai.usage.cache_read.input_tokens": times["cache_n"], "outrider.mode": "ssd",
+        "gen_ai.usage.cache_read.input_tokens": times["cache_n"], "outrider.mode": "sd",
     }  # fmt: skip
     assert expected.items() <= choice.items()
     assert decode["outrider.draft_n"] == times["draft_n"] > 0
