@@ -11,6 +11,7 @@ from pathlib import Path
 
 from outrider.orchestrator.core import tuning
 from outrider.orchestrator.core.tuning import Tuning
+from outrider.protocol.clock import SECOND_NS
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Memory:
 
     def is_due(self, now_ns: int) -> bool:
         """Whether the last writing is a while ago."""
-        return self._path is not None and now_ns - self._written_ns > SECONDS * 10**9
+        return self._path is not None and now_ns - self._written_ns > SECONDS * SECOND_NS
 
     def write(self, learned: Sequence[Tuning], now_ns: int) -> None:
         """Keeps what was learned; nothing learned changes nothing."""

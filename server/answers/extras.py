@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 from outrider.orchestrator.client.result import Chunk, TokenLogprob
 from outrider.orchestrator.front.text import TextStream
+from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import DraftWork, RoundRecord, Span
 from outrider.protocol.origins import Origin
 from outrider.server.shapes import speculated as shapes
-
-NANOSECONDS = 1_000_000
-"""In a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,4 +91,4 @@ def _work(one: DraftWork) -> shapes.Drafting:
 
 
 def _times(span: Span) -> dict[str, float]:
-    return {"start_ms": span.started_ns / NANOSECONDS, "ms": (span.ended_ns - span.started_ns) / NANOSECONDS}
+    return {"start_ms": span.started_ns / MILLISECOND_NS, "ms": (span.ended_ns - span.started_ns) / MILLISECOND_NS}
