@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import anthropic
+import openai
 import pytest
 
 from outrider.orchestrator import LocalCluster
@@ -52,6 +54,24 @@ def chat(houses: tuple[House, House]) -> House:
 @pytest.fixture(scope="session")
 def pair(houses: tuple[House, House]) -> House:
     return houses[1]
+
+
+@pytest.fixture(scope="module")
+def ai(chat: House) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def other_ai(pair: House) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(chat: House) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=chat.url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

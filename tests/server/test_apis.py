@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -33,24 +32,6 @@ HELLO = [{"role": "user", "content": "hi"}]
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOL = {"type": "function", "function": WEATHER}
 PARIS = {"city": "Paris"}
-
-
-@pytest.fixture(scope="module")
-def ai(chat: House) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def other_ai(pair: House) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(chat: House) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=chat.url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def post(house: House, path: str, **body: Any) -> httpx.Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -36,18 +35,6 @@ IN_FORM: Any = {
     "json_schema": {"schema": {**FORM, "x-guidance": {"whitespace_flexible": False}}},
 }
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def ai(chat: House) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(chat: House) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=chat.url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def post(house: House, path: str = CHAT, **body: Any) -> httpx.Response:
