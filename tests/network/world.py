@@ -28,7 +28,7 @@ from outrider.target_worker.worker import TargetWorker
 from tests.network.transport import CLEAR, Journal, Way, Weather
 from tests.network.watch import Watch
 from tests.system.cluster import WatchedDrafter
-from tests.system.links import Idle, VirtualClock
+from tests.system.links import Idle, Listening, VirtualClock
 
 TARGET = "target-0"
 KV_LIMIT = 1 << 16
@@ -51,7 +51,7 @@ class Setting:
 
 
 @dataclass
-class Link:
+class Link(Listening):
     """A worker's link on the network: what it is to receive, and what it says."""
 
     name: str
@@ -64,19 +64,6 @@ class Link:
         for message in messages:
             self.watch.worker_said(self.name, message)
         self.up.put(*messages)
-
-    def receive(self, wait: bool) -> Message | None:
-        if self.inbox:
-            return self.inbox.popleft()
-        if wait:
-            raise Idle
-        return None
-
-    def poll(self, milliseconds: float) -> None:
-        """Nothing comes of itself."""
-
-    def expect(self, milliseconds: float) -> None:
-        """Nobody asks how long."""
 
 
 @dataclass

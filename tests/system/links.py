@@ -31,16 +31,10 @@ class Idle(Exception):
     """The worker would block."""
 
 
-@dataclass
-class FakeLink:
-    """A worker's link: what it will receive, and what it sent."""
+class Listening:
+    """What a worker's link without a socket has to hear, and nobody who watches."""
 
-    name: str
-    inbox: deque[Message] = field(default_factory=deque)
-    sent: deque[Message] = field(default_factory=deque)
-
-    def send(self, *messages: Message) -> None:
-        self.sent += decode_all([bytes(frame) for frame in encode_all(messages)])
+    inbox: deque[Message]
 
     def receive(self, wait: bool) -> Message | None:
         if self.inbox:
@@ -54,6 +48,18 @@ class FakeLink:
 
     def poll(self, milliseconds: float) -> None:
         """Nothing comes of itself."""
+
+
+@dataclass
+class FakeLink(Listening):
+    """A worker's link: what it will receive, and what it sent."""
+
+    name: str
+    inbox: deque[Message] = field(default_factory=deque)
+    sent: deque[Message] = field(default_factory=deque)
+
+    def send(self, *messages: Message) -> None:
+        self.sent += decode_all([bytes(frame) for frame in encode_all(messages)])
 
 
 class Turning(Protocol):
