@@ -20,8 +20,9 @@ from types import FrameType
 
 import zmq
 
+from outrider.protocol import far
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
-from outrider.protocol.endpoints import connect
+from outrider.protocol.endpoints import Tcp, connect, parse
 from outrider.protocol.errors import CannotDraft, EndpointError, OutriderError, ProtocolError, WorkerError
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
 
@@ -187,6 +188,8 @@ class WorkerLink:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, identity)
         socket.setsockopt(zmq.LINGER, 500)
+        if isinstance(parse(endpoint), Tcp):
+            far.prepare(socket)
         connect(socket, endpoint)
         return socket
 
