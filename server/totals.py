@@ -56,6 +56,8 @@ class Totals(Collector):
         yield self._gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
         again = [((worker.name, worker.role), worker.restarts) for worker in workers]
         yield self._counter("worker_restarts", "How often the worker was started again", again, "worker", "role")
+        lies = [((worker.name, lie.name), lie.count) for worker in workers for lie in worker.lies]
+        yield self._counter("worker_lies", "Words of the worker that cannot be", lies, "worker", "kind")
         held = [((worker.name,), worker.cache.bytes) for worker in workers]
         yield self._gauge("prompt_cache_bytes", "What the worker remembers of texts that ended", held, "worker")
 

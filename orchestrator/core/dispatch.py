@@ -12,6 +12,7 @@ import numpy as np
 
 from outrider.orchestrator.core.limits import growth
 from outrider.orchestrator.core.request import Request
+from outrider.orchestrator.core.told import Told
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.fields import MAX_COMMIT
 from outrider.protocol.messages import Close, Commit, Halt, Message, Open, Prepare, Verify
@@ -36,6 +37,14 @@ class Workers(Protocol):
         """Names of the drafters that are ready."""
         ...
 
+    def vocabulary(self, name: str) -> int:
+        """How many tokens this worker's model has."""
+        ...
+
+    def lied(self, name: str, kind: str) -> None:
+        """A drafter has said what cannot be, a kind of `door.LIES`; who does so often is not to be heard any more."""
+        ...
+
     def send_target(self, message: Message) -> None: ...
 
     def send_drafter(self, name: str, message: Message) -> None: ...
@@ -47,9 +56,10 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Sends a request's state to the target and its drafters."""
+    """Sends a request's state to the target and its drafters; what drafters are told is noted."""
 
     workers: Workers
+    told: Told
 
     def open(self, request: Request) -> None:
         """All read the committed tokens; the target's answer is the outcome of an empty chain."""
@@ -117,7 +127,7 @@ class Dispatch:
         )
         request.untold = []
         for name in request.drafters:
-            self.workers.send_drafter(name, message)
+            self._tell(name, message)
 
     def close(self, request: Request) -> None:
         self.workers.send_target(Close(request.id))
@@ -127,7 +137,11 @@ class Dispatch:
     def _open_drafters(self, request: Request, verifying: tuple[int, ...] | None) -> None:
         request.untold = []
         for name in request.drafters:
-            self.workers.send_drafter(name, _opening(request, verifying))
+            self._tell(name, _opening(request, verifying))
+
+    def _tell(self, drafter: str, message: Open | Commit) -> None:
+        self.told.note(drafter, message)
+        self.workers.send_drafter(drafter, message)
 
 
 def _verifying(request: Request) -> tuple[int, ...] | None:

@@ -1,21 +1,113 @@
 """Who may say what of a request: the target its outcomes, its drafters branches and chains, all of its epoch.
 
-The pool has checked by then that a message comes from the process that holds its sender's name (`places`).
+What comes too late is no lie: it answers what its sender was told (`told`). What answers nothing that it was ever told,
+or breaks its bounds, is a lie, and has a kind. The pool has checked by then that a message comes from the process that
+holds its sender's name (`places`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.orchestrator.core.request import Request
+from outrider.orchestrator.core.speculation_cache import is_sound
+from outrider.orchestrator.core.told import Task, Tasks, Told
 from outrider.protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
 
 TARGETS = (Outcome, Prefilled, Resync, Fault)
 DRAFTERS = (Branches, Drafted, Prefilled, Resync, Fault)
 
+LATE = "late"
+LIES = {
+    "role": "what no drafter may say",
+    "request": "words about a request of others, or of nobody",
+    "round": "words about a round that it was never told of",
+    "base_len": "another number of committed tokens than it was told",
+    "unasked": "branches or chains that nobody asked for",
+    "length": "chains longer than asked for, or more of them",
+    "vocabulary": "tokens outside its own vocabulary",
+    "q": "probabilities that its tokens can't have been drawn from",
+    "frame": "frames that are no message",
+}
+"""The kinds of lies, in words that go on "it said"."""
 
-def may_say(request: Request, is_target: bool, sender: str, message: Message) -> bool:
-    """Whether `sender`, the target or not, may say this about the request as it stands."""
-    if getattr(message, "epoch", request.epoch) != request.epoch:
-        return False
-    if is_target:
-        return isinstance(message, TARGETS)
-    return sender in request.drafters and isinstance(message, DRAFTERS)
+
+class Door:
+    """Judges what workers say by what they were `told`."""
+
+    def __init__(self) -> None:
+        self.told = Told()
+
+    def refusal(self, request: Request | None, from_target: bool, sender: str, message: Message, vocab: int) -> str:
+        """Why this may not be taken in: LATE or the kind of a lie; empty where it may. `request`: None, it is over or
+        never was. `vocab`: the sender's tokens."""
+        if from_target:
+            may = isinstance(message, TARGETS) and request is not None and not request.over
+            return "" if may and _is_of(request, message) else LATE
+        if not isinstance(message, DRAFTERS):
+            return "role" if hasattr(message, "request") else LATE  # what is not about requests is the pool's matter
+        tasks = self.told.tasks(sender, message.request or "")
+        if tasks is None:
+            return "request"
+        lie = _lie(tasks, message, vocab)
+        if lie:
+            return lie
+        runs = request is not None and not request.over and sender in request.drafters
+        return "" if runs and _is_of(request, message) else LATE
+
+
+def _is_of(request: Request | None, message: Message) -> bool:
+    return request is not None and getattr(message, "epoch", request.epoch) == request.epoch
+
+
+def _lie(tasks: Tasks, message: Branches | Drafted | Prefilled | Resync | Fault, vocab: int) -> str:
+    """What kind of lie it is, if it is one."""
+    match message:
+        case Fault():
+            return ""
+        case Prefilled() | Resync():
+            return "round" if message.epoch > tasks.latest[0] else ""
+    place = message.epoch, message.round
+    found = tasks.at.get(place)
+    if found is None:
+        return LATE if tasks.is_past(place) else "round"
+    fitting = [task for task in found if task.base_len == message.base_len]
+    if not fitting:
+        return "base_len"
+    if not is_sound(message):
+        return "q"
+    lies = [_misfit(task, message, vocab) for task in fitting]
+    return "" if "" in lies else lies[-1]
+
+
+def _misfit(task: Task, message: Branches | Drafted, vocab: int) -> str:
+    """What is wrong with this as an answer to this task."""
+    if isinstance(message, Branches):
+        return _misfit_branches(task, message, vocab)
+    if task.verifying is not None:
+        return "unasked"
+    if len(message.chain) > task.depth:
+        return "length"
+    return "vocabulary" if _foreign(message.chain, vocab) else ""
+
+
+def _misfit_branches(task: Task, message: Branches, vocab: int) -> str:
+    if not message.entries:
+        return ""
+    if task.verifying is None:
+        return "unasked"
+    if len(message.entries) > task.branches:
+        return "length"
+    for entry in message.entries:
+        accepted = entry.committed[:-1]
+        if not entry.committed or accepted != task.verifying[: len(accepted)]:
+            return "unasked"
+        if len(entry.chain) > task.depth:
+            return "length"
+        if _foreign((entry.committed[-1], *entry.chain), vocab):
+            return "vocabulary"
+    return ""
+
+
+def _foreign(tokens: Sequence[int], vocab: int) -> bool:
+    return max(tokens, default=0) >= vocab

@@ -8,6 +8,7 @@ stays with its incarnation. Knows who is who; knows nothing of sockets or reques
 from __future__ import annotations
 
 import itertools
+from collections import deque
 
 from outrider.orchestrator.core.worker import Worker
 from outrider.protocol.messages import Hello
@@ -15,6 +16,7 @@ from outrider.protocol.worker_link import heartbeat_of, routing_id
 
 MAX_WORKERS = 32
 MAX_NAME = 64
+MOST_SHUT_OUT = 4096
 
 
 class Places:
@@ -24,6 +26,7 @@ class Places:
         self._drafters_may_join = drafters_may_join
         self._named: dict[str, Worker] = {}
         self._at: dict[bytes, Worker] = {}
+        self._shut_out: deque[int] = deque(maxlen=MOST_SHUT_OUT)
 
     def all(self) -> list[Worker]:
         return list(self._named.values())
@@ -50,10 +53,17 @@ class Places:
         self._at.pop(hot, None)
         self._at.pop(heartbeat_of(hot), None)
 
+    def shut_out(self, worker: Worker) -> None:
+        """As `take_away`, and this process does not come in again."""
+        self.take_away(worker)
+        self._shut_out.append(worker.incarnation)
+
     def refusal(self, identity: bytes, hello: Hello) -> str | None:
         """Why a stranger that says HELLO is turned away; None when it may join."""
         if identity != routing_id(hello.incarnation):
             return "its routing id is not that of its incarnation; run the same release of outrider on both sides"
+        if hello.incarnation in self._shut_out:
+            return "it said what cannot be too often, and this cluster does not listen to it any more"
         if hello.role == "target":
             return "a cluster starts its own target and takes no other; expected a draft worker"
         if not self._drafters_may_join:

@@ -12,7 +12,7 @@ from functools import partial
 
 from outrider.orchestrator.core.beginning import begun
 from outrider.orchestrator.core.dispatch import Dispatch, Workers
-from outrider.orchestrator.core.door import may_say
+from outrider.orchestrator.core.door import LATE, Door
 from outrider.orchestrator.core.ledger import Ledger
 from outrider.orchestrator.core.limits import room, up_to_end
 from outrider.orchestrator.core.ngram import PIECE
@@ -22,7 +22,6 @@ from outrider.orchestrator.core.preparing import may_prepare, prepared
 from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
 from outrider.orchestrator.core.request import Request, RoundSettings, Settled
-from outrider.orchestrator.core.speculation_cache import is_sound
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
@@ -46,7 +45,8 @@ class Rounds:
         """`tunings` are tune's for this pair, `memory` what rounds before these `learned`."""
         self.stale = 0
         self._workers = workers
-        self._dispatch = Dispatch(workers)
+        self._door = Door()
+        self._dispatch = Dispatch(workers, self._door.told)
         self._settings = settings
         self._tell = tell
         self._ledger = Ledger(trace)
@@ -141,8 +141,11 @@ class Rounds:
             self._on_remark(sender, message)
             return
         request = self._requests.get(getattr(message, "request", None) or "")
-        if request is None or request.over or not may_say(request, self._workers.is_target(sender), sender, message):
+        why_not = self._refusal(request, sender, message)
+        if why_not or request is None:
             self.stale += 1
+            if why_not != LATE:
+                self._workers.lied(sender, why_not)
             return
         if isinstance(message, Outcome | Branches | Drafted):
             request.account.held(sender, message.peak_bytes)
@@ -164,6 +167,10 @@ class Rounds:
                 self._on_resync(request, sender)
             case Fault():
                 self._on_fault(request, sender, message, now_ns)
+
+    def _refusal(self, request: Request | None, sender: str, message: Message) -> str:
+        workers = self._workers
+        return self._door.refusal(request, workers.is_target(sender), sender, message, workers.vocabulary(sender))
 
     def next_deadline_ns(self) -> int | None:
         """When `on_time` is to be called at the latest; 0: at once, for a prompt is still to be looked through."""
@@ -236,7 +243,7 @@ class Rounds:
         request.losses.pop(sender, None)
         self._ledger.branches(request, sender, message, now_ns)
         of_now = message.round == request.round and message.base_len == request.base_len
-        if not of_now or not is_sound(message):
+        if not of_now:
             self.stale += 1
             return
         request.cache.add(message)
@@ -250,7 +257,7 @@ class Rounds:
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
         waiting = request.waiting
         of_next = message.round == request.round + 1 and message.base_len == len(request.tokens)
-        if waiting is None or waiting.outcome or not of_next or not is_sound(message):
+        if waiting is None or waiting.outcome or not of_next:
             self.stale += 1
             return
         self._ledger.drafted(request, sender, message, now_ns)

@@ -41,6 +41,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._seconds_a_ping = seconds_a_ping
         self._restarts: dict[str, Restarts] = {}
+        self._dismissed: list[Loss] = []
 
     def start(self) -> None:
         """Starts the worker processes; they report as they load."""
@@ -50,7 +51,7 @@ class Supervisor:
 
     def losses(self, now_ns: int) -> list[Loss]:
         """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""
-        lost = []
+        lost, self._dismissed = self._dismissed, []
         for worker in self._places.all():
             if worker.state in ("lost", "refused") or self._awaits_start(worker):
                 self._forget(worker)
@@ -88,6 +89,14 @@ class Supervisor:
             except WorkerError as error:
                 lost.append(self._again(before, str(error), now_ns))
         return lost
+
+    def dismiss(self, worker: Worker, why: str) -> None:
+        """It is not to be heard any more, nor started again; `losses` will tell."""
+        self._places.shut_out(worker)
+        worker.state, worker.fault = "refused" if worker.spawned else "lost", why
+        if worker.spawned:
+            worker.spawned.kill()
+        self._dismissed.append(Loss(worker, why, gone=True))
 
     def close(self) -> None:
         """Ends all processes, in order where they let it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.pulse import Pulse
+from outrider.orchestrator.core.trust import Trust
 from outrider.orchestrator.machine.spawn import SpawnedWorker
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.kv import CacheUse
@@ -34,6 +35,7 @@ class Worker:
     worked: bool = False
     begun_ns: int = 0
     entered_ns: int = 0
+    trust: Trust = field(default_factory=Trust)
 
     @property
     def entered(self) -> bool:
@@ -74,7 +76,9 @@ class Worker:
         hello = self.hello
         pid = self.spawned.pid if self.spawned else hello.pid if hello else 0
         if hello is None:
-            return WorkerStats(self.role, self.name, self.state, pid, "", "", 0, 0, 0, 0, self.fault)
+            return WorkerStats(
+                self.role, self.name, self.state, pid, "", "", 0, 0, 0, 0, self.fault, lies=self.trust.tallies()
+            )
         note = self.fault or hello.note
         return WorkerStats(
             self.role,
@@ -91,6 +95,7 @@ class Worker:
             hello.kv,
             self.cache,
             self.restarts,
+            self.trust.tallies(),
         )
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zmq
 
+from outrider.orchestrator.core.door import LIES
 from outrider.orchestrator.core.places import Places
 from outrider.orchestrator.core.pulse import SILENT, Pulse
 from outrider.orchestrator.core.supervisor import TARGET, Supervisor
@@ -116,9 +117,25 @@ class WorkerPool:
     def drafters(self) -> set[str]:
         return {worker.name for worker in self._places.all() if worker.role == "draft" and worker.state == "ready"}
 
+    def vocabulary(self, name: str) -> int:
+        worker = self._places.named(name)
+        return worker.hello.vocab_size if worker and worker.hello else 0
+
     def has_target(self) -> bool:
         target = self._places.named(TARGET)
         return target is not None and target.entered
+
+    def lied(self, name: str, kind: str) -> None:
+        """Counts what cannot be; a drafter that says it too often is dismissed."""
+        worker = self._places.named(name)
+        if worker is None or not worker.entered:
+            return
+        worker.trust.lied(kind)
+        self.news = True
+        log.warning("%s said %s", worker, LIES[kind])
+        if worker.trust.is_lost and worker.role == "draft":
+            why = f"{worker} says what cannot be: {worker.trust.told(LIES)}; it is not listened to any more"
+            self._supervisor.dismiss(worker, why)
 
     def stats(self) -> tuple[WorkerStats, ...]:
         return tuple(worker.stats() for worker in self._places.all())
@@ -152,7 +169,7 @@ class WorkerPool:
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            for message in self._decoded(frames):
+            for message in self._decoded(identity, frames):
                 worker = self._places.at(identity)
                 match message:
                     case Hello():
@@ -240,12 +257,15 @@ class WorkerPool:
                 worker.kv_limit = share
                 self._send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
 
-    def _decoded(self, frames: Sequence[bytes]) -> list[Message]:
+    def _decoded(self, identity: bytes, frames: Sequence[bytes]) -> list[Message]:
         try:
             return decode_all(frames)
         except ProtocolError as error:
             self.rejected += 1
-            log.warning("dropped a frame on the workers' socket: %s", error)
+            worker = self._places.at(identity)
+            log.info("dropped a frame on the workers' socket: %s", error)
+            if worker is not None:
+                self.lied(worker.name, "frame")
             return []
 
     def _send(self, identity: bytes, *messages: Message) -> None:

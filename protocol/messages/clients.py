@@ -203,7 +203,8 @@ class StatsQuery:
 class WorkerStats:
     """One worker as the orchestrator sees it. `state` is starting, ready, refused, frozen, restarting or lost.
 
-    `kv`: what a text takes there; `cache`: how its prompt cache is used; `restarts`: how often it was started again.
+    `kv`: what a text takes there; `cache`: how its prompt cache is used; `restarts`: how often it was started again;
+    `lies`: how often it said what cannot be, by kind.
     """
 
     role: Role
@@ -220,6 +221,7 @@ class WorkerStats:
     kv: KvCost = field(default_factory=KvCost)
     cache: CacheUse = field(default_factory=CacheUse)
     restarts: Count = 0
+    lies: tuple[Tally, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

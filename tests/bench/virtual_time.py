@@ -30,6 +30,7 @@ from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Span, Timings, Verify
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
+from tests.honest import HonestWorkers
 
 VOCAB = 4096
 PROMPT_TOKENS = 8
@@ -195,7 +196,7 @@ class PacedTarget:
         self._world.after(self._hop, lambda: self._answer(outcome), last=True)
 
 
-class VirtualCluster:
+class VirtualCluster(HonestWorkers):
     """Runs requests, one after the other or together; what one taught serves the next."""
 
     target_context = 1 << 20

@@ -69,6 +69,7 @@ class Way:
         self.weather = CLEAR
         self.cut = False
         self._rng, self._journal, self._sealed = rng, journal, sealed
+        self.lies = 0  # messages that were altered and taken in all the same
         self._going: list[Bundle] = []
         self._last_due = 0
 
@@ -115,6 +116,7 @@ class Way:
         if bundle.altered and self._sealed:
             self._journal.write("altered", self.name, bundle.said)
             return []
+        self.lies += len(heard) if bundle.altered else 0
         self._journal.write("lie" if bundle.altered else "heard", self.name, heard)
         return heard
 

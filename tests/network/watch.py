@@ -45,6 +45,7 @@ HOLDS = {
     "columns": "what a worker remembers are the committed tokens",
     "memory": "texts and what ended ones leave stay within their memory",
     "failures": "nothing fails: no fault but those that lies bring",
+    "honest": "what a drafter has said is never taken for a lie, however late or often it comes",
     "times": "every time is of work that was done, on one clock",
     "books": "the numbers of a request agree with each other and with its tokens, and can be told",
     "lives": "no drafter's fate, target's death, pause or lost word ends a request; many deaths do, with the reason",

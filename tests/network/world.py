@@ -20,11 +20,13 @@ from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.trust import MOST_LIES
 from outrider.orchestrator.events import Admit
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import KvMemory, Message, Outcome
 from outrider.target_worker.colocated import Colocated
 from outrider.target_worker.worker import TargetWorker
+from tests.honest import HonestWorkers
 from tests.network.transport import CLEAR, Journal, Way, Weather
 from tests.network.watch import Watch
 from tests.system.cluster import WatchedDrafter
@@ -68,7 +70,8 @@ class Link(Listening):
 
 @dataclass
 class Node:
-    """A worker process. `known`: the orchestrator counts on it; `alive`: it runs; `stopped`: it does not get on."""
+    """A worker process. `known`: the orchestrator counts on it; `alive`: it runs; `stopped`: it does not get on.
+    `lies`: how many were found."""
 
     name: str
     link: Link
@@ -77,6 +80,7 @@ class Node:
     known: bool = True
     alive: bool = True
     stopped: bool = False
+    lies: int = 0
 
     def turns(self, count: int) -> None:
         try:
@@ -86,7 +90,7 @@ class Node:
             pass
 
 
-class World:
+class World(HonestWorkers):
     """The cluster; `target` and `draft` are its models."""
 
     def __init__(self, target: LoadedModel, draft: LoadedModel, setting: Setting, clock: VirtualClock) -> None:
@@ -124,6 +128,17 @@ class World:
 
     def drafters(self) -> set[str]:
         return {node.name for node in self.nodes.values() if node.name != TARGET and node.known}
+
+    def vocabulary(self, name: str) -> int:
+        return self._draft.vocab_size
+
+    def lied(self, name: str, kind: str) -> None:
+        """Who does so too often is ended; it comes back as one that is believed again."""
+        node = self.nodes[name]
+        node.lies += 1
+        self.journal.write("found a lie", name, [kind])
+        if node.lies == MOST_LIES:
+            self.kill(name)
 
     def send_target(self, message: Message) -> None:
         self.send_drafter(TARGET, message)
@@ -238,6 +253,9 @@ class World:
         self.watch.hears([message for _, message in arrived])
         self.rounds.handle_all(arrived, self._clock())
         self.let_go()
+        for node in self.nodes.values():
+            told = f"{node.name} has told {node.link.up.lies} lies, and {node.lies} were found"
+            self.watch.judge("honest", node.lies <= node.link.up.lies, told)
         self.watch.heard([message for _, message in arrived])
 
     def _alive(self) -> list[Node]:

@@ -21,6 +21,7 @@ from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, RoundRecord, Span, Verify
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
+from tests.honest import HonestWorkers
 
 GREEDY = SamplingParams()
 
@@ -113,7 +114,7 @@ class Idle(Exception):
     """The draft worker would block."""
 
 
-class Cluster:
+class Cluster(HonestWorkers):
     """Runs requests to their end. `steps` drafter forwards fit behind a verify; `drop` may lose a message."""
 
     def __init__(

@@ -14,11 +14,12 @@ from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Close, Halt, Outcome, Span, Verify
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
+from tests.honest import HonestWorkers
 
 MS = 1_000_000
 
 
-class Target:
+class Target(HonestWorkers):
     """Accepts `accepted` tokens of every chain; drafting a token takes 2 ms, a verify 10 ms and 1 ms a chain token."""
 
     target_context = 1000

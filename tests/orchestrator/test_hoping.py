@@ -16,6 +16,7 @@ from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Branch, Branches, Message, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
+from tests.honest import HonestWorkers
 
 VERIFY_MS, DEPTH_MS, STEP_MS = 20.0, 5.0, 4.0
 
@@ -72,7 +73,7 @@ def test_branches_of_full_acceptance_may_come_with_the_second_push_and_all_other
     assert [cache.pushes_until(k, 3) for k in range(4)] == [0, 0, 0, 0]
 
 
-class Wires:
+class Wires(HonestWorkers):
     """The workers as the rounds see them; keeps what the target is told."""
 
     target_context = 10_000

@@ -345,13 +345,13 @@ def test_what_a_worker_remarks_is_told_once_with_the_text(sender: str) -> None:
 def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:
     text = random_text(11)
     cluster = Cluster(text, script(text))
-    seen: list[Message] = []
+    seen: list[tuple[str, Message]] = []
     handle = cluster.rounds.handle
 
     def twice(sender: str, message: Message, now_ns: int) -> None:
-        seen.append(message)
+        seen.append((sender, message))
         handle(sender, message, now_ns)
-        handle(sender, seen[len(seen) // 2], now_ns)
+        handle(*seen[len(seen) // 2], now_ns)
 
     cluster.rounds.handle = twice  # type: ignore[method-assign]
     cluster.run(PROMPT, 60)

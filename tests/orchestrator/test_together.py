@@ -15,11 +15,12 @@ from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import Close, Message, Outcome, RoundRecord, Span, Timings, Verify
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
+from tests.honest import HonestWorkers
 
 REQUESTS = ("a", "b", "c")
 
 
-class Wires:
+class Wires(HonestWorkers):
     """A target and no drafter; keeps what is said, to the target and to the front, in one order."""
 
     target_context = 10_000

@@ -14,6 +14,7 @@ import zmq
 from outrider.orchestrator.core import supervisor
 from outrider.orchestrator.core.places import MAX_WORKERS
 from outrider.orchestrator.core.pulse import QUIET, SILENT, SLACK, UNKNOWN
+from outrider.orchestrator.core.trust import MOST_LIES
 from outrider.orchestrator.core.worker import Loss
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.settings import ServeSettings
@@ -572,3 +573,53 @@ def test_a_drafter_that_joined_by_itself_is_not_started_by_anybody(hall: Hall) -
     hall.pass_time(SILENT, target)
     wait(hall, 100)
     assert hall.states()["studio"] == "lost" and "studio" not in hall.starts
+
+
+# --- who lies -----------------------------------------------------------------------------------------------------
+
+
+def lies_of(hall: Hall, name: str) -> dict[str, int]:
+    return {tally.name: tally.count for worker in hall.pool.stats() if worker.name == name for tally in worker.lies}
+
+
+def test_a_joined_drafter_that_lies_too_often_is_sent_away_and_does_not_come_in_again(hall: Hall) -> None:
+    hall.worker("target-0")
+    liar = Peer(hall, "draft", 7)
+    assert liar.hello("studio") == Welcome("studio")
+    for _ in range(MOST_LIES - 1):
+        hall.pool.lied("studio", "vocabulary")
+    assert hall.losses() == [] and "studio" in hall.pool.drafters()
+    liar.hot.send(b"\xc1 no message")
+    hall.settle()
+    assert lies_of(hall, "studio") == {"vocabulary": MOST_LIES - 1, "frame": 1}
+    [loss] = hall.losses()
+    assert loss.gone and not loss.fatal and "tokens outside its own vocabulary (7)" in loss.why
+    assert hall.pool.drafters() == set() and hall.losses() == []
+    assert liar.hear() == Shutdown(loss.why)
+    again = liar.hello("other")
+    assert isinstance(again, Shutdown) and "said what cannot be too often" in again.reason
+    liar.say(Resync("r", 0))
+    hall.settle()
+    assert hall.said == []
+    assert Peer(hall, "draft", 8).hello("studio") == Welcome("studio")
+
+
+def test_an_own_drafter_that_lies_too_often_is_ended_and_not_started_again(hall: Hall) -> None:
+    hall.worker("target-0"), hall.worker("draft-0")
+    assert hall.pool.ready
+    for _ in range(MOST_LIES):
+        hall.pool.lied("draft-0", "round")
+    [loss] = hall.losses()
+    assert loss.gone and not loss.fatal and hall.spawned["draft-0"][1].killed
+    hall.seconds += 3600
+    assert hall.losses() == [] and hall.starts.count("draft-0") == 1
+    assert hall.states()["draft-0"] == "refused" and "round that it was never told of" in hall.pool.notes()[0]
+
+
+def test_what_the_target_says_wrongly_is_counted_and_ends_nothing(hall: Hall) -> None:
+    target = hall.worker("target-0")
+    for _ in range(2 * MOST_LIES):
+        target.hot.send(b"")
+    hall.settle()
+    assert lies_of(hall, "target-0") == {"frame": 2 * MOST_LIES}
+    assert hall.losses() == [] and hall.states()["target-0"] == "ready"

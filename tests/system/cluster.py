@@ -29,6 +29,7 @@ from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.colocated import Colocated
 from outrider.target_worker.worker import TargetWorker
+from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, VirtualClock, through_the_codec
 
 UNTIL_IDLE = 10_000
@@ -117,7 +118,7 @@ class Run:
         return Counter(round_.source for round_ in self.rounds)
 
 
-class Cluster:
+class Cluster(HonestWorkers):
     """Runs one request at a time to its end. `after_draft` is called with every tree after each turn of the drafter."""
 
     def __init__(

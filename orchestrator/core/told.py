@@ -1,0 +1,73 @@
+"""What each drafter was told of each request: the rounds that its words may be about.
+
+Every word of an honest drafter answers an OPEN or a COMMIT that it was sent, however late it comes. Bounded: the latest
+rounds of a request, the latest requests of a drafter. Knows messages; judges nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from outrider.protocol.messages import Commit, Open
+
+# More than may run at once; who was told nothing while so many others were was given up long ago.
+MOST_REQUESTS = 2048
+MOST_ROUNDS = 8
+
+Place = tuple[int, int]
+"""Epoch and round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a drafter was to do in a round: prepare `branches` outcomes of the chain `verifying`, `depth` tokens each,
+    or, with None, continue the text; after `base_len` committed tokens."""
+
+    base_len: int
+    verifying: tuple[int, ...] | None
+    depth: int
+    branches: int
+
+
+@dataclass(slots=True)
+class Tasks:
+    """Those of one request, by epoch and round; the oldest are forgotten."""
+
+    latest: Place = (0, 0)
+    at: OrderedDict[Place, tuple[Task, ...]] = field(default_factory=OrderedDict)
+
+    def add(self, place: Place, task: Task) -> None:
+        known = self.at.get(place, ())
+        if task not in known:
+            self.at[place] = (*known[-MOST_ROUNDS:], task)
+        self.latest = max(self.latest, place)
+        if len(self.at) > MOST_ROUNDS:
+            self.at.popitem(last=False)
+
+    def is_past(self, place: Place) -> bool:
+        """Whether what was told there may be forgotten by now."""
+        return place < min(self.at)
+
+
+class Told:
+    """Of all drafters, by name."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, OrderedDict[str, Tasks]] = {}
+
+    def note(self, drafter: str, message: Open | Commit) -> None:
+        """It is sent this."""
+        base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
+        requests = self._tasks.setdefault(drafter, OrderedDict())
+        tasks = requests.setdefault(message.request, Tasks())
+        task = Task(base_len, message.verifying, message.depth, message.branches)
+        tasks.add((message.epoch, message.round), task)
+        requests.move_to_end(message.request)
+        if len(requests) > MOST_REQUESTS:
+            requests.popitem(last=False)
+
+    def tasks(self, drafter: str, request: str) -> Tasks | None:
+        """What it was told of this request; None: nothing."""
+        requests = self._tasks.get(drafter)
+        return requests.get(request) if requests is not None else None

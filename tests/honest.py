@@ -1,0 +1,13 @@
+"""Workers in tests say nothing that cannot be: a cluster that is played and takes their word for a lie fails."""
+
+from __future__ import annotations
+
+
+class HonestWorkers:
+    """The part of a core's workers that judges them."""
+
+    def vocabulary(self, name: str) -> int:
+        return 1 << 20
+
+    def lied(self, name: str, kind: str) -> None:
+        raise AssertionError(f"{name} is honest, and was taken for a liar: {kind}")
