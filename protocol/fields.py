@@ -51,6 +51,10 @@ Token = Annotated[int, Range(0, 2**31 - 1)]
 Count = Annotated[int, Range(0, 2**31 - 1)]
 Serial = Annotated[int, Range(0, 2**63 - 1)]
 Nanoseconds = Annotated[int, Range(0, 2**63 - 1)]
+Depth = Annotated[int, Range(0, MAX_CHAIN)]
+"""How many tokens of a chain: what a worker is asked for is bounded work."""
+Breadth = Annotated[int, Range(0, MAX_BRANCHES)]
+"""How many branches."""
 RequestId = Annotated[str, Size(64)]
 Name = Annotated[str, Size(4096)]
 Text = Annotated[str, Size(2**26)]

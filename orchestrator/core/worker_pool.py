@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 
 from outrider.orchestrator.core.door import LIES
-from outrider.orchestrator.core.places import Places
+from outrider.orchestrator.core.places import MAX_NAME, Places
 from outrider.orchestrator.core.pulse import SILENT, Pulse
 from outrider.orchestrator.core.supervisor import TARGET, Supervisor
 from outrider.orchestrator.core.worker import Loss, Worker
@@ -185,7 +185,7 @@ class WorkerPool:
                         self.stage, self.news, worker.pulse.unanswered = f"{role}: {stage}", True, 0
                     case Fault(request=None, message=why, dispensable=dispensable):
                         worker.fault = why  # it will end, and `losses` will tell
-                        if dispensable and worker.role == "draft":
+                        if dispensable and worker.role == "draft" and not worker.entered:
                             worker.state, self.news = "refused", True
                     case _:
                         worker.worked = worker.worked or isinstance(message, Outcome | Branches | Drafted)
@@ -235,7 +235,7 @@ class WorkerPool:
         why = self._places.refusal(identity, hello) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
-            log.warning("turned %s away: %s", hello.name or f"a {hello.role}", why)
+            log.warning("turned %r, a %s worker, away: %s", hello.name[:MAX_NAME], hello.role, why)
             self._send(identity, Shutdown(why))
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will tell

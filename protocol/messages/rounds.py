@@ -12,9 +12,11 @@ from typing import Annotated
 
 from outrider.protocol.fields import (
     MAX_BRANCHES,
+    Breadth,
     Chain,
     Committed,
     Count,
+    Depth,
     Final,
     Floats,
     Nanoseconds,
@@ -54,8 +56,8 @@ class Open:
     tokens: Tokens
     sampling: SamplingParams
     eos: Chain = ()
-    depth: Count = 0
-    branches: Count = 0
+    depth: Depth = 0
+    branches: Breadth = 0
     verifying: Chain | None = None
     generated: Count = 0
 
@@ -86,7 +88,7 @@ class Verify:
     kind: Annotated[str, OneOf(("coupled", "one-hot", "sparse"))] = "coupled"
     q: SparseQ | None = None
     going_on: bool = False
-    draft: Count = 0
+    draft: Depth = 0
     room: Count = 0
 
 
@@ -172,8 +174,8 @@ class Commit:
     base_len: Count
     tokens: Committed
     verifying: Chain | None
-    depth: Count
-    branches: Count
+    depth: Depth
+    branches: Breadth
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class Branches:
     epoch: Serial
     round: Serial
     base_len: Count
-    depth: Count
+    depth: Depth
     entries: Annotated[tuple[Branch, ...], Size(MAX_BRANCHES)]
     work: Span
     final: bool = False

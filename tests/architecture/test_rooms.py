@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "target_worker": {"protocol", "grammar", "engine", "drafting"},
     "draft_worker": {"protocol", "grammar", "engine", "drafting"},
     "orchestrator": {"protocol", "grammar"},
-    "bench": {"protocol", "grammar", "engine", "drafting", "orchestrator"},
+    "bench": {"protocol", "grammar", "engine", "drafting", "orchestrator", "target_worker", "draft_worker"},
     "server": {"protocol", "grammar", "orchestrator"},
     "outrider": {"protocol", "orchestrator"},
 }
@@ -51,6 +51,7 @@ WITHIN = {
         "crowd": {"contest"},
         "conformance": set(),
         "programs": {"conformance"},
+        "fuzz": set(),
         "commands": {"timing", "trace", "contest", "crowd"},
     },
     "drafting/coreml": {

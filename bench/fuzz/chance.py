@@ -1,0 +1,80 @@
+"""Messages of any kind by chance, made from the types of their fields. Knows shapes, not what they mean."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from outrider.protocol.codec import MESSAGES
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.fields import Array, OneOf, Range
+from outrider.protocol.sampling import RULES, SamplingParams
+from outrider.protocol.schema import Fixed, Flag, Many, Maybe, Real, Record, Shape, String, fields_of
+
+FEW = 4
+LETTERS = 'ab \n"{}[]<|>\\é☃\U0001f600\0'
+
+
+def some(rng: random.Random, name: str) -> Any:
+    """A message by this name; every field is of its type, and nothing in it fits anything."""
+    while True:
+        try:
+            return _record(rng, MESSAGES[name])
+        except InvalidRequest:  # sampling holds itself to narrower ranges than its types say
+            continue
+
+
+def whole(rng: random.Random, low: int, high: int) -> int:
+    """Small ones more often, and the ends."""
+    return rng.choice(
+        (low, high, min(high, low + rng.randrange(8)), min(high, low + rng.randrange(300)), rng.randint(low, high))
+    )
+
+
+def _record(rng: random.Random, cls: type[Any]) -> Any:
+    if cls is SamplingParams:
+        return _sampling(rng)
+    return cls(**{name: _value(rng, shape) for name, shape in fields_of(cls).items()})  # type: ignore[arg-type]
+
+
+def _sampling(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=rng.randint(1, 40),
+        temp=rng.choice((0.0, 0.8, 100.0)),
+        top_p=rng.choice((0.0, 0.5, 1.0)),
+        top_k=rng.choice((0, 1, 2**31 - 1)),
+        repetition_penalty=rng.choice((1.0, 1.3)),
+        logit_bias=rng.choice(((), ((rng.randrange(300), -100.0),))),
+        seed=rng.choice((0, 1, 2**32 - 1)),
+        stop=rng.choice(((), ("a",))),
+        rule=rng.choice(RULES),
+        logprobs=rng.choice((None, None, 2)),
+    )
+
+
+def _value(rng: random.Random, shape: Shape) -> Any:
+    match shape:
+        case Range(low, high):
+            return whole(rng, low, high)
+        case Real():
+            return rng.choice((0.0, -1.5, 1e308, rng.random()))
+        case Flag():
+            return rng.random() < 0.5
+        case String(limit):
+            return "".join(rng.choices(LETTERS, k=rng.randrange(min(limit, FEW) + 1)))
+        case OneOf(words):
+            return rng.choice(words)
+        case Array(dtype, axes):
+            size = [rng.randrange(FEW) for _ in range(axes)]
+            return np.array(rng.choices(range(300), k=int(np.prod(size)))).reshape(size).astype(dtype)
+        case Many(item, limit):
+            return tuple(_value(rng, item) for _ in range(rng.randrange(min(limit, FEW) + 1)))
+        case Fixed(items):
+            return tuple(_value(rng, item) for item in items)
+        case Maybe(inner):
+            return _value(rng, inner) if rng.random() < 0.5 else None
+        case Record(cls):
+            return _record(rng, cls)
+    raise TypeError(f"{shape} has no values")

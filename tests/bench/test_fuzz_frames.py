@@ -1,0 +1,83 @@
+"""A short form of the fuzzing of sockets, and that it finds what falls, hangs or disturbs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from outrider.bench import fuzz_frames
+from outrider.bench.fuzz import workers_hall
+from outrider.bench.fuzz.mutation import Mutator
+from outrider.bench.fuzz.worker_hall import WorkerHall
+from outrider.orchestrator.core.door import Door
+from outrider.protocol.codec import MESSAGES, decode_all
+from outrider.protocol.errors import ProtocolError
+from outrider.protocol.messages import Message, Outcome
+
+FRAMES = {"workers": 500, "clients": 500, "target": 400, "drafter": 400, "wire": 100}
+
+
+def stands(name: str, seed: int = 1) -> tuple[bool, list[str]]:
+    told: list[str] = []
+    return fuzz_frames.fuzz(name, FRAMES[name], seed, told.append), told
+
+
+@pytest.fixture(autouse=True)
+def nothing_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In so short a run memory says nothing."""
+    monkeypatch.setattr(fuzz_frames, "held", lambda: (1, 1))
+
+
+@pytest.mark.parametrize("name", fuzz_frames.HALLS)
+def test_a_socket_stands_broken_frames(name: str) -> None:
+    stood, told = stands(name)
+    assert stood, told
+
+
+def test_broken_frames_are_of_all_kinds() -> None:
+    """Some are messages all the same, most are not."""
+    mutator, kinds, refused = Mutator(random.Random(1), list(MESSAGES)), set(), 0
+    for _ in range(4000):
+        try:
+            kinds |= {type(message).__name__ for message in decode_all(mutator.frames())}
+        except ProtocolError:
+            refused += 1
+    assert kinds == set(MESSAGES) and 1000 < refused < 3900
+
+
+def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = workers_hall.target
+    said = count()
+
+    def errs(message: Message) -> list[Message]:
+        answers = honest(message)
+        wrong = [replace(one, bonus=one.bonus + 1) for one in answers if isinstance(one, Outcome)]
+        return wrong if next(said) > 50 else answers
+
+    monkeypatch.setattr(workers_hall, "target", errs)
+    stood, told = stands("workers")
+    assert not stood and "has" in told[-1]
+
+
+def test_a_worker_that_says_something_else_afterwards_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, answers = WorkerHall._honest, iter(range(100))
+
+    def changes(hall: WorkerHall) -> list[object]:
+        return [*honest(hall), next(answers)]
+
+    monkeypatch.setattr(WorkerHall, "_honest", changes)
+    assert not stands("target")[0]
+
+
+def test_what_falls_is_not_kept_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def falls(self: Door, request: object, from_target: bool, *about: object) -> str:
+        if not from_target:
+            raise ZeroDivisionError
+        return ""
+
+    monkeypatch.setattr(Door, "refusal", falls)
+    with pytest.raises(ZeroDivisionError):
+        stands("workers")
