@@ -33,8 +33,8 @@ LONGEST_MS = 10**9
 # How often a worker that a person started looks for the answer to its HELLO: for some ten seconds, and for ten minutes
 # where it was one of a cluster before. It says HELLO again now and then, for who comes may be another.
 WELCOME_POLLS, WELCOME_BACK_POLLS, HELLO_POLLS = 50, 3000, 10
-# It takes the orchestrator for gone after so many waits without a ping, or so many times the longest wait for one.
-SILENT_WAITS, SILENT_GAPS = 50, 40
+# It takes the orchestrator for gone after so many waits without a ping, and not before so many pings are overdue.
+SILENT_WAITS, SILENT_PINGS = 50, 40
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ class WorkerLink:
         self._endpoint = endpoint
         self._by_hand = parent_fd is None
         self._entered = False
-        self._pings = self._pings_known = self._waits = self._longest_wait = 0
+        self._pings = self._pings_known = self._waits = 0
+        self._patience = SILENT_WAITS
         _end_on_signals(self._by_hand)
         if parent_fd is not None:
             threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()
@@ -99,7 +100,8 @@ class WorkerLink:
             if self._pings != pings:
                 return
             match self._polled():
-                case Welcome(name=name):
+                case Welcome(name=name, ping_ms=ping_ms):
+                    self._patience = max(SILENT_WAITS, SILENT_PINGS * ping_ms // IDLE_POLL_MS)
                     self._let_in(name)
                     return
                 case Shutdown(reason=""):
@@ -164,9 +166,9 @@ class WorkerLink:
     def _waited(self) -> None:
         """Counted, not timed: who was stopped has not waited."""
         if self._pings != self._pings_known:
-            self._pings_known, self._longest_wait, self._waits = self._pings, max(self._longest_wait, self._waits), 0
+            self._pings_known, self._waits = self._pings, 0
         self._waits += 1
-        if self._waits >= max(SILENT_WAITS, SILENT_GAPS * self._longest_wait):
+        if self._waits >= self._patience:
             self._waits = 0
             raise OrchestratorGone(f"nothing is heard of the cluster at {self._endpoint}")
 

@@ -244,7 +244,7 @@ class WorkerPool:
         worker.hello, worker.state, worker.fault, worker.pulse = hello, "ready", "", Pulse()
         worker.entered_ns = clock.now()
         self._arrived.append(worker)
-        self._send(identity, Welcome(worker.name))
+        self._send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
         self._share_memory()
         self.news = True
 

@@ -42,9 +42,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Orchestrator -> a worker that said Hello: it is one of the cluster now, by this name."""
+    """Orchestrator -> a worker that said Hello: it is one of the cluster now, by this name.
+
+    `ping_ms`: it will be asked so often whether it lives.
+    """
 
     name: Name
+    ping_ms: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

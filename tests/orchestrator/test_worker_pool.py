@@ -107,6 +107,11 @@ class Peer:
             self.hall.listen()
 
 
+def welcome(name: str) -> Welcome:
+    """What a cluster with the default of patience says."""
+    return Welcome(name, ping_ms=250)
+
+
 class Hall:
     """A pool whose processes are played, and its clock."""
 
@@ -145,7 +150,7 @@ class Hall:
         """The process that was spawned by this name, ready."""
         peer = Peer(self, name.partition("-")[0], self.spawned[name][0])
         peer.kv = kv or peer.kv
-        assert peer.hello(name) == Welcome(name)
+        assert peer.hello(name) == Welcome(name, round(1000 * self.pool.seconds_a_ping))
         return peer
 
     def states(self) -> dict[str, str]:
@@ -226,7 +231,7 @@ def test_what_a_target_cannot_do_is_known_from_its_hello(hall: Hall) -> None:
     target = Peer(hall, "target", hall.spawned["target-0"][0])
     able = Abilities(chains=False, why="it decodes one by one")
     target.say(Hello("target", "target-0", target.incarnation, 1, "mlx", "m", 10, 9, 1, 1, abilities=able))
-    assert target.hear() == Welcome("target-0")
+    assert target.hear() == welcome("target-0")
     assert hall.pool.target_abilities == able
     assert hall.pool.notes() == ["speculation is off: it decodes one by one"]
 
@@ -286,9 +291,9 @@ def test_a_hello_said_again_changes_nothing(hall: Hall) -> None:
 
 def test_a_drafter_joins_by_a_free_name_or_is_given_one(hall: Hall) -> None:
     hall.worker("draft-0")
-    assert Peer(hall, "draft", 1).hello("studio") == Welcome("studio")
-    assert Peer(hall, "draft", 2).hello() == Welcome("draft-1")
-    assert Peer(hall, "draft", 3).hello() == Welcome("draft-2")
+    assert Peer(hall, "draft", 1).hello("studio") == welcome("studio")
+    assert Peer(hall, "draft", 2).hello() == welcome("draft-1")
+    assert Peer(hall, "draft", 3).hello() == welcome("draft-2")
     taken = Peer(hall, "draft", 4).hello("studio")
     assert isinstance(taken, Shutdown) and "the name studio is taken" in taken.reason
     assert hall.pool.drafters() == {"draft-0", "studio", "draft-1", "draft-2"}
@@ -439,11 +444,11 @@ def test_the_limit_is_the_clusters_to_set(make_hall: Callable[..., Hall]) -> Non
 def test_a_joined_drafter_that_was_given_up_is_told_and_its_name_is_free_again(hall: Hall) -> None:
     target = hall.worker("target-0")
     drafter = Peer(hall, "draft", 9)
-    assert drafter.hello("studio") == Welcome("studio")
+    assert drafter.hello("studio") == welcome("studio")
     assert hall.pass_time(SILENT, target)[-1].worker.name == "studio"
     farewell = drafter.heard()[-1]
     assert isinstance(farewell, Shutdown) and "has not answered" in farewell.reason
-    assert Peer(hall, "draft", 10).hello("studio") == Welcome("studio")
+    assert Peer(hall, "draft", 10).hello("studio") == welcome("studio")
 
 
 # --- who died and comes back ---------------------------------------------------------------------------------------
@@ -569,7 +574,7 @@ def test_who_comes_back_with_another_model_is_not_let_in(hall: Hall) -> None:
 
 def test_a_drafter_that_joined_by_itself_is_not_started_by_anybody(hall: Hall) -> None:
     target = hall.worker("target-0")
-    assert Peer(hall, "draft", 9).hello("studio") == Welcome("studio")
+    assert Peer(hall, "draft", 9).hello("studio") == welcome("studio")
     hall.pass_time(SILENT, target)
     wait(hall, 100)
     assert hall.states()["studio"] == "lost" and "studio" not in hall.starts
@@ -585,7 +590,7 @@ def lies_of(hall: Hall, name: str) -> dict[str, int]:
 def test_a_joined_drafter_that_lies_too_often_is_sent_away_and_does_not_come_in_again(hall: Hall) -> None:
     hall.worker("target-0")
     liar = Peer(hall, "draft", 7)
-    assert liar.hello("studio") == Welcome("studio")
+    assert liar.hello("studio") == welcome("studio")
     for _ in range(MOST_LIES - 1):
         hall.pool.lied("studio", "vocabulary")
     assert hall.losses() == [] and "studio" in hall.pool.drafters()
@@ -601,7 +606,7 @@ def test_a_joined_drafter_that_lies_too_often_is_sent_away_and_does_not_come_in_
     liar.say(Resync("r", 0))
     hall.settle()
     assert hall.said == []
-    assert Peer(hall, "draft", 8).hello("studio") == Welcome("studio")
+    assert Peer(hall, "draft", 8).hello("studio") == welcome("studio")
 
 
 def test_an_own_drafter_that_lies_too_often_is_ended_and_not_started_again(hall: Hall) -> None:

@@ -63,9 +63,10 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         signal.signal(number, handler)
 
 
-def entered(endpoint: str) -> tuple[Orchestrator, WorkerLink]:
-    orchestrator, link = Orchestrator(endpoint), WorkerLink(endpoint, "studio", incarnation=7)
-    welcoming = threading.Thread(target=lambda: (orchestrator.hear(Hello), orchestrator.say(Welcome("studio"))))
+def entered(endpoint: str, ping_ms: int = 0, kind: type[WorkerLink] = WorkerLink) -> tuple[Orchestrator, WorkerLink]:
+    orchestrator, link = Orchestrator(endpoint), kind(endpoint, "studio", incarnation=7)
+    welcome = Welcome("studio", ping_ms)
+    welcoming = threading.Thread(target=lambda: (orchestrator.hear(Hello), orchestrator.say(welcome)))
     welcoming.start()
     link.enter(HELLO)
     welcoming.join()
@@ -86,6 +87,36 @@ def test_who_is_asked_now_and_then_waits_for_work_as_long_as_it_takes(endpoint: 
         asking.start()
         assert link.receive(wait=True) == Close("r")
     asking.join()
+    orchestrator.close()
+
+
+class Counting(WorkerLink):
+    """Tells how often it has waited in vain."""
+
+    waited = 0
+
+    def _waited(self) -> None:
+        self.waited += 1
+        super()._waited()
+
+
+@pytest.mark.parametrize(("ping_ms", "at_least", "at_most"), [(0, 50, 60), (40, 80, 90)])
+def test_patience_is_what_the_welcome_says_and_no_longer_after_a_pause(
+    endpoint: str, ping_ms: int, at_least: int, at_most: int
+) -> None:
+    """A link that was cut and healed has had a long gap between two pings; the next cut is noticed all the same."""
+    orchestrator, link = entered(endpoint, ping_ms, Counting)
+    with link:
+        orchestrator.ping(1)
+        later = threading.Timer(30 * 0.02, orchestrator.ping, (2,))
+        later.start()
+        while link._pings < 2:  # type: ignore[attr-defined]
+            link._polled()
+        link.waited = 0
+        with pytest.raises(OrchestratorGone, match="nothing is heard"):
+            link.receive(wait=True)
+        assert at_least <= link.waited <= at_most
+    later.join()
     orchestrator.close()
 
 
