@@ -6,20 +6,19 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
 
 import zmq
-import zmq.asyncio
 
+from outrider.orchestrator.client.async_socket import AsyncSocket
 from outrider.orchestrator.client.client import FLUSH_MS
 from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.client_key import client_key
 from outrider.protocol import values
-from outrider.protocol.codec import decode, encode
+from outrider.protocol.codec import decode
 from outrider.protocol.endpoints import connect
 from outrider.protocol.errors import EndpointError, ServerBusy, ServerStopped
-from outrider.protocol.messages import Message, Stats
+from outrider.protocol.messages import Stats
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -39,7 +38,7 @@ class AsyncClient:
         self._alive = alive
         self._key = client_key()
         self._serials = itertools.count()
-        self._open: dict[str, zmq.asyncio.Socket] = {}
+        self._open: dict[str, AsyncSocket] = {}
 
     async def generate(
         self,
@@ -83,13 +82,14 @@ class AsyncClient:
         patience = Patience(self.endpoint, self.timeout, self._alive)
         socket = self._socket()
         try:
-            await socket.send_multipart(encode(patience.silent()))
+            socket.send(patience.silent())
             while True:
-                answer = await self._receive(socket, patience)
-                if isinstance(answer, Stats):
-                    return answer
+                for frames in await socket.receive(patience):
+                    answer = decode(frames)
+                    if isinstance(answer, Stats):
+                        return answer
         finally:
-            socket.close(linger=0)
+            socket.close()
 
     async def exchange(self, dialogue: Dialogue) -> AsyncIterator[Chunk]:
         """Runs one dialogue to its end; cancels it when the caller leaves early."""
@@ -107,38 +107,29 @@ class AsyncClient:
         patience = Patience(self.endpoint, self.timeout, self._alive)
         socket = self._socket()
         try:
-            await socket.send_multipart(encode(dialogue.opening))
+            socket.send(dialogue.opening)
             dialogue.was_sent = True
             self._open[dialogue.request] = socket
             while not dialogue.over:
-                chunk = dialogue.take(await self._receive(socket, patience, dialogue.request))
-                if chunk is not None:
-                    yield chunk
+                for frames in await socket.receive(patience, dialogue.request):
+                    chunk = dialogue.take(decode(frames))
+                    if chunk is not None:
+                        yield chunk
         finally:
             self._open.pop(dialogue.request, None)
             if not dialogue.over:
-                await socket.send_multipart(encode(dialogue.farewell), flags=zmq.NOBLOCK)
-            socket.close(linger=FLUSH_MS)
+                socket.send(dialogue.farewell)
+            socket.close(FLUSH_MS)
 
     async def end(self, dialogue: Dialogue) -> None:
         """Asks the server to end a dialogue that is going on."""
         socket = self._open.get(dialogue.request)
         if socket is not None:
-            await socket.send_multipart(encode(dialogue.farewell))
+            socket.send(dialogue.farewell)
 
-    async def _receive(self, socket: zmq.asyncio.Socket, patience: Patience, about: str | None = None) -> Message:
-        # Not cancelled by any time that passes: what has arrived meanwhile would be lost with it.
-        arriving = asyncio.ensure_future(socket.recv_multipart())
-        while not arriving.done():
-            arrived, _ = await asyncio.wait({arriving}, timeout=patience.poll_ms / 1000)
-            if not arrived:
-                await socket.send_multipart(encode(patience.silent(about)))
-        patience.heard()
-        return decode(arriving.result())
-
-    def _socket(self) -> zmq.asyncio.Socket:
+    def _socket(self) -> AsyncSocket:
         try:
-            socket: Any = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+            socket = zmq.Context.instance().socket(zmq.DEALER)
         except zmq.ZMQError as error:  # each request has one, and there are so many to a process
             raise ServerBusy(f"too many requests of this process are under way ({error}); expected fewer") from None
         socket.setsockopt(zmq.ROUTING_ID, self._key + next(self._serials).to_bytes(4, "big"))
@@ -148,7 +139,7 @@ class AsyncClient:
         except EndpointError:
             socket.close()
             raise
-        return socket  # type: ignore[no-any-return]
+        return AsyncSocket(socket)
 
 
 class AsyncStream:

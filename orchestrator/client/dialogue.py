@@ -163,7 +163,7 @@ class Dialogue:
         return None
 
     def _grown(self, message: messages.Chunk) -> Chunk:
-        tokens = tuple(int(token) for token in message.token_ids)
+        tokens = tuple(message.token_ids.tolist())
         logprobs = None if message.logprobs is None else token_logprobs(message.logprobs)
         self._texts.append(message.text)
         self._tokens.extend(tokens)

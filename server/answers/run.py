@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from outrider.orchestrator.client.async_client import AsyncClient, AsyncStream
+from outrider.orchestrator.client.line import Line
 from outrider.orchestrator.client.result import GenerationResult
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pair.tokenizer import TextCodec
@@ -86,7 +87,7 @@ class Run:
         self._watch = watch
         self._place = place
         self._longest = longest
-        self._line: asyncio.Queue[News | Exception] = asyncio.Queue()
+        self._line = Line[News | Exception]()
         self._first: list[News] = []
         self._open = set(range(len(jobs)))
         self._streams: dict[int, AsyncStream] = {}
@@ -115,13 +116,8 @@ class Run:
             first, self._first = self._first, []
             return first
         found: list[News] = []
-        try:
-            async with asyncio.timeout(patience):
-                _add(found, await self._line.get())
-        except TimeoutError:
-            return found
-        while not self._line.empty():
-            _add(found, self._line.get_nowait())
+        for one in await self._line.take(patience):
+            _add(found, one)
         self._open -= {one.index for one in found if isinstance(one, Ended)}
         return found
 
@@ -136,6 +132,7 @@ class Run:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._line.close()
 
     async def _complete(self, index: int, job: Job) -> None:
         watch = self._watch(index, job)
@@ -148,16 +145,16 @@ class Run:
             async with asyncio.timeout(min(limits, default=None)):
                 async for chunk in stream:
                     watch.grown(len(chunk.token_ids))
-                    self._line.put_nowait(Grown(index, chunk.text, chunk.token_ids, extras_of(chunk, job.words)))
+                    self._line.put(Grown(index, chunk.text, chunk.token_ids, extras_of(chunk, job.words)))
             result = stream.result
-            self._line.put_nowait(Ended(index, result))
+            self._line.put(Ended(index, result))
         except OutriderError as error:
-            self._line.put_nowait(failed := error)
+            self._line.put(failed := error)
         except TimeoutError:
             late = f"the answer was not complete after {min(limits):g} s, and was given up; expected a longer timeout"
-            self._line.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
+            self._line.put(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
-            self._line.put_nowait(failed := error)  # so that nobody waits for the rest
+            self._line.put(failed := error)  # so that nobody waits for the rest
             raise
         finally:
             watch.ended(result, failed)
@@ -172,7 +169,7 @@ class Run:
             branches=manner.branches,
             origins=manner.origins,
             rounds=manner.rounds,
-            progress=lambda done, total: self._line.put_nowait(Reading(index, done, total)),
+            progress=lambda done, total: self._line.put(Reading(index, done, total)),
         )
 
 
