@@ -67,6 +67,8 @@ class Desk:
         Raises:
             Refused: it can't be.
         """
+        if form is None and not box.binds:
+            return None
         return await asyncio.to_thread(held, self.model, prompt, box, form)
 
     def begin(self, request: Request, jobs: Sequence[Job]) -> Run:

@@ -6,6 +6,8 @@ Names and buckets follow vLLM's, with `outrider:` before the names; times that a
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -16,11 +18,14 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from outrider.orchestrator.client.result import GenerationResult
 from outrider.protocol.messages import Stats
+from outrider.protocol.tallies import Durations
 from outrider.server.processes import Processes
-from outrider.server.totals import Totals
+from outrider.server.totals import Totals, durations
 
 if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
     from outrider.server.tracing import ChoiceSpan
@@ -57,7 +62,8 @@ class Metrics:
             "outrider:http_choices_running", "Choices begun and not ended", ("model_name",), registry=self.registry
         ).labels(model)
         self.first = self._times("time_to_first_token", "From a choice's beginning to its first tokens", _SECONDS)
-        self.gaps = self._times("inter_token_latency", "Between tokens; those that come together evenly", _GAPS)
+        self.gaps = Gaps(model)
+        self.registry.register(self.gaps)
         self.whole = self._times("e2e_request_latency", "From a choice's beginning to its end", _WHOLE)
         self.queue = self._times("request_queue_time", "Waiting for a turn", _WHOLE)
         self.prefill = self._times("request_prefill_time", "From the turn to the first token", _WHOLE)
@@ -87,6 +93,26 @@ class Metrics:
         return Histogram(f"outrider:{name}", told, labels, buckets=buckets, registry=self.registry).labels(self._model)
 
 
+class Gaps(Collector):
+    """The time between tokens, those that come together evenly: a histogram that takes several at once."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._counts = [0] * (len(_GAPS) + 1)
+        self._seconds = 0.0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """So many tokens came, so long after those before."""
+        self._counts[bisect_left(_GAPS, seconds / tokens)] += tokens
+        self._seconds += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        seen = Durations(_GAPS, tuple(self._counts), self._seconds)
+        yield durations(
+            self._model, "inter_token_latency_seconds", "Between tokens; those that come together evenly", seen
+        )
+
+
 class Watch:
     """Times one choice; of those that end well, all of it is counted."""
 
@@ -105,8 +131,7 @@ class Watch:
             if self._span is not None:
                 self._span.first()
         elif tokens:
-            for _ in range(tokens):
-                self._metrics.gaps.observe((now - self._last) / tokens)
+            self._metrics.gaps.add(now - self._last, tokens)
         self._last = now
         self._tokens += tokens
 

@@ -37,8 +37,10 @@ class Totals(Collector):
             yield from self._now(stats)
             yield from self._counts(stats)
             yield from self._speculation(stats)
-            yield self._durations("round_duration_seconds", "From a request's verify to its next", stats.round_seconds)
-            yield self._durations("verify_duration_seconds", "The target's forwards", stats.verify_seconds)
+            yield durations(
+                self._model, "round_duration_seconds", "From a request's verify to its next", stats.round_seconds
+            )
+            yield durations(self._model, "verify_duration_seconds", "The target's forwards", stats.verify_seconds)
 
     def _now(self, stats: Stats) -> Iterator[Metric]:
         limit = max(stats.kv.limit, 1)
@@ -115,9 +117,11 @@ class Totals(Collector):
             family.add_metric((self._model, *labels), value)
         return family
 
-    def _durations(self, name: str, told: str, seen: Durations) -> Metric:
-        family = HistogramMetricFamily(_PREFIX + name, told, labels=("model_name",))
-        bounds = (*map(str, seen.bounds), "+Inf")
-        buckets = list(zip(bounds, accumulate(seen.counts), strict=bool(seen.counts)))
-        family.add_metric((self._model,), buckets or [("+Inf", 0)], seen.seconds)
-        return family
+
+def durations(model: str, name: str, told: str, seen: Durations) -> Metric:
+    """A histogram."""
+    family = HistogramMetricFamily(_PREFIX + name, told, labels=("model_name",))
+    bounds = (*map(str, seen.bounds), "+Inf")
+    buckets = list(zip(bounds, accumulate(seen.counts), strict=bool(seen.counts)))
+    family.add_metric((model,), buckets or [("+Inf", 0)], seen.seconds)
+    return family

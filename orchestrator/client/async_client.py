@@ -129,7 +129,7 @@ class AsyncClient:
 
     def _socket(self) -> AsyncSocket:
         try:
-            socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         except zmq.ZMQError as error:  # each request has one, and there are so many to a process
             raise ServerBusy(f"too many requests of this process are under way ({error}); expected fewer") from None
         socket.setsockopt(zmq.ROUTING_ID, self._key + next(self._serials).to_bytes(4, "big"))

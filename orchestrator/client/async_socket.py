@@ -14,6 +14,9 @@ from outrider.orchestrator.client.line import Line
 from outrider.protocol.codec import encode
 from outrider.protocol.messages import Message
 
+HAS_COME = int(zmq.POLLIN)
+"""As a number: what Python does with flags takes longer than asking."""
+
 Frames = list[bytes]
 
 
@@ -50,5 +53,5 @@ class AsyncSocket:
         self._socket.close(linger_ms)
 
     def _take_in(self) -> None:
-        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._socket.get(zmq.EVENTS)) & HAS_COME:
             self._line.put(self._socket.recv_multipart(zmq.NOBLOCK))

@@ -6,13 +6,15 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from outrider.server.answers import sse
-from outrider.server.answers.extras import Extras, speculated
+from outrider.server.answers.extras import NO_EXTRAS, Extras, speculated
 from outrider.server.answers.naming import FINGERPRINT, about
 from outrider.server.answers.parts import Part, Said, Thought
 from outrider.server.answers.probabilities import Speller
+from outrider.server.answers.stencil import Stencil
 from outrider.server.answers.telling import Choice, Told, Waited, sum_of, timings
 from outrider.server.answers.thoughts import Count
 from outrider.server.answers.usage import usage
@@ -75,12 +77,20 @@ async def chunks(
     """The stream's events: each choice begins with its role and ends with its reason and its timings."""
     for index in range(choices):
         yield _chunk(head, ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
+
+    @cache
+    def stencil(index: int, is_thought: bool) -> Stencil:
+        kind = Thought if is_thought else Said
+        return Stencil(lambda text: _chunk(head, ChunkChoice(index=index, delta=_delta(kind(text), 0))))
+
     calls = [0] * choices
     ended: list[Choice] = []
     async for one in told:
         match one:
             case Waited(note=note):
                 yield sse.comment(note)
+            case Told(index=index, part=Said() | Thought() as part, extras=extras) if extras is NO_EXTRAS:
+                yield stencil(index, isinstance(part, Thought)).filled(part.text)
             case Told(index=index, part=part, extras=extras):
                 delta = _delta(part, calls[index])
                 yield _chunk(head, ChunkChoice(index=index, delta=delta, **head.beside(extras)))

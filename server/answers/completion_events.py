@@ -6,13 +6,15 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from outrider.server.answers import sse
-from outrider.server.answers.extras import Extras, speculated
+from outrider.server.answers.extras import NO_EXTRAS, Extras, speculated
 from outrider.server.answers.naming import FINGERPRINT, about
 from outrider.server.answers.parts import Said
 from outrider.server.answers.probabilities import Listing, Speller
+from outrider.server.answers.stencil import Stencil
 from outrider.server.answers.telling import Choice, Told, Waited, sum_of, timings
 from outrider.server.answers.usage import usage
 from outrider.server.shapes.completions import Completion, CompletionChoice
@@ -60,11 +62,14 @@ async def chunks(head: Head, told: AsyncIterator[Waited | Told | Choice], includ
         if echo:
             yield _event(head.shape([CompletionChoice(index=index, text=echo)]))
     ended: list[Choice] = []
+    stencil = cache(lambda index: Stencil(lambda text: _event(head.shape([CompletionChoice(index=index, text=text)]))))
     listings = [Listing(head.speller) if head.speller is not None else None for _ in head.echoes]
     async for one in told:
         match one:
             case Waited(note=note):
                 yield sse.comment(note)
+            case Told(index=index, part=Said(text=text), extras=extras) if extras is NO_EXTRAS:
+                yield stencil(index).filled(text)
             case Told(index=index, part=Said(text=text), extras=extras):
                 more = CompletionChoice(index=index, text=text, **_beside(listings[index], extras))
                 yield _event(head.shape([more]))

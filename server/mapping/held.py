@@ -49,7 +49,7 @@ def held(model: ServedModel, prompt: Prompt, box: Toolbox, form: Form | None) ->
 def _calls(rules: Rules, model: ServedModel, box: Toolbox, form: Form | None) -> str | None:
     """What may come behind the thoughts where tools are; None: anything, or the form alone."""
     written = model.tools
-    if written is None or not (box.must or box.strict or form is not None):
+    if written is None or not (box.binds or form is not None):
         return None
     for tool in box.tools:
         _check_tool(model, tool["function"], box)

@@ -27,6 +27,11 @@ class Toolbox:
     one: bool = False
     strict: frozenset[str] = frozenset()
 
+    @property
+    def binds(self) -> bool:
+        """Whether calls are held to more than what the model writes by itself."""
+        return self.must or bool(self.strict)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

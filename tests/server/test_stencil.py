@@ -1,0 +1,25 @@
+"""An event that is filled in is the one that its shape would have written."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.server.answers import sse
+from outrider.server.answers.stencil import Stencil
+from outrider.server.shapes.completions import Completion, CompletionChoice
+
+
+def event(text: str) -> bytes:
+    choice = CompletionChoice(index=1, text=text)
+    shape = Completion(id="cmpl-1", created=1, model='a"b', system_fingerprint="f", choices=[choice])
+    return sse.event(shape.model_dump_json())
+
+
+@given(st.text())
+def test_it_is_byte_for_byte_the_same(text: str) -> None:
+    filled = Stencil(event).filled(text)
+    assert filled == event(text)
+    assert json.loads(filled.removeprefix(b"data: "))["choices"][0]["text"] == text
