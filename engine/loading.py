@@ -23,6 +23,7 @@ from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, lo
 
 from outrider.engine import memory, positions, weights
 from outrider.engine.cache import is_attention, leaves_of
+from outrider.engine.ranks import Ranks
 from outrider.protocol.errors import ModelError
 from outrider.protocol.guard import first_line, named_errors
 
@@ -52,8 +53,12 @@ class LoadedModel:
     folder: Path | None = None
 
 
-def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None) -> LoadedModel:
+def load(
+    path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None, ranks: Ranks | None = None
+) -> LoadedModel:
     """Loads a model from a local directory or, by its id, from Hugging Face (offline mode respected).
+
+    `ranks` all load it, each its part: then `weight_bytes` is what this one holds.
 
     Raises:
         ModelError: there is no such path or id, it holds no model, or mlx-lm has no such architecture.
@@ -66,13 +71,16 @@ def load(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = N
     if mx.default_device().type == mx.cpu:
         tell("converting to float32")
         model = _to_float32(model, parameters)
+    if ranks is not None:
+        ranks.share_out(model, config["model_type"])
     weight_bytes = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
     weights.lay_out(model, weight_bytes)
     mx.eval(model.parameters())
     positions.install(model)
     memory.set_limits(weight_bytes)
     tell("warming up")
-    with named_errors(f"a forward of this {config['model_type']} model"):
+    among = f", shared out among {ranks.size} ranks," if ranks is not None else ""
+    with named_errors(f"a forward of this {config['model_type']} model{among}"):
         _warm_up(model)
     return LoadedModel(
         model=model,

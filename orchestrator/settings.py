@@ -32,6 +32,7 @@ _WORDS = {
     "log_format": logs.FORMATS,
 }
 MAX_DRAFT_TOKENS = 32
+MAX_SHARDS = 64
 MAX_BRANCHES_ASKED = 256
 NO_SSD_COLOCATED = (
     "mode ssd needs a drafter that works while the target verifies, and colocate makes both take turns in one process;"
@@ -53,7 +54,8 @@ class ServeSettings:
     script of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
     `draft_prefill`: who reads prompts for a drafter on
     MLX (docs/coreml.md). `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft
-    worker that works ahead. `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
+    worker that works ahead. `shards`: so many ranks of the target on this machine, each with a part of each layer.
+    `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
     is done without after a fifth of that. `memory`: carry over from run to run what `auto` learned of this pair on
     this machine.
 
@@ -83,6 +85,7 @@ class ServeSettings:
     replay: Path | None = None
     simulate: Path | None = None
     colocate: bool = False
+    shards: int = 1
     worker_timeout: int = 10
     memory: bool = True
 
@@ -92,6 +95,7 @@ class ServeSettings:
         for name in ("threads", "max_active"):
             if getattr(self, name) is not None or name == "threads":
                 self._keep(name, values.whole(name, getattr(self, name), 1, 1024))
+        self._keep("shards", values.whole("shards", self.shards, 1, MAX_SHARDS))
         self._keep("max_waiting", values.whole("max_waiting", self.max_waiting, 0, 1_000_000))
         self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         if self.kv_memory is not None:
@@ -200,6 +204,7 @@ class Settings(TypedDict, total=False):
     replay: str | os.PathLike[str] | None
     simulate: str | os.PathLike[str] | None
     colocate: bool
+    shards: int
     worker_timeout: int
     memory: bool
 

@@ -74,7 +74,7 @@ class WorkerLink:
         self._patience = SILENT_WAITS
         _end_on_signals(self._by_hand)
         if parent_fd is not None:
-            threading.Thread(target=_end_with_parent, args=(parent_fd,), daemon=True, name="parent").start()
+            end_with_parent(parent_fd)
 
     def __enter__(self) -> WorkerLink:
         return self
@@ -229,8 +229,12 @@ def _end_on_signals(by_hand: bool) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # `outrider worker` kept it back for this moment
 
 
-def _end_with_parent(fd: int) -> None:
-    """Ends this process when the orchestrator's end of the pipe closes, however the orchestrator went."""
+def end_with_parent(fd: int) -> None:
+    """From now on this process ends when the orchestrator's end of the pipe closes, however the orchestrator went."""
+    threading.Thread(target=_wait_for_end, args=(fd,), daemon=True, name="parent").start()
+
+
+def _wait_for_end(fd: int) -> None:
     while os.read(fd, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

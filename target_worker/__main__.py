@@ -1,22 +1,68 @@
-"""`python -m outrider.target_worker`: loads the target, says HELLO, serves until told to stop."""
+"""`python -m outrider.target_worker`: loads the target, says HELLO, serves until told to stop.
+
+With `--shards` it starts further ranks of itself; with `--shard` it is one of those that something else has started.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.protocol import logs
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
-from outrider.protocol.worker_link import WorkerLink
+from outrider.protocol.worker_link import WorkerLink, end_with_parent
+from outrider.target_worker.local_ranks import RANK, LocalRanks
+
+if TYPE_CHECKING:
+    from outrider.target_worker.crew import Crew
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
     options = _parser().parse_args()
-    logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
+    process = f"{options.name} rank {os.environ.get(RANK, '')}".strip() if options.shard else options.name
+    logs.set_up(options.log_level, options.log_format, process, options.log_fd)
+    if options.shards == 1 and not options.shard:
+        return _serve(options, None)
+    try:
+        return _as_rank(options)
+    except OutriderError as error:
+        log.error("%s", error)
+        return error.exit_code
+
+
+def _as_rank(options: argparse.Namespace) -> int:
+    """One of several ranks: the first serves, the others follow it. Signals end it while it waits for the others."""
+    if options.parent_fd is not None:
+        end_with_parent(options.parent_fd)
+    with ExitStack() as stack:
+        local = None
+        if not options.shard:
+            inherited = [fd for fd in (options.parent_fd, options.log_fd) if fd is not None]
+            local = LocalRanks(options.shards, [*sys.argv[1:], "--shard"], inherited)
+            stack.callback(local.kill)
+        from outrider.engine.ranks import join
+        from outrider.target_worker.crew import Crew
+        from outrider.target_worker.follower import follow
+
+        ranks = join()
+        if ranks.rank > 0:
+            return follow(ranks, options.model)
+        crew = Crew(ranks, local)
+        stack.callback(crew.close)
+        return _serve(options, crew)
+
+
+def _serve(options: argparse.Namespace, crew: Crew | None) -> int:
     with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation) as link:
         try:
             link.send(Loading("target", "importing MLX"))
@@ -33,9 +79,10 @@ def main() -> int:
             def tell(stage: str) -> None:
                 link.send(Loading("target", stage))
 
-            model = load(options.model, progress=tell)
+            model = crew.load(options.model, tell) if crew is not None else load(options.model, progress=tell)
             tell("trying what the model can do")
             able, colocated = abilities(model), None
+            texts = crew.texts(options.model, model) if crew is not None else None
             if options.draft_model:
                 try:
                     colocated = Colocated(MlxDrafter.load(options.draft_model, tell))
@@ -44,11 +91,12 @@ def main() -> int:
             if colocated is not None:  # each load has set the limits for its own weights alone
                 memory.set_limits(model.weight_bytes + colocated.drafter.weight_bytes)
             pace = Pace(profile.target, complain=lambda why: link.send(Remark(link.name, why))) if profile else None
-            worker = TargetWorker(link, model, pace, colocated)
+            leader = crew.leader if crew is not None else None
+            worker = TargetWorker(link, model, pace, colocated, texts, leader)
         except OutriderError as error:
             return link.failed(error)
         drafts = f"drafting in this process with {options.draft_model}" if colocated else ""
-        note = f"simulating {profile.name}" if profile else drafts
+        notes = [f"simulating {profile.name}" if profile else drafts, crew.note if crew is not None else ""]
         hello = Hello(
             "target",
             options.name,
@@ -59,8 +107,8 @@ def main() -> int:
             model.vocab_size,
             model.context_length,
             model.parameters,
-            model.weight_bytes,
-            note,
+            model.weight_bytes * (leader.here if leader is not None else 1),
+            "; ".join(filter(None, notes)),
             able,
             worker.kv,
         )
@@ -79,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft-model", help="a model that drafts in this process, in turn with the target")
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
+    parser.add_argument("--shards", type=int, default=1, help="as many ranks on this machine, each a part of the model")
+    parser.add_argument("--shard", action="store_true", help="this is one of the ranks that mlx.launch has started")
     parser.add_argument("--parent-fd", type=int, default=None)
     parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
     parser.add_argument("--log-level", default="warning")

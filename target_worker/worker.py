@@ -18,6 +18,7 @@ from outrider.engine.open_texts import open_texts, text_cost
 from outrider.engine.pace import Pace
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.slots import PREFILL, Slot
+from outrider.engine.texts import Texts
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
@@ -42,6 +43,7 @@ from outrider.protocol.worker_link import WorkerLink
 from outrider.target_worker.batch import Batch, Settled, now
 from outrider.target_worker.colocated import Colocated, OwnDraft
 from outrider.target_worker.prompts import Prompts
+from outrider.target_worker.ranks import Leader
 from outrider.target_worker.running import Running, opening
 
 log = logging.getLogger(__name__)
@@ -54,15 +56,23 @@ CLEAR_EVERY = 256  # forwards
 class TargetWorker:
     """Serves requests from `link` with `model` until told to shut down.
 
-    `pace` holds its forwards to a profile; `colocated` drafts in this process.
+    `pace` holds its forwards to a profile; `colocated` drafts in this process. Of a model that several ranks share
+    `leader` leads the others and `texts` are theirs, too.
     """
 
     def __init__(
-        self, link: WorkerLink, model: LoadedModel, pace: Pace | None = None, colocated: Colocated | None = None
+        self,
+        link: WorkerLink,
+        model: LoadedModel,
+        pace: Pace | None = None,
+        colocated: Colocated | None = None,
+        texts: Texts | None = None,
+        leader: Leader | None = None,
     ) -> None:
         self._link = link
         self._model = model
-        self._texts = open_texts(model)
+        self._leader = leader
+        self._texts = texts or open_texts(model)
         self._batch = Batch(pace)
         self._colocated = colocated
         self._prompts = Prompts(PromptCache(text_cost(self._texts)), model.context_length)
@@ -148,7 +158,9 @@ class TargetWorker:
             self._fail(getattr(message, "request", None), error)
 
     def _fail(self, request: str | None, error: OutriderError) -> None:
-        """That request is lost, never the worker."""
+        """That request is lost, never the worker; a rank that has gone is the worker's loss, and no request's."""
+        if self._leader is not None:
+            self._leader.assure()
         running = self._running.get(request or "")
         about = {"request": request, "round": running.round + 1 if running is not None else None}
         log.warning("request %s failed: %s", request, error, extra=about)
@@ -220,6 +232,8 @@ class TargetWorker:
     def _allow(self, message: KvMemory) -> None:
         """So much memory for all texts, from now on; an own drafter has its share, by what a text takes there."""
         memory.set_limits(self._model.weight_bytes, message.limit)
+        if self._leader is not None:
+            self._leader.tell(message)
         limit = message.limit if message.prompt_cache else 0
         if self._colocated is not None:
             drafter = self._colocated.drafter

@@ -126,6 +126,8 @@ def worker_command(
         options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "auto" else []
     if role == "target" and settings.colocate:
         options += ["--draft-model", str(settings.draft_model)]
+    if role == "target" and settings.shards > 1:
+        options += ["--shards", str(settings.shards)]
     if settings.simulate is not None:
         options += ["--simulate", str(settings.simulate)]
     if parent_fd is not None:

@@ -17,6 +17,7 @@ from outrider.protocol.messages.clients import (
     Timings,
     WorkerStats,
 )
+from outrider.protocol.messages.ranks import RankHello, TextChange, TextFeed, TextForward
 from outrider.protocol.messages.rounds import (
     Branch,
     Branches,
@@ -76,6 +77,9 @@ Message = (
     | Cancel
     | StatsQuery
     | Stats
+    | RankHello
+    | TextChange
+    | TextForward
 )
 
 __all__ = [
@@ -104,6 +108,7 @@ __all__ = [
     "Prefilled",
     "Prepare",
     "Progress",
+    "RankHello",
     "Remark",
     "Resync",
     "RoundRecord",
@@ -112,6 +117,9 @@ __all__ = [
     "Started",
     "Stats",
     "StatsQuery",
+    "TextChange",
+    "TextFeed",
+    "TextForward",
     "Timings",
     "Verify",
     "Welcome",

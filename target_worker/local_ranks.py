@@ -1,0 +1,92 @@
+"""The further ranks of a target on this machine, as processes that rank 0 starts and that end with it.
+
+By MLX's ring over loopback: each finds the others in a file of addresses. Knows processes; nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.protocol.errors import WorkerError
+
+RANK, HOSTS = "MLX_RANK", "MLX_HOSTFILE"
+END_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class LocalRanks:
+    """Ranks 1.. of `size`, each this program with `arguments`; this process becomes rank 0 of them."""
+
+    def __init__(self, size: int, arguments: Sequence[str], inherited: Sequence[int]) -> None:
+        """`inherited`: descriptors that they need. Raises WorkerError when one can't be started."""
+        self._ending = False
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
+        hosts = Path(self._folder.name, "hosts.json")
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(size)]), encoding="utf-8")
+        os.environ.update({HOSTS: str(hosts), RANK: "0"})
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(1, size):
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-P", "-m", "outrider.target_worker", *arguments],
+                        stdin=subprocess.DEVNULL,
+                        env={**os.environ, RANK: str(rank)},
+                        pass_fds=inherited,
+                    )
+                )
+        except OSError as error:
+            self.kill()
+            raise WorkerError(f"a rank can't be started ({error}); expected {sys.executable} to run") from None
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
+
+    def met(self) -> None:
+        """All have found each other; nobody reads the addresses any more."""
+        self._folder.cleanup()
+
+    def kill(self) -> None:
+        """Ends them at once, those that are stopped, too."""
+        for process in self._processes:
+            process.kill()
+        self._folder.cleanup()
+
+    def expect_end(self) -> None:
+        """From now on they may end."""
+        self._ending = True
+
+    def close(self) -> None:
+        """Waits for them, who have been told to end; ends who does not."""
+        for process in self._processes:
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                break
+        self.kill()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """One that ends early ends all: the others may wait for it in a collective, and would for ever."""
+        code = process.wait()
+        if not self._ending:
+            log.error("rank %d ended with code %d; all ranks end", rank, code)
+            self.kill()
+            os._exit(WorkerError.exit_code)
+
+
+def _free_ports(count: int) -> list[int]:
+    """So many that nobody listens at by now."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
