@@ -23,7 +23,7 @@ def digest(folder: Path) -> str:
         try:
             with path.open("rb") as file:
                 _add(found, file)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ModelError(f"{path} is no safetensors file ({error!r}): fetch the model again") from error
     return found.hexdigest()
 

@@ -28,6 +28,7 @@ from outrider.protocol.messages import TextChange, TextFeed, TextForward
 
 log = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SharedCopy(Saved):
     """Rank 0's part of a copy that all have, `here` of them on this machine; they call it `number`."""

@@ -39,7 +39,7 @@ class Ranks:
         """What rank 0 tells through the collective; the others say nothing. Waits for all."""
         padded = mx.array(list(words.ljust(_ROOM, b"\0")), mx.int32)
         heard = self.from_first(padded if self.rank == 0 else mx.zeros_like(padded))
-        return bytes(map(int, heard.tolist())).rstrip(b"\0")  # type: ignore[arg-type, call-overload]
+        return bytes(map(int, heard.tolist())).rstrip(b"\0")  # type: ignore[arg-type]
 
     def share_out(self, model: nn.Module, model_type: str) -> None:
         """Leaves this rank its part of the model, which may still be unread.

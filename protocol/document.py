@@ -108,12 +108,11 @@ and no passwords of its own: serve TCP only on networks you trust.
 
 def page() -> str:
     """The whole document."""
-    workers = {name: cls for name, cls in MESSAGES.items() if not _is_clients(cls)}
-    clients = {name: cls for name, cls in MESSAGES.items() if _is_clients(cls)}
     parts = [HEAD]
     for title, group in (
-        ("Between the orchestrator and its workers", workers),
-        ("Between a client and the orchestrator", clients),
+        ("Between the orchestrator and its workers", {**_messages_of("workers"), **_messages_of("rounds")}),
+        ("Between the ranks of one target", _messages_of("ranks")),
+        ("Between a client and the orchestrator", _messages_of("clients")),
         ("Records inside messages", _records()),
     ):
         parts.append(f"## {title}\n")
@@ -121,8 +120,9 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _is_clients(cls: type) -> bool:
-    return cls.__module__ == "outrider.protocol.messages.clients"
+def _messages_of(file: str) -> dict[str, type]:
+    """Those of one file of protocol/messages/."""
+    return {name: cls for name, cls in MESSAGES.items() if cls.__module__.endswith(f".{file}")}
 
 
 def _records() -> dict[str, type]:

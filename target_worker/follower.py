@@ -1,4 +1,4 @@
-"""What a rank of a target does that is not rank 0: loads its part of the model, then makes each forward that it is told.
+"""What a rank other than rank 0 does: loads its part of the model, then makes every forward it is told.
 
 It runs what rank 0 runs, up to where rank 0 opens its first text; knows nothing of requests, tokens' choice or the
 orchestrator.

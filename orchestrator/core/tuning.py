@@ -92,6 +92,7 @@ def _pair(settings: ServeSettings) -> list[object]:
         settings.threads,
         os.cpu_count(),
     ]
+    what += [f"{settings.shards} ranks"] if settings.shards > 1 else []
     return what if settings.simulate is None else [*what, str(settings.simulate.resolve())]
 
 

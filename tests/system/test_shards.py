@@ -1,0 +1,111 @@
+"""A target of two ranks says what the target of one process says, and a rank's death is a pause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.engine.loading import LoadedModel, load
+from outrider.orchestrator import GenerationResult, Grammar, LocalCluster, SamplingParams
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.protocol.errors import WorkerError
+from outrider.target_worker.certificate import Claim, certify
+
+LIMIT = 120.0
+PROMPT = "def fibonacci(n):"
+LONG_FORM = bool(os.environ.get("OUTRIDER_RANKS"))
+GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+SAMPLED = replace(GREEDY, temp=0.8, seed=5, top_p=0.95, repetition_penalty=1.1)
+HELD = SamplingParams(max_tokens=32, temp=0.8, seed=7, grammar=Grammar("regex", "(ab|cd|[0-9]{3}){20,40}"))
+TOLD = replace(SAMPLED, seed=6, logprobs=2)
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes below /proc")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(shards=2, max_active=4, worker_timeout=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def whole() -> LoadedModel:
+    return load(EMBEDDED_TARGET)
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return load_codec(find_model(str(EMBEDDED_TARGET)))
+
+
+def check(whole: LoadedModel, codec: TextCodec, sampling: SamplingParams, result: GenerationResult) -> None:
+    """Each token is what one process with all weights says there; or, sums over ranks rounding otherwise, says too."""
+    claim = Claim("", codec.encode(PROMPT), result.token_ids, sampling, tuple(codec.eos))
+    report = certify(whole, claim)
+    assert not report.mismatches and report.identical + len(report.ties) == len(result.token_ids) == sampling.max_tokens
+
+
+def ranks(cluster: LocalCluster) -> list[int]:
+    """The process ids of the target's ranks, rank 0 first; none while it is away."""
+    target = next(worker for worker in cluster.client().stats().workers if worker.role == "target")
+    if target.state != "ready":
+        return []
+    return [target.pid, *map(int, Path(f"/proc/{target.pid}/task/{target.pid}/children").read_text().split())]
+
+
+def until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"{left} are left behind"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_two_ranks_say_what_one_process_says(
+    cluster: LocalCluster, whole: LoadedModel, codec: TextCodec, temp: float
+) -> None:
+    """In every mode, four at once, which share forwards; each begins with what those before have read."""
+    client, asked = cluster.client(LIMIT), replace(SAMPLED, temp=temp)
+    alone = client.generate(PROMPT, asked, mode="ar")
+    check(whole, codec, asked, alone)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda mode: client.generate(PROMPT, asked, mode=mode), ("ar", "sd", "ssd", "auto")))
+    for result in found:
+        check(whole, codec, asked, result)
+    assert len(ranks(cluster)) == 2
+
+
+def test_a_rank_s_death_is_a_pause_and_leaves_no_rank_behind(
+    cluster: LocalCluster, whole: LoadedModel, codec: TextCodec
+) -> None:
+    """Rank 1 is killed in the middle of a text; in the long form rank 0 too, and rank 1 is stopped."""
+    client = cluster.client(LIMIT)
+    deaths = [(1, signal.SIGKILL, HELD), (0, signal.SIGKILL, TOLD), (1, signal.SIGSTOP, GREEDY)]
+    for rank, number, sampling in deaths if LONG_FORM else deaths[:1]:
+        while not (before := ranks(cluster)):
+            time.sleep(0.02)
+        stream = client.stream(PROMPT, sampling, mode="ssd")
+        for count, _ in enumerate(stream):
+            if count == 2:
+                os.kill(before[rank], number)
+        assert stream.result.timings.resumed == 1
+        check(whole, codec, sampling, stream.result)
+        until_gone(before)
+
+
+@pytest.mark.skipif(not LONG_FORM, reason="starts two more clusters; OUTRIDER_RANKS=1 does")
+def test_a_drafter_may_live_in_rank_0_and_what_can_t_be_shared_is_refused(whole: LoadedModel, codec: TextCodec) -> None:
+    with LocalCluster(shards=2, colocate=True) as cluster:
+        check(whole, codec, SAMPLED, cluster.client(LIMIT).generate(PROMPT, SAMPLED, mode="sd"))
+        left = ranks(cluster)
+    until_gone(left)
+    with pytest.raises(WorkerError, match="this llama model can't be shared out among 3 ranks"):
+        LocalCluster(shards=3, draft_backend="none", mode="ar")
