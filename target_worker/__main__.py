@@ -47,7 +47,7 @@ def _as_rank(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         local = None
         if not options.shard:
-            inherited = [fd for fd in (options.parent_fd, options.log_fd) if fd is not None]
+            inherited = [options.log_fd] if options.log_fd is not None else []
             local = LocalRanks(options.shards, [*sys.argv[1:], "--shard"], inherited)
             stack.callback(local.kill)
         from outrider.engine.ranks import join

@@ -25,11 +25,15 @@ log = logging.getLogger(__name__)
 
 
 class LocalRanks:
-    """Ranks 1.. of `size`, each this program with `arguments`; this process becomes rank 0 of them."""
+    """Ranks 1.. of `size`, each this program with `arguments`; this process becomes rank 0 of them.
+
+    Each holds the read end of a pipe of rank 0's as its parent's: however that one goes, it ends.
+    """
 
     def __init__(self, size: int, arguments: Sequence[str], inherited: Sequence[int]) -> None:
-        """`inherited`: descriptors that they need. Raises WorkerError when one can't be started."""
+        """`inherited`: further descriptors that they need. Raises WorkerError when one can't be started."""
         self._ending = False
+        theirs, self._lifeline = os.pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
         hosts = Path(self._folder.name, "hosts.json")
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(size)]), encoding="utf-8")
@@ -39,15 +43,17 @@ class LocalRanks:
             for rank in range(1, size):
                 self._processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-P", "-m", "outrider.target_worker", *arguments],
+                        [sys.executable, "-P", "-m", "outrider.target_worker", *arguments, "--parent-fd", str(theirs)],
                         stdin=subprocess.DEVNULL,
                         env={**os.environ, RANK: str(rank)},
-                        pass_fds=inherited,
+                        pass_fds=[theirs, *inherited],
                     )
                 )
         except OSError as error:
             self.kill()
             raise WorkerError(f"a rank can't be started ({error}); expected {sys.executable} to run") from None
+        finally:
+            os.close(theirs)
         for rank, process in enumerate(self._processes, start=1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
 

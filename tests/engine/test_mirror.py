@@ -86,7 +86,7 @@ def test_a_follower_remembers_what_rank_0_remembers(tiny_model: Callable[..., Pa
     """Texts come and go, are fed together, marked, cut, copied into others and dropped; some tokens are unread."""
     two, draws = Two(tiny_model(family)), random.Random(1)
     lines, copies = [two.texts.open()], list[Any]()
-    for step in range(60):
+    for step in range(40):
         if len(lines) < 4 and draws.random() < 0.4:
             lines.append(two.texts.open())
             if copies and draws.random() < 0.5:

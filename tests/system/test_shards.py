@@ -22,9 +22,9 @@ from outrider.target_worker.certificate import Claim, certify
 LIMIT = 120.0
 PROMPT = "def fibonacci(n):"
 LONG_FORM = bool(os.environ.get("OUTRIDER_RANKS"))
-GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 SAMPLED = replace(GREEDY, temp=0.8, seed=5, top_p=0.95, repetition_penalty=1.1)
-HELD = SamplingParams(max_tokens=32, temp=0.8, seed=7, grammar=Grammar("regex", "(ab|cd|[0-9]{3}){20,40}"))
+HELD = SamplingParams(max_tokens=20, temp=0.8, seed=7, grammar=Grammar("regex", "(ab|cd|[0-9]{3}){20,40}"))
 TOLD = replace(SAMPLED, seed=6, logprobs=2)
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes below /proc")
@@ -72,10 +72,8 @@ def until_gone(pids: list[int]) -> None:
 def test_two_ranks_say_what_one_process_says(
     cluster: LocalCluster, whole: LoadedModel, codec: TextCodec, temp: float
 ) -> None:
-    """In every mode, four at once, which share forwards; each begins with what those before have read."""
+    """In every mode, four at once, which share forwards."""
     client, asked = cluster.client(LIMIT), replace(SAMPLED, temp=temp)
-    alone = client.generate(PROMPT, asked, mode="ar")
-    check(whole, codec, asked, alone)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda mode: client.generate(PROMPT, asked, mode=mode), ("ar", "sd", "ssd", "auto")))
     for result in found:
