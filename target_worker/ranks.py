@@ -1,8 +1,8 @@
 """The ranks of one target: how rank 0 and the others find each other, what they say, and what ends all of them.
 
 Rank 0 tells where it listens through the collective, so that whatever started the ranks need not know; from then on
-they speak by ZeroMQ. A rank that waits in a collective hears nothing and is not told that another has died: a second
-thread watches the connections and ends the process with them, whatever its first thread does. Knows nothing of texts.
+they speak by ZeroMQ. A rank that waits in a collective hears nothing, not even that another has died: a second thread
+watches a connection between the two, and ends the process with it. Knows nothing of texts.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from outrider.engine.ranks import Ranks
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ModelError, OutriderError, WorkerError
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, RankHello, Shutdown, Welcome
 
-HEARTBEAT_MS, SILENCE_MS = 2_000, 20_000
 ANSWER_MS = 10_000
 FAREWELL_MS = 5_000
+STRANGER_SECONDS = 5.0
+# A host that is gone without a word is missed after 2 s of silence and four questions, a second each.
+IDLE = getattr(socket, "TCP_KEEPIDLE", 0x10)  # macOS has it by another name
+KEPT_ALIVE = {IDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 4}
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +46,20 @@ def own_address() -> str:
 
 
 class Line:
-    """A rank's end of the sockets between ranks. `when_lost` is done before this process ends with another rank."""
+    """A rank's end of what is between ranks: a socket for words, and a connection whose end is another rank's.
+
+    `when_lost` is done before this process ends with another rank.
+    """
 
     def __init__(self, kind: int, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
         self.ranks = ranks
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         key, self._socket.curve_secretkey = zmq.curve_keypair()
         self._key, self._socket.curve_publickey = key.decode(), key
+        self._lifelines: list[socket.socket] = []
         self._ending, self._when_lost = False, when_lost
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        threading.Thread(target=self._watch, args=(monitor,), daemon=True, name="ranks").start()
 
     def end(self) -> None:
         """From now on nobody minds who goes."""
@@ -64,21 +67,24 @@ class Line:
 
     def close(self) -> None:
         self.end()
-        self._socket.disable_monitor()
         self._socket.close()
+        for lifeline in self._lifelines:
+            with suppress(OSError):
+                lifeline.shutdown(socket.SHUT_RDWR)
 
-    def _watch(self, monitor: zmq.Socket[bytes]) -> None:
-        """A rank that was connected and is not any more ends this one."""
-        connected = set()
-        with suppress(zmq.ZMQError):
-            while True:
-                event = recv_monitor_message(monitor)
-                if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    connected.add(event["value"])
-                elif event["event"] == zmq.EVENT_MONITOR_STOPPED:
-                    return
-                elif event["value"] in connected and not self._ending:
-                    self._lose()
+    def _watch(self, lifeline: socket.socket) -> None:
+        """From now on the end of this connection ends this process, whatever its first thread waits for."""
+        lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEPT_ALIVE.items():
+            lifeline.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._lifelines.append(lifeline)
+        threading.Thread(target=self._wait_for_end, args=(lifeline,), daemon=True, name="rank").start()
+
+    def _wait_for_end(self, lifeline: socket.socket) -> None:
+        with lifeline, suppress(OSError):
+            lifeline.recv(1)
+        if not self._ending:
+            self._lose()
 
     def _lose(self) -> None:
         log.error("rank %d of %d lost another rank; all ranks end", self.ranks.rank, self.ranks.size)
@@ -92,18 +98,42 @@ class Leader(Line):
     def __init__(self, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
         """Waits until all ranks have come so far. Raises WorkerError where no socket can be opened."""
         super().__init__(zmq.ROUTER, ranks, when_lost)
-        address = own_address()
+        self._secret, address = secrets.token_bytes(16), own_address()
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             port = self._socket.bind_to_random_port(f"tcp://{address}")
-        except zmq.ZMQError as error:
+            self._door = socket.create_server((address, 0))
+        except (zmq.ZMQError, OSError) as error:
             raise WorkerError(
                 f"rank 0 can't listen at {address} ({error}); expected an address of this host first in the hostfile"
             ) from None
-        # Nobody else is told the key, so nobody else gets past the handshake.
-        ranks.told(json.dumps([f"tcp://{address}:{port}", self._key]).encode())
+        threading.Thread(target=self._let_in, daemon=True, name="ranks").start()
+        # Nobody else is told the key and the secret, so nobody else gets in.
+        told = [address, port, self._door.getsockname()[1], self._key, self._secret.hex()]
+        ranks.told(json.dumps(told).encode())
         self.here = 1
+
+    def _let_in(self) -> None:
+        """Watches the connection of each rank; strangers are sent away."""
+        left = self.ranks.size - 1
+        with self._door, suppress(OSError):
+            while left:
+                lifeline, _ = self._door.accept()
+                if self._knows(lifeline):
+                    self._watch(lifeline)
+                    left -= 1
+                else:
+                    lifeline.close()
+
+    def _knows(self, lifeline: socket.socket) -> bool:
+        lifeline.settimeout(STRANGER_SECONDS)
+        try:
+            said = lifeline.recv(len(self._secret), socket.MSG_WAITALL)
+        except OSError:
+            return False
+        lifeline.settimeout(None)
+        return secrets.compare_digest(said, self._secret)
 
     def admit(self, own: RankHello) -> None:
         """Waits for each rank's hello; `here` says from then on how many are on this machine.
@@ -150,10 +180,13 @@ class Leader(Line):
             left -= isinstance(decode_all(self._socket.recv_multipart()[1:])[0], Pong)
 
     def close(self) -> None:
-        """Ends the others in order."""
+        """Ends the others in order, who have a while to answer."""
         self.end()
         with suppress(zmq.ZMQError):
             self.tell(Shutdown())
+            left = self.ranks.size - 1
+            while left and self._socket.poll(FAREWELL_MS):
+                left -= isinstance(decode_all(self._socket.recv_multipart()[1:])[0], Shutdown)
         super().close()
 
     def _from_all(self) -> Iterable[Message]:
@@ -172,11 +205,16 @@ class Member(Line):
     def __init__(self, ranks: Ranks) -> None:
         """Waits until all ranks have come so far."""
         super().__init__(zmq.DEALER, ranks)
-        endpoint, key = json.loads(ranks.told(b""))
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        address, port, door, key, secret = json.loads(ranks.told(b""))
         self._socket.setsockopt(zmq.IDENTITY, _name(ranks.rank))
         self._socket.curve_serverkey = key.encode()
-        self._socket.connect(endpoint)
+        self._socket.connect(f"tcp://{address}:{port}")
+        try:
+            lifeline = socket.create_connection((address, door))
+            lifeline.sendall(bytes.fromhex(secret))
+        except OSError as error:
+            raise WorkerError(f"rank 0 can't be reached at {address} ({error}); expected hosts that reach it") from None
+        self._watch(lifeline)
 
     def enter(self, own: RankHello) -> None:
         """Returns when all ranks may load; where rank 0 finds that they don't go together this process ends."""
@@ -191,12 +229,19 @@ class Member(Line):
         """What rank 0 tells next; waits."""
         return decode_all(self._socket.recv_multipart())
 
+    def close(self) -> None:
+        """Ends as rank 0 has told."""
+        self.end()
+        self.say(Shutdown())
+        super().close()
+
     def failed(self, error: OutriderError) -> int:
         """Rank 0 hears why this one can't go on, and has a while to tell; the code to exit with."""
         log.error("%s", error)
         self.end()
         self.say(Fault(_name(self.ranks.rank).decode(), None, str(error)))
         self._socket.poll(FAREWELL_MS)
+        self.close()
         return error.exit_code
 
 

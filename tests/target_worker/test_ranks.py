@@ -1,0 +1,160 @@
+"""Ranks find each other, must be of one kind, and all end with any one of them."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from outrider.protocol.errors import ModelError, WorkerError
+from outrider.protocol.messages import Fault, Hello, Ping, Pong, RankHello, Shutdown, TextChange, Welcome
+from outrider.target_worker import ranks
+from outrider.target_worker.ranks import Leader, Line, Member
+
+LIMIT = 20.0
+HELLO = RankHello(0, 2, "studio", "outrider 1, mlx 2", "abc")
+FOUND = Hello("target", "rank 0", 0, 1, "mlx", "m", 10, 100, 5, 5)
+
+
+class Collective:
+    """What the first of two says the second hears."""
+
+    size = 2
+
+    def __init__(self, rank: int, words: queue.Queue[bytes]) -> None:
+        self.rank, self._words = rank, words
+
+    def told(self, words: bytes) -> bytes:
+        if self.rank:
+            return self._words.get(timeout=LIMIT)
+        self._words.put(words)
+        return words
+
+
+@contextmanager
+def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Iterator[tuple[Leader, Member]]:
+    """Both, the second let in; before it come `strangers` who say this."""
+    monkeypatch.setattr(ranks, "own_address", lambda: "127.0.0.1")
+    words = queue.Queue[bytes]()
+    first: Any = Collective(0, words)
+    second: Any = Collective(1, words)
+    with closing(Leader(first)) as leader:
+        for said in strangers:
+            with socket.create_connection(leader._door.getsockname()) as stranger:
+                stranger.sendall(said)
+        with closing(Member(second)) as member:
+            try:
+                yield leader, member
+            finally:
+                leader.end()
+                member.end()
+
+
+def meet(leader: Leader, member: Member) -> None:
+    member.say(HELLO)
+    leader._socket.recv_multipart()
+    while not leader._lifelines:
+        time.sleep(0.001)
+
+
+def die(line: Line) -> None:
+    """What the system does with a process's connections."""
+    line.end()
+    for lifeline in line._lifelines:
+        lifeline.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_rank_of_the_same_kind_is_let_in_and_hears_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with two(monkeypatch) as (leader, member):
+        entering = threading.Thread(target=member.enter, args=(replace(HELLO, rank=1, host="book"),))
+        entering.start()
+        leader.admit(HELLO)
+        entering.join(LIMIT)
+        assert leader.here == 1
+        leader.tell(TextChange("open", 3), TextChange("mark", 3))
+        assert member.hear() == [TextChange("open", 3), TextChange("mark", 3)]
+        member.say(FOUND)
+        leader.agree(replace(FOUND, name="another", pid=7))
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (replace(HELLO, rank=1, weights="abd"), "rank 1 runs with the weights: abd, and rank 0: abc"),
+        (
+            replace(HELLO, rank=1, runs="outrider 2"),
+            "rank 1 runs with the releases: outrider 2, and rank 0: outrider 1",
+        ),
+        (replace(HELLO, rank=1, size=3), "rank 1 runs as one of so many ranks: 3, and rank 0: 2"),
+        (Fault("1", None, "no model at /m"), "rank 1: no model at /m"),
+        (Welcome("x"), "a rank began with Welcome"),
+    ],
+)
+def test_a_rank_of_another_kind_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch, said: Any, why: str) -> None:
+    with two(monkeypatch) as (leader, member):
+        member.say(said)
+        with pytest.raises(WorkerError, match=why):
+            leader.admit(HELLO)
+
+
+def test_ranks_must_find_the_model_able_to_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with two(monkeypatch) as (leader, member):
+        member.say(replace(FOUND, note="texts one after the other"))
+        with pytest.raises(ModelError, match="expected machines of one kind"):
+            leader.agree(FOUND)
+
+
+def test_rank_0_knows_when_all_have_done_what_they_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with two(monkeypatch) as (leader, member):
+        meet(leader, member)
+        asking = threading.Thread(target=leader.assure)
+        asking.start()
+        assert member.hear() == [Ping(0)] and asking.is_alive()
+        member.say(Pong("rank", 0, 5))
+        asking.join(LIMIT)
+        assert not asking.is_alive()
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when this process would have ended."""
+    found = threading.Event()
+    monkeypatch.setattr(ranks.os, "_exit", lambda code: found.set())  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("goes", ["first", "second"])
+def test_who_loses_another_rank_ends_whatever_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, ended: threading.Event, goes: str
+) -> None:
+    with two(monkeypatch) as (leader, member):
+        meet(leader, member)
+        going = leader if goes == "first" else member
+        die(going)
+        assert ended.wait(LIMIT)
+
+
+def test_strangers_come_and_go(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
+    with two(monkeypatch, (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 16)) as (leader, member):
+        meet(leader, member)
+        assert not ended.is_set()
+        die(member)
+        assert ended.wait(LIMIT)
+
+
+def test_an_orderly_end_is_no_loss(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
+    with two(monkeypatch) as (leader, member):
+        meet(leader, member)
+        ending = threading.Thread(target=leader.close)
+        ending.start()
+        assert member.hear() == [Shutdown()]
+        member.close()
+        ending.join(LIMIT)
+    assert not ended.is_set()
