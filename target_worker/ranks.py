@@ -232,7 +232,8 @@ class Member(Line):
     def close(self) -> None:
         """Ends as rank 0 has told."""
         self.end()
-        self.say(Shutdown())
+        if not self._socket.closed:
+            self.say(Shutdown())
         super().close()
 
     def failed(self, error: OutriderError) -> int:
