@@ -184,7 +184,7 @@ class DraftWorker:
                 message.eos,
                 self._fan_out,
                 self._calibration,
-                cached=max(round(message.branches / (message.depth + 1)), 1),
+                cached=max(round((message.skip + message.branches) / (message.depth + 1)), 1),
                 progress=progress,
                 constraint=self._constraint(message),
             )
@@ -202,7 +202,7 @@ class DraftWorker:
                 )
             )
         self._report()
-        work.commit((), message.verifying, message.depth, message.branches)
+        work.commit((), message.verifying, message.depth, message.branches, message.skip)
         newest = Commit(
             request=message.request,
             epoch=message.epoch,
@@ -212,6 +212,7 @@ class DraftWorker:
             verifying=message.verifying,
             depth=message.depth,
             branches=message.branches,
+            skip=message.skip,
         )
         self._drafting[message.request] = Drafting(work, message.epoch, newest, committed_ns=clock.now())
 
@@ -293,7 +294,7 @@ class DraftWorker:
         if message.verifying is not None and drafting.newest.verifying and message.round == drafting.newest.round + 1:
             self._together.capacity.round((now_ns - drafting.committed_ns) / clock.MILLISECOND_NS)
         drafting.committed_ns = now_ns
-        drafting.work.commit(message.tokens, message.verifying, message.depth, message.branches)
+        drafting.work.commit(message.tokens, message.verifying, message.depth, message.branches, message.skip)
         drafting.newest = message
         drafting.owed = message.verifying is None and message.depth > 0
 

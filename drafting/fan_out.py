@@ -78,11 +78,23 @@ def ranked(points: Sequence[Point | None], calibration: Calibration) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A request's: `branches` outcomes to be prepared for, `depth` deep, at these fork points (None: not known yet)."""
+    """A request's: `branches` outcomes to be prepared for, `depth` deep, at these fork points (None: not known yet).
+
+    The `skip` likeliest are other drafters'.
+    """
 
     points: Sequence[Point | None]
     branches: int
     depth: int
+    skip: int = 0
+
+
+def ranks(wish: Wish, branches: int, policy: FanOut, calibration: Calibration) -> list[range]:
+    """Which bonus candidates to prepare for at each fork point: `branches` of them, those a policy would add to the
+    `skip` likeliest."""
+    until = policy(wish.points, wish.skip + branches, calibration)
+    since = policy(wish.points, wish.skip, calibration) if wish.skip else [0] * len(until)
+    return [range(first, last) for first, last in zip(since, until, strict=True)]
 
 
 def shares(wishes: Sequence[Wish], budget: int | None, calibration: Calibration) -> list[int]:
@@ -93,15 +105,15 @@ def shares(wishes: Sequence[Wish], budget: int | None, calibration: Calibration)
     if budget is None or sum(wish.branches for wish in wishes) <= budget:
         return [wish.branches for wish in wishes]
     counts = [min(wish.branches, 1) for wish in wishes]
-    others = (islice(_by(index, wish, calibration), 1, wish.branches) for index, wish in enumerate(wishes))
+    others = (_by(index, wish, calibration) for index, wish in enumerate(wishes))
     for _, index in islice(heapq.merge(*others), max(budget - sum(counts), 0)):
         counts[index] += 1
     return counts
 
 
 def _by(index: int, wish: Wish, calibration: Calibration) -> Iterator[tuple[float, int]]:
-    """One request's branches as `heapq.merge` takes them: the least number first."""
-    for gain, _ in ranked(wish.points, calibration):
+    """One request's branches but its first as `heapq.merge` takes them: the least number first."""
+    for gain, _ in islice(ranked(wish.points, calibration), wish.skip + 1, wish.skip + wish.branches):
         yield -gain, index
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from outrider.drafting.calibration import MAX_RANK, Calibration, Point
 from outrider.drafting.drafter import DrawingTree, TokenTree, TreeFeed
-from outrider.drafting.fan_out import FanOut, Wish
+from outrider.drafting.fan_out import FanOut, Wish, ranks
 from outrider.protocol.messages import Branch
 from outrider.protocol.sparse import SparseQ
 
@@ -74,16 +74,17 @@ class Plan:
 
     `spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes as
     far as they are fed; `unfed` is the rest of the chain. `thoughts[k]` are what the drafter would place there, None
-    until that was looked at. `counts[k]` is F_k, of `branches` in all; `unforked` are the k whose branches are not
-    begun.
+    until that was looked at. `ranks[k]` are those that get a branch, `branches` in all behind the `skip` likeliest;
+    `unforked` are the k whose branches are not begun.
     """
 
     chain: tuple[int, ...]
     spine: list[int]
     depth: int
     branches: int
+    skip: int
     thoughts: list[Thought | None]
-    counts: list[int] = field(default_factory=list)
+    ranks: list[range] = field(default_factory=list)
     unfed: tuple[int, ...] = ()
     unforked: list[int] = field(default_factory=list)
     growing: list[Growing] = field(default_factory=list)
@@ -97,11 +98,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a commit asks for: `branches` outcomes of the chain `verifying`, `depth` deep; with None, nothing."""
+    """What a commit asks for: `branches` outcomes of the chain `verifying`, `depth` deep; with None, nothing.
+
+    The `skip` likeliest are other drafters'.
+    """
 
     verifying: tuple[int, ...] | None
     depth: int
     branches: int
+    skip: int = 0
 
 
 class WorkAhead:
@@ -147,15 +152,18 @@ class WorkAhead:
             return bool(self._behind)
         return bool(not plan.begun or plan.unfed or plan.unforked or plan.growing)
 
-    def commit(self, tokens: Sequence[int], verifying: Sequence[int] | None, depth: int, branches: int) -> None:
+    def commit(
+        self, tokens: Sequence[int], verifying: Sequence[int] | None, depth: int, branches: int, skip: int = 0
+    ) -> None:
         """Makes `tokens` final, then plans the outcomes of the chain `verifying`: `branches` of them, `depth` deep.
 
+        They are those behind the `skip` likeliest, which others prepare.
         What was drafted along that path is kept, all else is dropped. Near the end of the context branches get shorter,
         then none are prepared. `verifying` None plans nothing. Makes no forward: of several commits in a row only the
         last one's work is done.
         """
         self._learn(tokens)
-        self._wanted = Wanted(None if verifying is None else tuple(verifying), depth, branches)
+        self._wanted = Wanted(None if verifying is None else tuple(verifying), depth, branches, skip)
         if not self._behind:
             known = self._known(tokens)
             self.tree.commit(known)
@@ -180,15 +188,16 @@ class WorkAhead:
     def wish(self) -> Wish | None:
         """How many branches the new plan wants, and where; None: it has its share, or wants none."""
         plan = self._plan
-        if self._behind or plan is None or plan.counts or not plan.unforked:
+        if self._behind or plan is None or plan.ranks or not plan.unforked:
             return None
         self._look(plan, [k for k in plan.unforked if k < len(plan.spine)])
-        return Wish([thought.point if thought else None for thought in plan.thoughts], plan.branches, plan.depth)
+        points = [thought.point if thought else None for thought in plan.thoughts]
+        return Wish(points, plan.branches, plan.depth, plan.skip)
 
     def grant(self, wish: Wish, branches: int) -> None:
         """Shares `branches` out over the fork points of its wish."""
         if self._plan is not None:
-            self._plan.counts = self._fan_out(wish.points, branches, self._calibration)
+            self._plan.ranks = ranks(wish, branches, self._fan_out, self._calibration)
 
     def advance(self) -> Steps[Ready | None]:
         """One forward: what the chain still lacks is fed, every branch grows one token, new forks begin.
@@ -230,9 +239,10 @@ class WorkAhead:
         if chain is None:
             return
         known = self._walk(self.tree.root, chain)
-        depth, branches = min(self._wanted.depth, self.tree.room - len(chain) - 1), self._wanted.branches
-        plan = self._plan = Plan(chain, [self.tree.root, *known], depth, branches, [None] * (len(chain) + 1))
-        if depth > 0 and branches > 0:
+        wanted, depth = self._wanted, min(self._wanted.depth, self.tree.room - len(chain) - 1)
+        thoughts: list[Thought | None] = [None] * (len(chain) + 1)
+        plan = self._plan = Plan(chain, [self.tree.root, *known], depth, wanted.branches, wanted.skip, thoughts)
+        if depth > 0 and wanted.branches > 0:
             plan.unfed = chain[len(known) :]
             plan.unforked = list(range(len(chain) + 1))
 
@@ -258,14 +268,15 @@ class WorkAhead:
         self._look(plan, [k for k in ready if plan.thoughts[k] is None])
         for k in ready:
             thought = plan.thoughts[k]
-            for bonus in thought.bonuses[: plan.counts[k]] if thought else ():
+            wanted = plan.ranks[k]
+            for bonus in thought.bonuses[wanted.start : wanted.stop] if thought else ():
                 self._begin(plan, k, bonus)
 
     def _look(self, plan: Plan, points: Sequence[int]) -> None:
         """What the drafter thinks at these fork points: never the chain's own token, never EOS."""
         if not points:
             return
-        wide = max(plan.branches, MAX_RANK) + 1 + len(self._eos)
+        wide = max(plan.skip + plan.branches, MAX_RANK) + 1 + len(self._eos)
         found = self.tree.candidates([plan.spine[k] for k in points], wide)
         for k, candidates in zip(points, found, strict=True):
             own = plan.own(k)

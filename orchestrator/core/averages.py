@@ -11,11 +11,12 @@ PRIOR_SPREAD = 32.0
 class Average:
     """An exponential moving average that starts with its first value."""
 
-    def __init__(self) -> None:
+    def __init__(self, smoothing: float = SMOOTHING) -> None:
         self.value: float | None = None
+        self._smoothing = smoothing
 
     def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
+        self.value = value if self.value is None else self.value + self._smoothing * (value - self.value)
 
 
 class Slope:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.dispatch import Workers
 from outrider.orchestrator.core.ngram import NgramIndex
+from outrider.orchestrator.core.part import Part
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.round_records import RoundRecords
@@ -19,13 +20,13 @@ def begun(admit: Admit, workers: Workers, planner: Planner, now_ns: int) -> Requ
     if not workers.target_abilities.chains:
         admit = replace(admit, mode="ar")
     drafters = workers.drafters() if admit.mode != "ar" else set()
-    plan, notes = planner.first_plan(admit, bool(drafters))
+    plan, notes = planner.first_plan(admit, len(drafters))
     return Request(
         admit,
         plan,
         tokens=[*admit.tokens, *admit.said],
         ngrams=NgramIndex(),
-        drafters=drafters,
+        drafters={name: Part() for name in sorted(drafters)},
         heard_ns=now_ns,
         account=Account(admitted_ns=now_ns),
         records=RoundRecords(now_ns) if admit.rounds else None,

@@ -1,6 +1,6 @@
-"""What the workers are told about a request: OPEN, VERIFY, HALT, PREPARE, COMMIT, CLOSE.
+"""What the target is told about a request: OPEN, VERIFY, HALT, PREPARE, CLOSE. The drafters are the crew's.
 
-Knows which words a request's state makes; decides nothing. Keeps no state but the request's `untold`.
+Knows which words a request's state makes; decides nothing and keeps no state.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import numpy as np
 
 from outrider.orchestrator.core.limits import growth
 from outrider.orchestrator.core.request import Request
-from outrider.orchestrator.core.told import Told
 from outrider.protocol.abilities import Abilities
-from outrider.protocol.fields import MAX_COMMIT
-from outrider.protocol.messages import Close, Commit, Halt, Message, Open, Prepare, Verify
+from outrider.protocol.messages import Close, Halt, Message, Open, Prepare, Verify
 
 
 class Workers(Protocol):
@@ -56,19 +54,13 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Sends a request's state to the target and its drafters; what drafters are told is noted."""
+    """Sends a request's state to the target."""
 
     workers: Workers
-    told: Told
 
     def open(self, request: Request) -> None:
-        """All read the committed tokens; the target's answer is the outcome of an empty chain."""
-        self.workers.send_target(_opening(request, None))
-        self.open_drafters(request)
-
-    def open_drafters(self, request: Request) -> None:
-        """All drafters anew, when one has missed something: they are told the same from there on."""
-        self._open_drafters(request, _verifying(request))
+        """It reads the committed tokens; its answer is the outcome of an empty chain."""
+        self.workers.send_target(opening(request, None))
 
     def verify(self, request: Request) -> None:
         """The request's proposal, in its round."""
@@ -111,45 +103,12 @@ class Dispatch:
             )
         )
 
-    def commit(self, request: Request, round_number: int, verifying: tuple[int, ...] | None, depth: int) -> None:
-        """COMMIT; drafters that were not told for longer than a message holds are opened anew first."""
-        if len(request.untold) > MAX_COMMIT:
-            self._open_drafters(request, None)
-        message = Commit(
-            request=request.id,
-            epoch=request.epoch,
-            round=round_number,
-            base_len=len(request.tokens),
-            tokens=tuple(request.untold),
-            verifying=verifying,
-            depth=depth,
-            branches=request.branches,
-        )
-        request.untold = []
-        for name in request.drafters:
-            self._tell(name, message)
-
     def close(self, request: Request) -> None:
         self.workers.send_target(Close(request.id))
-        for name in request.drafters:
-            self.workers.send_drafter(name, Close(request.id))
-
-    def _open_drafters(self, request: Request, verifying: tuple[int, ...] | None) -> None:
-        request.untold = []
-        for name in request.drafters:
-            self._tell(name, _opening(request, verifying))
-
-    def _tell(self, drafter: str, message: Open | Commit) -> None:
-        self.told.note(drafter, message)
-        self.workers.send_drafter(drafter, message)
 
 
-def _verifying(request: Request) -> tuple[int, ...] | None:
-    """The chain whose outcomes a drafter is to prepare; None: it only reads."""
-    return request.proposal.chain if request.mode == "ssd" and not request.proposal.going_on else None
-
-
-def _opening(request: Request, verifying: tuple[int, ...] | None) -> Open:
+def opening(request: Request, verifying: tuple[int, ...] | None, ranks: range = range(0)) -> Open:
+    """The text so far; for a drafter, the outcomes that it is to prepare of what the target verifies."""
     return Open(
         request=request.id,
         epoch=request.epoch,
@@ -158,7 +117,8 @@ def _opening(request: Request, verifying: tuple[int, ...] | None) -> Open:
         sampling=request.admit.sampling,
         eos=tuple(sorted(request.admit.eos)),
         depth=request.depth,
-        branches=request.branches,
+        branches=len(ranks) or request.branches,
         verifying=verifying,
         generated=request.generated,
+        skip=ranks.start,
     )

@@ -28,10 +28,14 @@ PRIOR_VERIFY_MS, PRIOR_DEPTH_MS, PRIOR_LINK_MS, PRIOR_TURNAROUND_MS = 10.0, 3.0,
 
 
 class Estimates:
-    """What the orchestrator believes about its workers and the text. `active`: so many requests share the workers."""
+    """What the orchestrator believes about its workers and the text. `active`: so many requests share the workers.
+
+    Of several drafters what is said here is the quickest one's, which has this `part` of a round's branches.
+    """
 
     def __init__(self) -> None:
         self.active = 1
+        self.part = 1.0
         self.drafted = Acceptance()
         self._copied = [Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_COPIED]
         self._verify_ms = RowCosts()
@@ -196,7 +200,8 @@ class Estimates:
         return _or(self._depth_ms, PRIOR_DEPTH_MS)
 
     def trees_ms(self, branches: int) -> float:
-        """One token more for so many branches, all requests' together."""
+        """One token more for so many branches, all requests' together, and all drafters'."""
+        branches = max(round(branches * self.part), 1)
         known = self._trees_ms(branches)
         return self.depth_ms() * usual(branches) / usual(PRIOR_BRANCHES) if known is None else known
 

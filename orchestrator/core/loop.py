@@ -60,6 +60,7 @@ class Core:
                 settings.ngrams,
                 settings.simulate is not None,
                 settings.colocate,
+                each=settings.branches is None,
             ),
             outbox.put,
             self._trace,

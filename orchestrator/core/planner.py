@@ -29,7 +29,7 @@ class Planner:
         for known in (*tunings[:1], *memory[:1]):
             self.estimates.start_from(known)
         self._settings = settings
-        self._controllers: dict[tuple[bool, int | None, int | None, bool], Controller] = {}
+        self._controllers: dict[tuple[int, int | None, int | None, bool], Controller] = {}
         self._forward_ns = 0
 
     def turn_to(self, active: int) -> None:
@@ -44,8 +44,8 @@ class Planner:
         for greedy in (True, False):
             choices = [
                 choice
-                for (has_drafter, depth, branches, warm), controller in self._controllers.items()
-                if has_drafter and depth is None and branches is None and warm != greedy
+                for (drafters, depth, branches, warm), controller in self._controllers.items()
+                if drafters == self._settings.drafters and depth is None and branches is None and warm != greedy
                 for choice in controller.learned()
             ]
             known = next((record for record in self._memory if record.is_greedy == greedy), None)
@@ -57,19 +57,19 @@ class Planner:
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
-    def first_plan(self, admit: Admit, has_drafter: bool) -> tuple[Plan, list[str]]:
-        """How a request's rounds are made, and the reason when speculation is off."""
-        depth, branches = self._depth(admit), self._branches(admit)
+    def first_plan(self, admit: Admit, drafters: int) -> tuple[Plan, list[str]]:
+        """How a request's rounds are made with so many drafters, and the reason when speculation is off."""
+        depth, branches = self._depth(admit), self._branches(admit, drafters)
         if admit.mode == "auto":
-            return self._controller(admit, has_drafter).plan(), []
-        if admit.mode == "ar" or has_drafter or self._settings.ngrams or self._settings.colocated:
+            return self._controller(admit, drafters).plan(), []
+        if admit.mode == "ar" or drafters or self._settings.ngrams or self._settings.colocated:
             return Plan(admit.mode, depth, branches), []
         return Plan("ar", depth, branches), ["speculation is off: there is no drafter"]
 
     def regain(self, request: Request) -> None:
         """There is a drafter for a request that may have begun without one."""
         if request.admit.mode != "auto":
-            request.plan, _ = self.first_plan(request.admit, True)
+            request.plan, _ = self.first_plan(request.admit, len(request.drafters))
 
     def replan(self, request: Request) -> None:
         """In `auto` the controller may change its mind between two rounds."""
@@ -106,7 +106,8 @@ class Planner:
             self.estimates.saw_lookup(lookup.found, request.covered)
 
     def branches(self, request: Request, message: Branches, now_ns: int) -> None:
-        """A push. In company a request's trees wait for the others': what counts is the time since the last one."""
+        """A push of the quickest. In company a request's trees wait for the others': what counts is the time since the
+        last one."""
         if not message.entries:
             return
         work_ms = _milliseconds(message.work)
@@ -161,18 +162,19 @@ class Planner:
     # --- controllers ----------------------------------------------------------------------------------------------
 
     def _controller_of(self, request: Request) -> Controller:
-        return self._controller(request.admit, bool(request.drafters))
+        return self._controller(request.admit, len(request.drafters))
 
-    def _controller(self, admit: Admit, has_drafter: bool) -> Controller:
+    def _controller(self, admit: Admit, drafters: int) -> Controller:
         """One for each set of means and class of temperature: what was learned with others would mislead."""
-        means = (has_drafter, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0)
+        means = (drafters, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0)
         if means not in self._controllers:
             drafts = self._settings.ngrams or self._settings.colocated
-            modes = ("ar", "sd", "ssd") if has_drafter else ("ar", "sd") if drafts else ("ar",)
+            modes = ("ar", "sd", "ssd") if drafters else ("ar", "sd") if drafts else ("ar",)
             fixed = admit.branches is not None
-            controller = Controller(self.estimates, modes, self._depth(admit), self._branches(admit), fixed)
+            branches = self._branches(admit, drafters)
+            controller = Controller(self.estimates, modes, self._depth(admit), branches, fixed)
             controller.turn_to(self.estimates.active)
-            for known in (self._tunings, self._memory) if has_drafter else ():
+            for known in (self._tunings, self._memory) if drafters else ():
                 record = nearest(known, admit.sampling.temp)
                 if record is not None and (known is self._tunings or record.is_greedy == (admit.sampling.temp == 0)):
                     controller.start_from(choice for choice in record.choices if _may_have(admit, choice))
@@ -182,8 +184,10 @@ class Planner:
     def _depth(self, admit: Admit) -> int:
         return admit.num_draft_tokens or self._settings.depth
 
-    def _branches(self, admit: Admit) -> int:
-        return admit.branches or self._settings.branches
+    def _branches(self, admit: Admit, drafters: int) -> int:
+        """Where nobody says how many, as many for each drafter."""
+        each = max(drafters, 1) if self._settings.each else 1
+        return admit.branches or self._settings.branches * each
 
 
 def _may_have(admit: Admit, choice: Choice) -> bool:

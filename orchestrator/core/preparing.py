@@ -14,15 +14,13 @@ from outrider.orchestrator.core.request import Request
 
 
 def may_prepare(request: Request) -> bool:
-    """Once a round's branches are complete, and where nobody waits. A residual q would travel twice."""
-    return (
-        request.mode == "ssd" and request.cache.final and not request.waiting and not request.admit.sampling.is_residual
-    )
+    """Where nobody waits. A residual q would travel twice."""
+    return request.mode == "ssd" and not request.waiting and not request.admit.sampling.is_residual
 
 
 def prepared(request: Request, proposer: Proposer, context: int) -> Iterator[tuple[tuple[int, ...], Proposal]]:
-    """What follows on outcomes that have a branch and do not end the request."""
-    for committed, found in request.cache.items():
+    """What follows on outcomes that have a complete branch and do not end the request."""
+    for committed, found in request.cache.complete(request.depth):
         space = room(request, context, len(committed))
         if space > 0 and up_to_end(request, context, committed)[1] is None:
             yield committed, proposer.branch(request, found, space, committed)

@@ -89,6 +89,12 @@ class Proposer:
         source = Source.DRAFTER if chain else Source.NONE
         return self._filled(request, Proposal(chain, source, q=_first(message.q, chain)), room, ())
 
+    def as_it_is(self, request: Request, room: int) -> Proposal:
+        """Instead of a wait that has ended: the branch that it was for, as deep as it has come, or nothing."""
+        outcome = request.waiting.outcome if request.waiting else None
+        found = request.cache.lookup(outcome) if outcome else None
+        return self.branch(request, found, room) if found else Proposal()
+
     def _filled(self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...]) -> Proposal:
         """Not where rounds are to be reproducible, nor behind a chain that comes with its q."""
         if self.full_depth or request.admit.sampling.is_residual or request.ngrams.is_empty:
@@ -106,7 +112,7 @@ class Proposer:
             return self._without(request, committed, room, since_ms)
         hit = self.branch(request, found, room)
         longest = min(request.depth, room)
-        grows = not cache.final and not hit.copied
+        grows = cache.grows(found) and not hit.copied
         if grows and worth_waiting(self.estimates, len(found.chain), longest, since_ms):
             return Linger(committed, self.estimates.depth_ms())
         return hit

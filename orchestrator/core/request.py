@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
+from outrider.orchestrator.core.part import Part
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
@@ -23,10 +24,10 @@ MOST_LOSSES = 2
 
 @dataclass(frozen=True, slots=True)
 class RoundSettings:
-    """`depth` is K, `branches` B. `full_depth`: wait until a round's branches are complete (reproducible rounds).
+    """`depth` is K, `branches` B, with `each` for each drafter; the cluster begins with so many `drafters`.
 
-    `simulated`: without its drafter a request stands for no machine, so it fails. `colocated`: the target drafts for
-    itself.
+    `full_depth`: wait until a round's branches are complete (reproducible rounds). `simulated`: without its drafters a
+    request stands for no machine, so it fails. `colocated`: the target drafts for itself.
     """
 
     depth: int
@@ -35,6 +36,8 @@ class RoundSettings:
     ngrams: bool = True
     simulated: bool = False
     colocated: bool = False
+    each: bool = False
+    drafters: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +79,23 @@ class Request:
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
     `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
-    last outcome has come. `untold` are committed tokens that the drafters, `drafters` by name, do not know yet.
-    `foretold`: of the round under way. `covered`: how many branches there were to be for the latest outcome, if all had
-    come by then; else 0. `records`: of its rounds, if it asked for them. `reads`: the round under way begins with
-    reading all tokens. `deaths` of the target in a row, while this was under way there and got no token; `losses`: the
-    same of each drafter, by name. `heard_ns`: when the target was last heard to get on with it, or asked again.
+    last outcome has come. `drafters`: by name, with the part that each has. `foretold`: of the round under way.
+    `covered`: of how many outcomes drafters had finished by the latest one. `records`: of its rounds, if it asked for
+    them. `reads`: the round under way begins with reading all tokens. `deaths` of the target in a row, while this was
+    under way there and got no token; `losses`: the same of each drafter, by name. `heard_ns`: when the target was last
+    heard to get on with it, or asked again.
     """
 
     admit: Admit
     plan: Plan
     tokens: list[int]
     ngrams: NgramIndex
-    drafters: set[str] = field(default_factory=set)
+    drafters: dict[str, Part] = field(default_factory=dict)
     epoch: int = 0
     round: int = 0
     base_len: int = 0
     accepted: int = 0
     covered: int = 0
-    untold: list[int] = field(default_factory=list)
     proposal: Proposal = field(default_factory=Proposal)
     cache: SpeculationCache = field(default_factory=SpeculationCache)
     prepared: dict[tuple[int, ...], Proposal] = field(default_factory=dict)
@@ -132,9 +134,14 @@ class Request:
 
     def rejoins(self, drafter: str) -> None:
         """Is one of its drafters, in the middle of the text."""
-        self.drafters.add(drafter)
+        self.drafters[drafter] = Part()
         self.account.rejoined += 1
         self.note(f"speculation: {drafter} drafts again")
+
+    @property
+    def awaits_drafters(self) -> bool:
+        """Whether one of them has not finished what it was asked for."""
+        return not all(part.done for part in self.drafters.values())
 
     def suspend(self) -> None:
         """The target does not know it any more, and what it and the drafters still say of it comes too late.
@@ -148,6 +155,11 @@ class Request:
         if self.records is not None:
             self.records.lost()
         self.round += 1
+
+    def remark(self, sender: str, words: str) -> None:
+        """A worker's note, once."""
+        if not any(note.startswith(f"{sender}: ") for note in self.notes):
+            self.notes.append(f"{sender}: {words}")
 
     def note(self, words: str) -> None:
         """Something whoever reads the text should know, once."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from outrider.orchestrator.core.beginning import begun
+from outrider.orchestrator.core.crew import Crew
 from outrider.orchestrator.core.dispatch import Dispatch, Workers
 from outrider.orchestrator.core.door import LATE, Door
 from outrider.orchestrator.core.ledger import Ledger
@@ -26,7 +27,7 @@ from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
-from outrider.protocol.messages import Branches, Close, Drafted, Fault, Message, Outcome, Prefilled, Remark, Resync
+from outrider.protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Remark, Resync
 from outrider.protocol.patience import ASK_AGAIN_NS
 
 
@@ -46,11 +47,12 @@ class Rounds:
         self.stale = 0
         self._workers = workers
         self._door = Door()
-        self._dispatch = Dispatch(workers, self._door.told)
+        self._dispatch = Dispatch(workers)
         self._settings = settings
         self._tell = tell
         self._ledger = Ledger(trace)
         self._planner = Planner(settings, tunings, memory)
+        self._crew = Crew(workers, self._door.told, self._planner.estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
         self._proposer = Proposer(self._planner.estimates, settings.full_depth, settings.colocated)
         self._outage = Outage(self._open)
@@ -107,7 +109,7 @@ class Rounds:
                 request.rejoins(name)
                 self._planner.regain(request)
                 if not self._outage.keeps(request):
-                    self._dispatch.open_drafters(request)
+                    self._crew.join(request, name)
 
     def lost_target(self, why: str, for_good: bool) -> None:
         """Requests wait for its replacement; not who has killed it again and again, nor where there will be none."""
@@ -157,20 +159,24 @@ class Rounds:
             case Drafted():
                 self._on_drafted(request, sender, message, now_ns)
             case Prefilled():
-                if message.cached and not request.epoch:
-                    request.account.found(message.cached, drafter=sender in request.drafters)
-                if sender not in request.drafters:
-                    request.heard_ns = now_ns
-                if sender not in request.drafters and not request.generated:
-                    self._tell(PrefillAt(request.id, message.done, message.total))
+                self._on_prefilled(request, message, sender in request.drafters, now_ns)
             case Resync():
-                self._on_resync(request, sender)
+                self._on_resync(request, sender, now_ns)
             case Fault():
                 self._on_fault(request, sender, message, now_ns)
 
     def _refusal(self, request: Request | None, sender: str, message: Message) -> str:
         workers = self._workers
         return self._door.refusal(request, workers.is_target(sender), sender, message, workers.vocabulary(sender))
+
+    def _on_prefilled(self, request: Request, message: Prefilled, of_drafter: bool, now_ns: int) -> None:
+        if message.cached and not request.epoch:
+            request.account.found(message.cached, of_drafter)
+        if of_drafter:
+            return
+        request.heard_ns = now_ns
+        if not request.generated:
+            self._tell(PrefillAt(request.id, message.done, message.total))
 
     def next_deadline_ns(self) -> int | None:
         """When `on_time` is to be called at the latest; 0: at once, for a prompt is still to be looked through."""
@@ -186,10 +192,8 @@ class Rounds:
             behind.ngrams.read_on(PIECE)
         for request in list(self._requests.values()):
             if request.waiting and now_ns >= request.waiting.deadline_ns:
-                outcome = request.waiting.outcome
-                found = request.cache.lookup(outcome) if outcome else None
-                chain = self._proposer.branch(request, found, self._room(request)) if found else Proposal()
-                self._verify(request, chain, now_ns)
+                self._crew.overdue(request, now_ns)
+                self._end_wait(request, now_ns)
             elif self._is_silent(request, now_ns):
                 request.heard_ns = now_ns
                 self._dispatch.again(request)
@@ -210,9 +214,8 @@ class Rounds:
         kept, reason = up_to_end(request, self._workers.target_context, [*chain[: outcome.accepted], outcome.bonus])
         ended, request.reads = request.this_round(), False
         request.tokens += kept
-        request.untold += kept
         request.accepted = outcome.accepted
-        request.covered = request.branches if request.cache.final else 0
+        request.covered = request.cache.covered
         if reason is None:
             request.ngrams.extend(kept if self._settings.ngrams and request.admit.mode != "ar" else ())
             if self._outage.tries(request):
@@ -242,21 +245,25 @@ class Rounds:
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         request.losses.pop(sender, None)
         self._ledger.branches(request, sender, message, now_ns)
-        of_now = message.round == request.round and message.base_len == request.base_len
+        of_now = message.round == request.round and request.drafters[sender].is_awaited(message)
         if not of_now:
             self.stale += 1
             return
-        request.cache.add(message)
-        self._planner.branches(request, message, now_ns)
-        request.branches_at_ns = now_ns
-        self._prepare(request)
+        self._crew.branches(request, sender, message, now_ns)
+        request.cache.add(message, sender)
+        if sender == request.cache.lead:
+            self._planner.branches(request, message, now_ns)
+            request.branches_at_ns = now_ns
+        if message.final:
+            self._prepare(request)
         if request.waiting and request.waiting.outcome:
             step = self._proposer.serve(request, request.waiting.outcome, self._room(request), now_ns)
             self._take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
-        waiting = request.waiting
-        of_next = message.round == request.round + 1 and message.base_len == len(request.tokens)
+        waiting, of_next = request.waiting, request.drafters[sender].is_awaited(message)
+        if of_next:
+            self._crew.drafted(request, sender, message, now_ns)
         if waiting is None or waiting.outcome or not of_next:
             self.stale += 1
             return
@@ -264,10 +271,11 @@ class Rounds:
         self._planner.drafted(message, waiting, now_ns)
         self._verify(request, self._proposer.drafted(request, message, self._room(request)), now_ns)
 
-    def _on_resync(self, request: Request, sender: str) -> None:
+    def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
         """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""
         if sender in request.drafters:
-            self._dispatch.open_drafters(request)
+            self._crew.open_again(request, sender)
+            self._end_wait(request, now_ns)
             return
         request.suspend()
         self._open(request)
@@ -281,9 +289,8 @@ class Rounds:
     def _on_remark(self, sender: str, remark: Remark) -> None:
         """Is told with every text under way that the sender has a part in, once."""
         for request in self._requests.values():
-            concerned = self._workers.is_target(sender) or sender in request.drafters
-            if concerned and not any(note.startswith(f"{sender}: ") for note in request.notes):
-                request.notes.append(f"{sender}: {remark.message}")
+            if self._workers.is_target(sender) or sender in request.drafters:
+                request.remark(sender, remark.message)
 
     # --- what comes next ------------------------------------------------------------------------------------------
 
@@ -313,7 +320,7 @@ class Rounds:
         request.cache.start()
         request.prepared = {}
         if request.mode == "ssd" and request.drafters:
-            self._dispatch.commit(request, request.round, request.proposal.chain, request.depth)
+            self._crew.prepare(request, now_ns)
         request.branches_at_ns = now_ns
         self._ledger.proposed(request, now_ns)
         self._planner.proposed(request)
@@ -343,7 +350,7 @@ class Rounds:
         if step.missed:
             self._planner.missed(request)
         request.waiting = wait_for_chain(self._planner.estimates, step, self._settings.full_depth, now_ns)
-        self._dispatch.commit(request, request.round + 1, None, step.depth)
+        self._crew.ask(request, step.depth, now_ns)
 
     def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
         """Waits, again when a push leaves more to wait for."""
@@ -359,8 +366,8 @@ class Rounds:
     def _open(self, request: Request) -> None:
         request.base_len = len(request.tokens)
         request.reads = True
-        request.cache.start()
         self._dispatch.open(request)
+        self._crew.open(request)
 
     def _leave(self, request: Request, drafter: str, why: str, now_ns: int) -> None:
         if drafter not in request.drafters:
@@ -368,11 +375,14 @@ class Rounds:
         if self._settings.simulated:
             self._break(request, why)
             return
-        request.drafters.discard(drafter)
-        self._workers.send_drafter(drafter, Close(request.id))  # it may only have slept, and would work on
+        self._crew.leave(request, drafter)
         request.note(f"speculation: {why}")
-        if not request.drafters and request.waiting:
-            self._verify(request, Proposal(), now_ns)
+        self._end_wait(request, now_ns)
+
+    def _end_wait(self, request: Request, now_ns: int) -> None:
+        """Where nobody is left to wait for."""
+        if request.waiting and not request.awaits_drafters:
+            self._verify(request, self._proposer.as_it_is(request, self._room(request)), now_ns)
 
     def _finish(self, request: Request, reason: str) -> None:
         self._close(request)
@@ -387,5 +397,6 @@ class Rounds:
     def _close(self, request: Request) -> None:
         del self._requests[request.id]
         self._dispatch.close(request)
+        self._crew.close(request)
         self._planner.turn_to(len(self._requests))
         self._outage.forget(request)

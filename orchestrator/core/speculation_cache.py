@@ -2,12 +2,13 @@
 
 An outcome (k, t) is known by the tokens it makes final: the first k of the chain, then t.
 
-Holds only what arrived before the outcome was handled, so a hit is a prediction, never a look at the answer.
+Holds only what arrived before the outcome was handled, so a hit is a prediction, never a look at the answer. Several
+drafters fill one cache: where two have prepared the same outcome the deeper branch counts, whosever it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from outrider.protocol.messages import Branches, Drafted
@@ -16,10 +17,11 @@ from outrider.protocol.sparse import SparseQ
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A branch: its chain, and what that was drawn from, if it was."""
+    """A branch: its chain, what that was drawn from, if it was, and whose it is."""
 
     chain: tuple[int, ...]
     q: SparseQ | None = None
+    drafter: str = ""
 
 
 def is_sound(message: Branches | Drafted) -> bool:
@@ -31,46 +33,83 @@ def is_sound(message: Branches | Drafted) -> bool:
 
 
 class SpeculationCache:
-    """The branches of the round under verification; `start` empties it for the next one."""
+    """The branches of the round under verification; `start` empties it for the next one.
+
+    The `lead` is the drafter with the likeliest outcomes; `pushes` counts its own.
+    """
 
     def __init__(self) -> None:
         self._branches: dict[tuple[int, ...], Prepared] = {}
+        self._awaited: dict[str, int] = {}
+        self._wanted = 0
+        self.lead = ""
         self.pushes = 0
-        self.final = False
 
-    def start(self) -> None:
+    def start(self, asked: dict[str, int] | None = None) -> None:
+        """`asked`: of how many outcomes each drafter was asked for a branch, the lead first; nobody unless said."""
         self._branches.clear()
+        self._awaited = asked or {}
+        self._wanted = sum(self._awaited.values())
+        self.lead = next(iter(self._awaited), self.lead)
         self.pushes = 0
-        self.final = False
 
-    def add(self, message: Branches) -> None:
+    @property
+    def final(self) -> bool:
+        """Nothing more is to come: all who were asked have finished."""
+        return not self._awaited
+
+    @property
+    def covered(self) -> int:
+        """Of how many outcomes the drafters have finished, the likeliest among them; else 0."""
+        return 0 if self.lead in self._awaited else self._wanted - sum(self._awaited.values())
+
+    def add(self, message: Branches, drafter: str) -> None:
         """Takes in branches; a deeper one replaces its shorter beginning. Depth decides, never what is in them."""
         end = 0
-        self.pushes += 1
+        self.pushes += drafter == self.lead
         for entry in message.entries:
             start, end = end, end + len(entry.chain)
             known = self._branches.get(entry.committed)
             if known is None or len(entry.chain) > len(known.chain):
                 q = message.q.part(start, end) if message.q is not None else None
-                self._branches[entry.committed] = Prepared(entry.chain, q)
-        self.final = self.final or message.final
+                self._branches[entry.committed] = Prepared(entry.chain, q, drafter)
+        if message.final:
+            self.finished(drafter)
+
+    def finished(self, drafter: str) -> None:
+        """Nothing more is to come of this one."""
+        self._awaited.pop(drafter, None)
+
+    def lost(self, drafter: str) -> None:
+        """Nothing more is to come of this one, nor has all come."""
+        self._wanted -= self._awaited.pop(drafter, 0)
 
     def lookup(self, committed: tuple[int, ...]) -> Prepared | None:
         """The branch prepared for the outcome that makes these tokens final, as deep as it has come, or None."""
         return self._branches.get(committed)
 
-    def items(self) -> Iterable[tuple[tuple[int, ...], Prepared]]:
-        """Every outcome with its branch."""
-        return self._branches.items()
+    def grows(self, branch: Prepared) -> bool:
+        """Whether its drafter may still make it deeper."""
+        return branch.drafter in self._awaited
+
+    def complete(self, depth: int) -> Iterator[tuple[tuple[int, ...], Prepared]]:
+        """Every outcome whose branch is as deep as it will be, with it."""
+        for committed, branch in self._branches.items():
+            if not self.grows(branch) or len(branch.chain) >= depth:
+                yield committed, branch
 
     def pushes_until(self, accepted: int, chain_length: int) -> int:
-        """How many more pushes may bring the first branches of this many accepted tokens; 0 when they are here.
+        """How many more pushes of the lead may bring the first branches of this many accepted tokens; 0: they are here.
 
         The branches of full acceptance come with the second, for the chain's last token is fed with the first.
         """
-        if self.final or any(len(committed) == accepted + 1 for committed in self._branches):
+        if self.lead not in self._awaited or any(len(known) == accepted + 1 for known in self._leads()):
             return 0
         return max((2 if accepted == chain_length else 1) - self.pushes, 0)
+
+    def _leads(self) -> Iterable[tuple[int, ...]]:
+        """The outcomes that the lead has prepared."""
+        return (committed for committed, branch in self._branches.items() if branch.drafter == self.lead)
 
     def __len__(self) -> int:
         return len(self._branches)

@@ -47,7 +47,7 @@ class Open:
     The verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare branches for
     the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are the tokens
     that end this request (empty when it ignores them): no outcome worth preparing. The last `generated` of the tokens
-    are not the prompt's: a grammar begins with them.
+    are not the prompt's: a grammar begins with them. `skip` as in Commit.
     """
 
     request: RequestId
@@ -60,6 +60,7 @@ class Open:
     branches: Breadth = 0
     verifying: Chain | None = None
     generated: Count = 0
+    skip: Breadth = 0
 
     @property
     def prompt_len(self) -> int:
@@ -164,8 +165,8 @@ class Commit:
     """Orchestrator -> drafters, in the same breath as Verify.
 
     `tokens` became final; with them `base_len` tokens are committed. `verifying` is the chain under verification
-    (possibly empty): prepare up to `branches` of its outcomes, `depth` tokens each. None: draft the continuation of the
-    committed text, `depth` tokens, and answer with Drafted.
+    (possibly empty): prepare up to `branches` of its outcomes, `depth` tokens each, and leave the `skip` likeliest to
+    other drafters. None: draft the continuation of the committed text, `depth` tokens, and answer with Drafted.
     """
 
     request: RequestId
@@ -176,6 +177,7 @@ class Commit:
     verifying: Chain | None
     depth: Depth
     branches: Breadth
+    skip: Breadth = 0
 
 
 @dataclass(frozen=True, slots=True)

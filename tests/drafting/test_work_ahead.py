@@ -102,3 +102,19 @@ def test_near_the_end_of_the_context_branches_get_shorter_then_none() -> None:
     work.commit(TEXT[10:14], (), 6, 4)
     assert finish(work) == [Ready((), 0, True)]
     assert continued(work, 5).chain == ()
+
+
+@pytest.mark.parametrize("policy", ["best-first", "uniform"])
+@pytest.mark.parametrize("chain_length", [0, 4])
+def test_what_drafters_of_one_model_prepare_by_rank_is_what_one_would_prepare_alone(
+    policy: str, chain_length: int
+) -> None:
+    def prepared(branches: int, skip: int) -> set[tuple[int, ...]]:
+        tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
+        work = WorkAhead(tree, (), POLICIES[policy], Calibration())
+        work.commit((), continued(work, chain_length).chain, 3, branches, skip)
+        return {entry.committed for ready in finish(work) for entry in ready.entries}
+
+    parts = [prepared(4, 0), prepared(5, 4), prepared(3, 9)]
+    assert [len(part) for part in parts] == [4, 5, 3]
+    assert set.union(*parts) == prepared(12, 0)

@@ -6,7 +6,7 @@ Messages pass through the real codec. A test decides what is delivered, when, an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.draft_worker.worker import DraftWorker
@@ -131,10 +131,19 @@ class Cluster(HonestWorkers):
         context: int = 1 << 20,
         simulated: bool = False,
         drop: Callable[[Message], bool] = lambda message: False,
+        others: Sequence[Script] = (),
     ) -> None:
+        """`others`: what further drafters say."""
         self.target = OracleTarget(text, context)
-        self.link = FakeLink()
-        self.worker = DraftWorker(self.link, ReplayDrafter(script), POLICIES[policy]) if script else None  # type: ignore[arg-type]
+        self.links = [FakeLink(name=f"draft-{n}") for n in range(1 + len(others))]
+        self.link = self.links[0]
+        scripts = zip(self.links, [script, *others], strict=True)
+        self.workers = {
+            link.name: DraftWorker(link, ReplayDrafter(known), POLICIES[policy])  # type: ignore[arg-type]
+            for link, known in scripts
+            if known
+        }
+        self.told_drafters: list[tuple[str, Message]] = []
         self.told: list[ToFront] = []
         self.told_target: list[Message] = []
         self.target_abilities = Abilities()
@@ -157,7 +166,7 @@ class Cluster(HonestWorkers):
         return name == "target-0"
 
     def drafters(self) -> set[str]:
-        return {"draft-0"} if self.worker else set()
+        return set(self.workers)
 
     def send_target(self, message: Message) -> None:
         self.told_target.append(message)
@@ -168,8 +177,9 @@ class Cluster(HonestWorkers):
         """Nothing waits for anything here."""
 
     def send_drafter(self, name: str, message: Message) -> None:
+        self.told_drafters.append((name, message))
         if not self._drop(message):
-            self.link.inbox.append(through_the_codec(message))
+            next(link for link in self.links if link.name == name).inbox.append(through_the_codec(message))
 
     def run(
         self,
@@ -228,18 +238,21 @@ class Cluster(HonestWorkers):
             self.target.answer(message)
 
     def _work(self, steps: int) -> None:
-        """Lets the draft worker take this many turns of its own loop, and delivers what it sends."""
-        if self.worker is None:
-            return
+        """Lets each draft worker take this many turns of its own loop, and delivers what it sends."""
+        for link in self.links:
+            if link.name in self.workers:
+                self._work_of(link, self.workers[link.name], steps)
+
+    def _work_of(self, link: FakeLink, worker: DraftWorker, steps: int) -> None:
         for _ in range(steps):
             try:
-                self.worker.turn()
+                worker.turn()
             except Idle:
                 break
-            while self.link.sent:
-                message = self.link.sent.popleft()
+            while link.sent:
+                message = link.sent.popleft()
                 if not self._drop(message):
-                    self.rounds.handle("draft-0", message, self._now)
+                    self.rounds.handle(link.name, message, self._now)
 
 
 __all__ = ["Close", "Cluster", "Resync", "Script"]

@@ -62,15 +62,20 @@ DEPTH_MS_NS = int(DEPTH_MS * MILLISECOND_NS)
 
 def test_branches_of_full_acceptance_may_come_with_the_second_push_and_all_others_with_the_first() -> None:
     cache = SpeculationCache()
+    cache.start({"lead": 8, "other": 8})
+    cache.add(push(0, 1, 2, 3), "other")
     assert [cache.pushes_until(k, 3) for k in range(4)] == [1, 1, 1, 2]
-    cache.add(push(0, 1))
+    cache.start({"lead": 8, "other": 8})
+    cache.add(push(0, 1), "lead")
     assert [cache.pushes_until(k, 3) for k in range(4)] == [0, 0, 0, 1]
-    cache.add(push(3))
+    cache.add(push(3), "lead")
     assert cache.pushes_until(3, 3) == 0
-    cache.start()
+    cache.start({"lead": 8, "other": 8})
     assert cache.pushes_until(3, 3) == 2
-    cache.add(push(0, final=True))
+    cache.add(push(0, final=True), "lead")
     assert [cache.pushes_until(k, 3) for k in range(4)] == [0, 0, 0, 0]
+    cache.start()
+    assert [cache.pushes_until(k, 3) for k in range(4)] == [0, 0, 0, 0], "nobody was asked"
 
 
 class Wires(HonestWorkers):

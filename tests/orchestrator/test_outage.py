@@ -96,7 +96,7 @@ def test_a_request_that_a_drafter_seems_to_die_of_is_left_alone_by_it() -> None:
     for _ in range(4):
         cluster.kill_drafter()
         cluster.find_drafter()
-    assert cluster.rounds._requests["r0"].drafters == set()
+    assert not cluster.rounds._requests["r0"].drafters
     assert cluster.rounds._requests["r0"].account.rejoined == 1
     cluster.to_the_end()
     assert cluster.text_of("r0") == whole(cluster)

@@ -269,7 +269,7 @@ def test_a_drafter_lost_in_the_middle_leaves_the_target_to_finish_alone() -> Non
         original()
         if next(turns) == 5:
             cluster.rounds.lost_drafter("draft-0", "it was lost", 0)
-            cluster.worker = None
+            cluster.workers.clear()
 
     cluster._turn = turn  # type: ignore[method-assign]
     ended = cluster.run(PROMPT, 100)
@@ -310,10 +310,14 @@ def test_a_drafter_that_missed_something_is_told_everything_once() -> None:
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     for _ in range(6):
         cluster._turn()
-    cluster.rounds._requests["r"].untold += [1, 2]
     cluster.rounds.handle("draft-0", Resync("r", 0), 0)
-    opened = to_drafter[-1]
-    assert isinstance(opened, Open) and cluster.rounds._requests["r"].untold == []
+    opened, told = [m for m in to_drafter if isinstance(m, Open)][-1], cluster.rounds._requests["r"].tokens
+    assert opened.tokens.tolist() == told
+    since = len(to_drafter)
+    for _ in range(6):
+        cluster._turn()
+    known = [token for m in to_drafter[since:] if isinstance(m, Commit) for token in m.tokens]
+    assert known and known == told[len(opened.tokens) :][: len(known)]
 
 
 def test_a_simulation_without_its_drafter_fails() -> None:
