@@ -22,8 +22,8 @@ from outrider.protocol.messages import Branches, Close, Commit, Drafted, Open
 
 
 class Crew:
-    """`told`: where it is noted what they are told. `evenly_dealt`: no measurement decides who does what, so that rounds
-    are reproducible."""
+    """`told`: where it is noted what they are told. `evenly_dealt`: no measurement decides who does what, so rounds are
+    reproducible."""
 
     def __init__(self, workers: Workers, told: Told, estimates: Estimates, evenly_dealt: bool) -> None:
         self._workers = workers

@@ -146,7 +146,7 @@ def stops(made: Cluster, name: str) -> None:
 def test_the_others_go_on_when_one_is_gone(
     fate: Callable[[Cluster, str], None], name: str, mode: str, after: int
 ) -> None:
-    made = begun(mode=mode, steps=2)
+    made = begun(mode=mode, steps=4)
     for _ in range(after):
         made._turn()
     fate(made, name)
