@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from outrider.bench.crowd.ask import Question, ask, ask_all
 from outrider.bench.crowd.chance import MODES, Sizes, question, subject
@@ -44,35 +45,6 @@ WORKER_TIMEOUT = 2
 SIZES = Sizes(prompt=200, text=160)
 
 
-@dataclass(frozen=True, slots=True)
-class Strike:
-    """Hits workers of these roles with a signal, once so many more chunks have come."""
-
-    roles: tuple[str, ...]
-    number: signal.Signals
-    after: int
-
-    def __str__(self) -> str:
-        return f"{self.number.name} {' and '.join(self.roles)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Struck:
-    """What a strike brought: seconds until texts grew again, and until they did once all workers were there."""
-
-    strike: Strike
-    pause_s: float
-    resumed_s: float
-
-
-def strikes(count: int, seed: int) -> Iterator[Strike]:
-    """So many by chance."""
-    rng = random.Random(f"strikes {seed}")
-    for _ in range(count):
-        number = rng.choice((signal.SIGKILL, signal.SIGSTOP))
-        yield Strike(rng.choice(VICTIMS), number, rng.randint(1, MOST_CHUNKS))
-
-
 class Growth:
     """The chunks that have come, of all requests."""
 
@@ -93,17 +65,56 @@ class Growth:
                 raise WorkerError(f"no text has grown for {PATIENCE_S:.0f} s")
 
 
-def struck(client: Client, growth: Growth, strike: Strike) -> Struck:
-    """Waits, strikes, and waits until all is well again. Raises WorkerError when it does not get well."""
-    growth.wait(strike.after)
-    before = {worker.name: worker.pid for worker in client.stats().workers if worker.role in strike.roles}
-    for pid in before.values():
-        os.kill(pid, strike.number)
-    began = time.monotonic()
-    _until_ready(client, before)
-    ready = time.monotonic()
-    growth.wait(1)
-    return Struck(strike, time.monotonic() - began, time.monotonic() - ready)
+class Blow(Protocol):
+    """What befalls a cluster while texts grow."""
+
+    def fall(self, client: Client, growth: Growth) -> Struck:
+        """Waits for its moment, falls, and waits until all is well again.
+
+        Raises:
+            WorkerError: it does not get well.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """What a blow brought: seconds until texts grew again, and until they did once all workers were there."""
+
+    strike: Blow
+    pause_s: float
+    resumed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """Hits workers of these roles with a signal, once so many more chunks have come."""
+
+    roles: tuple[str, ...]
+    number: signal.Signals
+    after: int
+
+    def __str__(self) -> str:
+        return f"{self.number.name} {' and '.join(self.roles)}"
+
+    def fall(self, client: Client, growth: Growth) -> Struck:
+        growth.wait(self.after)
+        before = {worker.name: worker.pid for worker in client.stats().workers if worker.role in self.roles}
+        for pid in before.values():
+            os.kill(pid, self.number)
+        began = time.monotonic()
+        _until_ready(client, before)
+        ready = time.monotonic()
+        growth.wait(1)
+        return Struck(self, time.monotonic() - began, time.monotonic() - ready)
+
+
+def strikes(count: int, seed: int) -> Iterator[Strike]:
+    """So many by chance."""
+    rng = random.Random(f"strikes {seed}")
+    for _ in range(count):
+        number = rng.choice((signal.SIGKILL, signal.SIGSTOP))
+        yield Strike(rng.choice(VICTIMS), number, rng.randint(1, MOST_CHUNKS))
 
 
 def _until_ready(client: Client, before: dict[str, int]) -> None:
@@ -118,7 +129,10 @@ def _until_ready(client: Client, before: dict[str, int]) -> None:
 
 
 class Course:
-    """One run on `client`'s cluster: the questions with what they say undisturbed, then asked again under strikes."""
+    """One run on `client`'s cluster: the questions with what they say undisturbed, then asked again under strikes.
+
+    `waits_ms`: for each text under strikes the longest wait for a chunk.
+    """
 
     def __init__(self, client: Client, count: int, seed: int) -> None:
         self._client = client
@@ -127,17 +141,18 @@ class Course:
         self._alone = list(ask_all(client, self._questions, 1))
         self._over = threading.Event()
         self.found: list[Judged] = []
+        self.waits_ms: list[float] = []
         self.strikes: list[Struck] = []
 
-    def run(self, planned: Sequence[Strike], screen: Screen) -> None:
-        """Strikes while `AT_ONCE` requests are always in flight. Raises OutriderError where one fails."""
+    def run(self, planned: Sequence[Blow], screen: Screen) -> None:
+        """They fall while `AT_ONCE` requests are always in flight. Raises OutriderError where one fails."""
         growth = Growth()
         with ThreadPoolExecutor(AT_ONCE) as threads:
             asking = [threads.submit(self._ask_on, place, growth) for place in range(AT_ONCE)]
             try:
                 for number, strike in enumerate(planned):
                     screen.show(f"strike {number + 1} of {len(planned)}: {strike}; {len(self.found)} texts")
-                    self.strikes.append(struck(self._client, growth, strike))
+                    self.strikes.append(strike.fall(self._client, growth))
             finally:
                 self._over.set()
             for one in asking:
@@ -149,6 +164,7 @@ class Course:
         while not self._over.is_set():
             at = number % len(self._questions)
             reply = ask(self._client, self._questions[at], growth.heard)
+            self.waits_ms.append(max(reply.gaps_ms, default=0.0))
             self.found.append(self._judged(number, self._questions[at], reply, self._alone[at]))
             number += AT_ONCE
 
@@ -168,7 +184,7 @@ def report(course: Course) -> str:
     found, hit = course.found, course.strikes
     counts = ", ".join(f"{sum(one.verdict == word for one in found)} {word}" for word in (SAME, TIE, DIFFERENT))
     lines = [f"{len(hit)} strikes, {len(found)} texts: {counts}"]
-    for strike in sorted({str(one.strike) for one in hit if "target" in one.strike.roles}):
+    for strike in sorted({name for one in hit if "target" in (name := str(one.strike))}):
         these = [one for one in hit if str(one.strike) == strike]
         pauses, resumed = [one.pause_s for one in these], [one.resumed_s for one in these]
         lines.append(
