@@ -36,7 +36,7 @@ HALLS: dict[str, Callable[[random.Random], Hall]] = {
     "drafter": partial(WorkerHall, target=False),
     "wire": WireHall,
 }
-BATCH = 25
+BATCH = 100
 PARTS = 20
 HANGS_S = 600
 

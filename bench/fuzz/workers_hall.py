@@ -30,9 +30,9 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import INCARNATION_BITS
 
 SPAWNER = "outrider.orchestrator.core.supervisor.spawn_worker"
-AT_ONCE, MAX_TOKENS, EXCHANGES = 3, 60, 4
-PATIENCE = 400  # rests in which some request must get on
-WAIT_MS = 20
+AT_ONCE, MAX_TOKENS, EXCHANGES = 3, 60, 3
+PATIENCE = 1000  # rests in which some request must get on
+WAIT_MS = 5
 MODES = ("ssd", "ssd", "sd", "auto")
 
 
@@ -80,7 +80,7 @@ class WorkersHall:
         self._liar, self._stranger = self._new_liar(), self._some_drafter()
         self._begun = self._ended = self._tokens = self._idle = 0
         self._said: dict[str, int] = {}
-        for _ in range(50):
+        for _ in range(200):
             self._exchange(WAIT_MS)
         if not self._pool.ready:
             raise Broken("the stand-in workers were not let in")
@@ -130,6 +130,7 @@ class WorkersHall:
             arrived = list(self._pool.receive())
             arrived.sort(key=lambda arrival: type(arrival[1]).__name__ == "Outcome")
             self._rounds.handle_all(arrived, now())
+        self._pool.door.watch()
         for worker in self._pool.arrivals():
             if worker.role == "target":
                 self._rounds.found_target()

@@ -72,6 +72,7 @@ class LocalCluster:
             self._end()
             raise
         self.endpoint = ready.endpoint
+        self.workers_endpoint = ready.workers
         self.notes = ready.notes
 
     @property
