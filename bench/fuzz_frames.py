@@ -57,7 +57,7 @@ def fuzz(name: str, frames: int, seed: int, tell: Callable[[str], None]) -> bool
             for _ in range(min(BATCH, frames - number)):
                 hall.fire()
             hall.rest()
-            if number * 5 >= frames and early == (0, 0):
+            if (number + BATCH) * 5 >= frames and early == (0, 0):
                 early = held()
             if number * PARTS // frames != (number + BATCH) * PARTS // frames:
                 tell(f"{name}: {number + BATCH:,} frames in {time.monotonic() - began:.0f} s; {hall.told()}; {held()}")

@@ -16,6 +16,7 @@ import msgpack
 from outrider.protocol.arrays import Buffer
 from outrider.protocol.checks import dumper, loader, wrong
 from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest
+from outrider.protocol.fields import MAX_FRAME
 from outrider.protocol.messages import Message
 from outrider.protocol.schema import MAX_ITEMS, fields_of
 from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
@@ -41,6 +42,8 @@ def encode(message: Message) -> list[Buffer]:
         raise ProtocolError(
             f"{cls.__name__} holds text that can't be UTF-8 ({error.reason}); expected Unicode"
         ) from None
+    if longest := max((len(frame) for frame in frames if len(frame) > MAX_FRAME), default=0):
+        raise ProtocolError(f"{cls.__name__} has a frame of {longest:,} bytes; expected at most {MAX_FRAME:,}")
     return frames
 
 

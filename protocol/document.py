@@ -14,7 +14,7 @@ import numpy as np
 
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import MESSAGES, encode
-from outrider.protocol.endpoints import MAX_FRAME
+from outrider.protocol.fields import MAX_FRAME
 from outrider.protocol.messages import Chunk, Close, Message
 from outrider.protocol.patience import ASK_AGAIN_NS, FORGET_NS
 from outrider.protocol.schema import MAX_CHARACTERS, MAX_ITEMS, Many, Maybe, Record, Shape, fields_of, words

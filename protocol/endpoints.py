@@ -20,15 +20,16 @@ import zmq
 
 from outrider.protocol.claim import PathClaim
 from outrider.protocol.errors import EndpointError
+from outrider.protocol.fields import MAX_FRAME
 
 Socket: TypeAlias = zmq.Socket[Any]
 
-MAX_FRAME = 2**29
-"""Bytes; a peer that announces more is disconnected before memory is taken for it."""
 MAX_PATH = zmq.IPC_PATH_MAX_LEN or 103
 """Bytes a unix socket's path may have on this system: 107 on Linux, 103 on macOS."""
 
 KNOCK_SECONDS = 0.2
+HANDSHAKE_MS = 10_000
+"""Whoever connects and does not say so long what every ZeroMQ peer says first is hung up on."""
 BACKLOG = 128
 """Connections that the system keeps in line until they are accepted."""
 _NOBODY = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ENOTSOCK, errno.EACCES)
@@ -225,6 +226,7 @@ def _at_port(where: Tcp) -> sockets.socket:
 
 def _prepare(socket: Socket, where: Endpoint) -> None:
     socket.maxmsgsize = MAX_FRAME
+    socket.handshake_ivl = HANDSHAKE_MS
     if isinstance(where, Tcp) and ":" in where.host:
         socket.ipv6 = True
 

@@ -12,10 +12,11 @@ import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import zmq
 
-from outrider.bench.fuzz.hall import Broken
+from outrider.bench.fuzz.hall import ENDLESS, Broken
 from outrider.bench.fuzz.mutation import Mutator
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import Admit, Began, Committed, Ended, Quit, Stop, ToCore, ToFront, WorkersChanged
@@ -81,7 +82,8 @@ class ClientsHall:
         self._stack = ExitStack()
         directory = self._stack.enter_context(private_directory())
         self._context: zmq.Context[Any] = zmq.Context()
-        self.clients = ClientSocket(self._context, endpoint or directory.endpoint("clients"))
+        with patch("outrider.orchestrator.front.client_socket.CLIENTS", ENDLESS):
+            self.clients = ClientSocket(self._context, endpoint or directory.endpoint("clients"))
         self._lines = Lines(
             Mailbox[ToCore](self._context), Mailbox[ToFront](self._context), Mailbox[Drain | End](self._context)
         )

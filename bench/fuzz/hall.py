@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from outrider.bench.fuzz.mutation import Frames
+from outrider.orchestrator.allowance import Rate
+
+ENDLESS = Rate(1e12, 1e12)
+"""In place of what a peer may say: here everything is to be read."""
 
 
 class Broken(Exception):
@@ -29,4 +33,4 @@ class Hall(Protocol):
     def close(self) -> None: ...
 
 
-__all__ = ["Broken", "Frames", "Hall"]
+__all__ = ["ENDLESS", "Broken", "Frames", "Hall"]

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import zmq
 
 from outrider.bench.fuzz.company import Peer, drafter, target, token
-from outrider.bench.fuzz.hall import Broken
+from outrider.bench.fuzz.hall import ENDLESS, Broken
 from outrider.bench.fuzz.mutation import Mutator
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
@@ -29,6 +29,7 @@ from outrider.protocol.messages import Shutdown
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import INCARNATION_BITS
 
+POOL = "outrider.orchestrator.core.worker_pool"
 SPAWNER = "outrider.orchestrator.core.supervisor.spawn_worker"
 AT_ONCE, MAX_TOKENS, EXCHANGES = 3, 60, 3
 PATIENCE = 1000  # rests in which some request must get on
@@ -63,7 +64,8 @@ class WorkersHall:
         self._stack = ExitStack()
         directory = self._stack.enter_context(private_directory())
         self._context: zmq.Context[Any] = zmq.Context()
-        self._pool = WorkerPool(self._context, ServeSettings(), directory.path)
+        with patch(f"{POOL}.DRAFTERS", ENDLESS), patch(f"{POOL}.STRANGERS", ENDLESS):
+            self._pool = WorkerPool(self._context, ServeSettings(), directory.path)
         incarnations: dict[str, int] = {}
 
         def spawn(role: str, name: str, endpoint: str, settings: object, folder: object, incarnation: int) -> Process:

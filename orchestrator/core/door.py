@@ -28,6 +28,7 @@ LIES = {
     "vocabulary": "tokens outside its own vocabulary",
     "q": "probabilities that its tokens can't have been drawn from",
     "frame": "frames that are no message",
+    "flood": "more than anybody could read",
 }
 """The kinds of lies, in words that go on "it said"."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zmq
 
+from outrider.orchestrator.allowance import Allowance, Rate
 from outrider.orchestrator.core.door import LIES
 from outrider.orchestrator.core.places import MAX_NAME, Places
 from outrider.orchestrator.core.pulse import SILENT, Pulse
@@ -49,6 +50,12 @@ log = logging.getLogger(__name__)
 
 # A worker has two; the rest is for strangers, until they are turned away.
 MAX_CONNECTIONS = 256
+# Messages that wait for a worker that does not read, or for this process.
+MOST_WAITING = 1024
+# A drafter says a few things a forward; a stranger has little to say but HELLO.
+DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
+# So much is worth a warning, so that nobody fills a log: one in ten seconds, after some at once.
+WARNINGS = Rate(0.1, 10)
 
 
 class WorkerPool:
@@ -61,6 +68,9 @@ class WorkerPool:
         self.rejected = 0
         self.seconds_a_ping = settings.worker_timeout / SILENT
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
+        self.socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
         self.door = Doorkeeper(self.socket, self.endpoint, MAX_CONNECTIONS)
         self._settings = settings
         self._places = Places(drafters_may_join=not settings.colocate)
@@ -70,6 +80,8 @@ class WorkerPool:
         self._ping_serial = 0
         self._next_ping_ns = 0
         self._memory = physical()
+        self._drafters, self._strangers = Allowance(DRAFTERS), Allowance(STRANGERS)
+        self._warnings = Allowance(WARNINGS)
 
     def start(self) -> None:
         """Starts the worker processes; they report as they load."""
@@ -132,7 +144,7 @@ class WorkerPool:
             return
         worker.trust.lied(kind)
         self.news = True
-        log.warning("%s said %s", worker, LIES[kind])
+        self._warn("%s said %s", worker, LIES[kind])
         if worker.trust.is_lost and worker.role == "draft":
             why = f"{worker} says what cannot be: {worker.trust.told(LIES)}; it is not listened to any more"
             self._supervisor.dismiss(worker, why)
@@ -169,7 +181,7 @@ class WorkerPool:
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            for message in self._decoded(identity, frames):
+            for message in self._decoded(identity, frames) if self._may_say(identity, frames) else ():
                 worker = self._places.at(identity)
                 match message:
                     case Hello():
@@ -235,7 +247,7 @@ class WorkerPool:
         why = self._places.refusal(identity, hello) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
-            log.warning("turned %r, a %s worker, away: %s", hello.name[:MAX_NAME], hello.role, why)
+            self._warn("turned %r, a %s worker, away: %s", hello.name[:MAX_NAME], hello.role, why)
             self._send(identity, Shutdown(why))
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will tell
@@ -257,6 +269,29 @@ class WorkerPool:
                 worker.kv_limit = share
                 self._send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
 
+    def _may_say(self, identity: bytes, frames: Sequence[bytes]) -> bool:
+        """Whether it has not said too much lately; of what is more nothing is read."""
+        worker = self._places.at(identity)
+        if worker is not None and worker.role == "target":
+            return True
+        allowance = self._strangers if worker is None else self._drafters
+        if allowance.takes(identity, frames, clock.now()):
+            return True
+        self.rejected += 1
+        if worker is not None:
+            self.lied(worker.name, "flood")
+        elif allowance.is_first(identity):
+            self._warn(
+                "a stranger says too much on the workers' socket; what is more than %d a second is dropped",
+                STRANGERS.a_second,
+            )
+        return False
+
+    def _warn(self, told: str, *values: object) -> None:
+        """What others can bring about as often as they like fills no log."""
+        level = logging.WARNING if self._warnings.takes(b"", (), clock.now()) else logging.INFO
+        log.log(level, told, *values)
+
     def _decoded(self, identity: bytes, frames: Sequence[bytes]) -> list[Message]:
         try:
             return decode_all(frames)
@@ -269,8 +304,14 @@ class WorkerPool:
             return []
 
     def _send(self, identity: bytes, *messages: Message) -> None:
+        """Dropped where the worker is gone, or does not read: what matters is asked again."""
         frames = encode_all(messages)
-        self.socket.send(identity, zmq.SNDMORE)
+        try:
+            self.socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EAGAIN:
+                self._warn("a worker has %d messages unread, as many as are kept; what follows is lost", MOST_WAITING)
+            return
         for frame in frames[:-1]:
             self.socket.send(frame, zmq.SNDMORE)
         self.socket.send(frames[-1])

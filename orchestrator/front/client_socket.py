@@ -13,13 +13,19 @@ from typing import Any
 
 import zmq
 
+from outrider.orchestrator.allowance import Allowance, Rate
+from outrider.orchestrator.client_key import client_of
 from outrider.orchestrator.doorkeeper import Doorkeeper
 from outrider.orchestrator.failure import kind_of
+from outrider.protocol import clock
 from outrider.protocol.codec import decode, encode, request_of
-from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError
+from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy
 from outrider.protocol.messages import Failed, Message
 
 UNREAD_MESSAGES = 20_000
+UNHEARD_MESSAGES = 256  # of each connection, that wait for this process
+CLIENTS = Rate(2_000, 5_000)
+TOO_MUCH = f"this client says more than {CLIENTS.a_second:,.0f} things a second; ask again, more slowly"
 MOST = 1024
 FLUSH_MS = 500
 
@@ -45,7 +51,9 @@ class ClientSocket:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, UNREAD_MESSAGES)
+        self.socket.setsockopt(zmq.RCVHWM, UNHEARD_MESSAGES)
         self.rejected = 0
+        self._allowance = Allowance(CLIENTS)
         try:
             self.door = Doorkeeper(self.socket, endpoint, most)
         except EndpointError:
@@ -59,6 +67,14 @@ class ClientSocket:
             if not self.socket.poll(0):
                 return
             sender, *frames = self.socket.recv_multipart()
+            client = client_of(sender)
+            if not self._allowance.takes(client, frames, clock.now()):
+                if self._allowance.is_first(client):
+                    log.warning(
+                        "a client says too much: what is more than %.0f things a second is refused", CLIENTS.a_second
+                    )
+                self._reject(sender, frames, ServerBusy(TOO_MUCH))
+                continue
             try:
                 yield Letter(sender, decode(frames))
             except ProtocolError as error:

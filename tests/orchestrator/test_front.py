@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
+from outrider.orchestrator.allowance import Rate
 from outrider.orchestrator.client.result import TokenLogprob
 from outrider.orchestrator.client_key import client_key
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, Stop, WorkersChanged
@@ -493,3 +494,18 @@ def test_a_drafter_that_cannot_draw_is_noted_for_residual_sampling(make_stand, c
     for sampling, noted in ((SamplingParams(temp=1.0, rule="residual"), True), (SamplingParams(temp=1.0), False)):
         result = stand.client().generate("x", sampling)
         assert any("does not draw" in note for note in result.notes) is noted
+
+
+def test_a_client_that_floods_is_told_so_and_others_are_not(make_stand, monkeypatch, caplog):
+    monkeypatch.setattr("outrider.orchestrator.front.client_socket.CLIENTS", Rate(0, 50))
+    stand = make_stand().start()
+    with RawClient(stand.endpoint) as flooding, RawClient(stand.endpoint) as modest:
+        for number in range(200):
+            flooding.say(StatsQuery(f"q{number}"))
+        answers = [flooding.hear() for _ in range(200)]
+        modest.say(StatsQuery("s"))
+        assert isinstance(modest.hear(), Stats)
+    refused = [answer for answer in answers if isinstance(answer, Failed)]
+    assert len(refused) in (150, 151) and {answer.kind for answer in refused} == {"ServerBusy"}
+    assert "more slowly" in refused[0].message
+    assert sum("says too much" in record.getMessage() for record in caplog.records) == 1

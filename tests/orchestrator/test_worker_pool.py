@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from outrider.orchestrator.allowance import Allowance, Rate
 from outrider.orchestrator.core import supervisor
 from outrider.orchestrator.core.places import MAX_WORKERS
 from outrider.orchestrator.core.pulse import QUIET, SILENT, SLACK, UNKNOWN
@@ -628,3 +629,51 @@ def test_what_the_target_says_wrongly_is_counted_and_ends_nothing(hall: Hall) ->
     hall.settle()
     assert lies_of(hall, "target-0") == {"frame": 2 * MOST_LIES}
     assert hall.losses() == [] and hall.states()["target-0"] == "ready"
+
+
+# --- who says too much --------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_that_floods_is_not_read_and_disturbs_nobody(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
+    target, stranger = hall.worker("target-0"), Peer(hall, "draft", 9)
+    read: list[object] = []
+    decoded = hall.pool._decoded
+    hall.pool._decoded = lambda identity, frames: read.append(frames) or decoded(identity, frames)  # type: ignore
+    for _ in range(1000):
+        stranger.say(Resync("r", 0))
+    target.say(Resync("r", 0))
+    hall.settle()
+    assert hall.said == [("target-0", Resync("r", 0))]
+    assert len(read) < 100 and hall.pool.rejected == 1000
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "a stranger says too much on the workers' socket; what is more than 10 a second is dropped"
+    ]
+
+
+def test_a_drafter_that_floods_is_done_without(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    hall.worker("target-0")
+    monkeypatch.setattr(hall.pool, "_drafters", Allowance(Rate(0, 100)))
+    flooding = Peer(hall, "draft", 9)
+    flooding.hello("studio")
+    for _ in range(200):
+        flooding.say(Resync("r", 0))
+    hall.settle()
+    assert 90 < len(hall.said) <= 100
+    [loss] = hall.losses()
+    assert "more than anybody could read (8)" in loss.why
+
+
+def test_what_a_worker_does_not_read_is_bounded_and_said_once(
+    make_hall: Callable[..., Hall], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.MOST_WAITING", 4)
+    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.WARNINGS", Rate(0, 1))
+    hall = make_hall()
+    deaf = hall.worker("target-0")
+    deaf.hot.setsockopt(zmq.RCVHWM, 4)
+    for _ in range(100):  # more than the system keeps for a socket
+        hall.pool.send_target(Shutdown("x" * 1_000_000))
+        hall.pool.flush()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "a worker has 4 messages unread, as many as are kept; what follows is lost"
+    ]

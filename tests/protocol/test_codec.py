@@ -118,3 +118,12 @@ def test_of_messages_that_came_together_none_is_taken_when_one_is_refused():
             decode_all(frames)
     with pytest.raises(ProtocolError, match="2 frames too many"):
         decode([*encode(VERIFY), *encode(OUTCOME), *encode(VERIFY)])
+
+
+def test_what_no_socket_would_take_is_refused_before_it_is_sent(monkeypatch):
+    monkeypatch.setattr("outrider.protocol.codec.MAX_FRAME", 1000)
+    encode(Generate("q", "x" * 500, None, SamplingParams()))
+    tokens = np.ones(251, np.int32)
+    for long in (Generate("q", "x" * 1001, None, SamplingParams()), Generate("q", None, tokens, SamplingParams())):
+        with pytest.raises(ProtocolError, match=r"Generate has a frame of 1,.* bytes; expected at most 1,000"):
+            encode(long)
