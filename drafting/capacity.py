@@ -5,7 +5,8 @@ Counts and times only; knows nothing of what is drafted. Old measurements fade.
 
 from __future__ import annotations
 
-FADE = 0.95
+from outrider.engine.forward_cost import FADE, ForwardCost
+
 # Until so much has been seen nothing is said.
 ENOUGH = 8.0
 
@@ -14,16 +15,12 @@ class Capacity:
     """Live estimates of one drafter beside its target."""
 
     def __init__(self) -> None:
-        self._forwards = self._rows = self._ms = self._rows_rows = self._rows_ms = 0.0
+        self._cost = ForwardCost()
         self._rounds = self._round_ms = 0.0
 
     def forward(self, rows: int, ms: float) -> None:
         """A forward of so many tokens took `ms`."""
-        self._forwards = self._forwards * FADE + 1.0
-        self._rows = self._rows * FADE + rows
-        self._ms = self._ms * FADE + ms
-        self._rows_rows = self._rows_rows * FADE + rows * rows
-        self._rows_ms = self._rows_ms * FADE + rows * ms
+        self._cost.add(rows, ms)
 
     def round(self, ms: float) -> None:
         """From one commit of a request, with a chain to verify, to the next it took `ms`."""
@@ -35,18 +32,8 @@ class Capacity:
 
         Their forwards are one more than they are deep: those of full acceptance begin with the second.
         """
-        if min(self._rounds, self._forwards) < ENOUGH:
+        if min(self._rounds, self._cost.seen) < ENOUGH:
             return None
-        fixed, each = self._cost()
+        fixed, each = self._cost.line
         room = self._round_ms / self._rounds / (depth + 1) - fixed
         return max(int(room / each), 0)
-
-    def _cost(self) -> tuple[float, float]:
-        """Milliseconds of a forward, and of each of its rows: the straight line through what was seen."""
-        rows, ms = self._rows / self._forwards, self._ms / self._forwards
-        spread = self._rows_rows / self._forwards - rows * rows
-        if spread < 0.01 * rows * rows:  # they were all alike
-            return 0.0, ms / rows
-        slope = (self._rows_ms / self._forwards - rows * ms) / spread
-        each = min(max(slope, 0.1 * ms / rows), ms / rows)  # neither may be negative, whatever the noise
-        return ms - each * rows, each

@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from outrider.engine.forward_cost import ForwardCost
 from outrider.engine.pace import Pace, paced
 from outrider.engine.slots import PREFILL
 from outrider.engine.verify import Ask, Forward, Reading, Verdict, begin
@@ -19,12 +20,11 @@ from outrider.protocol.guard import named_errors
 from outrider.protocol.messages import Span
 from outrider.target_worker.running import Running, draft_together
 
-# A piece of a prompt lengthens a forward that others decode in by about this share of it.
-READING_SHARE = 0.5
+# A piece of a prompt lengthens a forward that others decode in by about this share of it, for each prompt that waits.
+READING_SHARE = 1.0
 SMALLEST_PIECE = 16
 # A piece is so many times the last one at most: what a token takes is known from few forwards, some of them disturbed.
 GROWTH = 2
-SMOOTHING = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Batch:
         self._pace = pace
         self._flight: Flight | None = None
         self._ended_ns = 0
-        self._step_ms = 0.0
-        self._read_ms = 0.0  # a prompt's token
+        self._cost = ForwardCost()
+        self._rows = 0  # the last forward's, of those who decode
         self._last_piece = 0
 
     @property
@@ -68,8 +68,7 @@ class Batch:
     def expected_ms(self, running: Collection[Running]) -> float:
         """How long the next forward should take at most; 0: not known yet."""
         reads = any(request.reads for request in running)
-        known = self._step_ms and (self._read_ms or not reads)
-        return self._step_ms + (self._read_ms * PREFILL if reads else 0.0) if known else 0.0
+        return self._cost(self._rows + (PREFILL if reads else 0))
 
     def makes(self, running: Running) -> bool:
         """Whether a round of this request is under way."""
@@ -103,7 +102,7 @@ class Batch:
         # One may have been closed while another's own drafter read its text.
         members = [request for request, _ in pairs if not request.over]
         asks = [ask for request, ask in pairs if not request.over]
-        readings = self._readings(running)
+        readings = self._readings(running, _rows(asks))
         if not asks and not readings:
             return None
         flight = _flight(members, asks, readings, clock.now())
@@ -118,15 +117,17 @@ class Batch:
         failed += _read_alone(readings, clock.since(started_ns))
         return None
 
-    def _readings(self, running: Collection[Running]) -> list[tuple[Running, Reading]]:
-        """The next pieces of the prompts, first come first served.
+    def _readings(self, running: Collection[Running], rows: int) -> list[tuple[Running, Reading]]:
+        """The next pieces of the prompts beside so many rows of others, first come first served.
 
         Where more wait than decode they come first: the sooner all decode together, the fewer forwards in all. Who
         decodes may have nothing to verify yet: its word is on the way, and would wait for a long piece as well.
         """
         readers = [request for request in running if request.reads and not request.over]
         decoding = sum(not request.unread and not request.over for request in running)
-        room, found = self._piece() if len(readers) <= decoding else PREFILL, []
+        room, found = PREFILL, []
+        if len(readers) <= decoding:
+            room = self._piece(len(readers), max(rows, decoding))
         for request in readers:
             count = min(request.unread, room)
             if count:
@@ -135,11 +136,12 @@ class Batch:
         self._last_piece = sum(reading.count for _, reading in found)
         return found
 
-    def _piece(self) -> int:
-        """How much of a prompt fits beside those that decode."""
-        if not self._step_ms or not self._read_ms:
+    def _piece(self, readers: int, rows: int) -> int:
+        """How much of so many prompts fits beside `rows` of those that decode."""
+        if not self._cost.seen:
             return SMALLEST_PIECE
-        fits = READING_SHARE * self._step_ms / self._read_ms
+        fixed, each = self._cost.line
+        fits = READING_SHARE * readers * (fixed + each * rows) / each
         return int(min(max(min(fits, GROWTH * self._last_piece), SMALLEST_PIECE), PREFILL))
 
     def _followers(self, flight: Flight, running: Collection[Running]) -> list[Running]:
@@ -167,20 +169,12 @@ class Batch:
             self._flight = after
         self._ended_ns = clock.now()
         work = Span(begun_ns, self._ended_ns)
-        self._learn(flight, (self._ended_ns - begun_ns) / 1e6)
+        self._rows = _rows(forward.asks)
+        self._cost.add(forward.rows, (self._ended_ns - begun_ns) / clock.MILLISECOND_NS)
         return [
             Settled(member, verdict, work, forward.rows)
             for member, verdict in zip(flight.members, verdicts, strict=True)
         ]
-
-    def _learn(self, flight: Flight, milliseconds: float) -> None:
-        """How long a step takes, and a prompt's token beside it."""
-        read = flight.forward.rows - _rows(flight.forward.asks)
-        if not read and flight.members:
-            self._step_ms += (SMOOTHING if self._step_ms else 1.0) * (milliseconds - self._step_ms)
-        elif read >= SMALLEST_PIECE:
-            each = max(milliseconds - (self._step_ms if flight.members else 0.0), 0.01) / read
-            self._read_ms += (SMOOTHING if self._read_ms else 1.0) * (each - self._read_ms)
 
 
 def _flight(
