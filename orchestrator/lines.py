@@ -30,6 +30,9 @@ class CoreFacts(Protocol):
     def stale_messages(self) -> int: ...
 
     @property
+    def dropped_branches(self) -> int: ...
+
+    @property
     def rejected_frames(self) -> int: ...
 
     @property

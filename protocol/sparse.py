@@ -30,6 +30,10 @@ class SparseQ:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + self.probs.nbytes
+
     def part(self, start: int, end: int) -> SparseQ:
         """The rows from `start` to before `end`."""
         return SparseQ(self.ids[start:end], self.probs[start:end])

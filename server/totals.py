@@ -77,6 +77,11 @@ class Totals(Collector):
             ("texts_resumed", "How often a text went on on another target", totals.resumed),
             ("drafters_rejoined", "How often a drafter was taken back within a text", totals.rejoined),
             ("stale_messages", "Workers' messages that came too late to matter", stats.stale_messages),
+            (
+                "dropped_branches",
+                "Drafters' messages that the speculation cache had no room for",
+                stats.dropped_branches,
+            ),
             ("rejected_frames", "What was no message of this protocol", stats.rejected_frames),
         ):
             yield self._counter(name, told, [((), count)])

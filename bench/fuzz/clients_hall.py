@@ -46,7 +46,7 @@ class ReadyCore:
     """Says each text at once: the body of a thread, and what a front looks up in a core."""
 
     workers_endpoint = "ipc:///none"
-    stale_messages = rejected_frames = 0
+    stale_messages = rejected_frames = dropped_branches = 0
     round_seconds = verify_seconds = Durations()
 
     def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:

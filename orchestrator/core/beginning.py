@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.orchestrator.core.account import Account
+from outrider.orchestrator.core.cache_room import CacheRoom
 from outrider.orchestrator.core.dispatch import Workers
 from outrider.orchestrator.core.ngram import NgramIndex
 from outrider.orchestrator.core.part import Part
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.round_records import RoundRecords
+from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.events import Admit
 
 
-def begun(admit: Admit, workers: Workers, planner: Planner, now_ns: int) -> Request:
+def begun(admit: Admit, workers: Workers, planner: Planner, room: CacheRoom, now_ns: int) -> Request:
     """The request as it stands before anybody was told of it; its n-grams are still to be read."""
     less = workers.notes() if admit.mode != "ar" else []
     if not workers.target_abilities.chains:
@@ -27,6 +29,7 @@ def begun(admit: Admit, workers: Workers, planner: Planner, now_ns: int) -> Requ
         tokens=[*admit.tokens, *admit.said],
         ngrams=NgramIndex(),
         drafters={name: Part() for name in sorted(drafters)},
+        cache=SpeculationCache(room),
         heard_ns=now_ns,
         account=Account(admitted_ns=now_ns),
         records=RoundRecords(now_ns) if admit.rounds else None,

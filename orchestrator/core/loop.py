@@ -77,6 +77,10 @@ class Core:
         return self._rounds.stale
 
     @property
+    def dropped_branches(self) -> int:
+        return self._rounds.dropped_branches
+
+    @property
     def rejected_frames(self) -> int:
         return self._pool.rejected
 

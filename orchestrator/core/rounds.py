@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from outrider.orchestrator.core.beginning import begun
+from outrider.orchestrator.core.cache_room import CacheRoom
 from outrider.orchestrator.core.crew import Crew
 from outrider.orchestrator.core.dispatch import Dispatch, Workers
 from outrider.orchestrator.core.door import LATE, Door
@@ -47,6 +48,7 @@ class Rounds:
         self.stale = 0
         self._workers = workers
         self._door = Door()
+        self._room_for_branches = CacheRoom()
         self._dispatch = Dispatch(workers)
         self._settings = settings
         self._tell = tell
@@ -62,6 +64,11 @@ class Rounds:
         return len(self._requests)
 
     @property
+    def dropped_branches(self) -> int:
+        """How many messages with branches found no room."""
+        return self._room_for_branches.dropped
+
+    @property
     def ledger(self) -> Ledger:
         return self._ledger
 
@@ -74,7 +81,7 @@ class Rounds:
     def begin(self, admit: Admit, now_ns: int) -> None:
         """OPEN to the target and to the drafters: all read the prompt at once."""
         self._planner.turn_to(len(self._requests) + 1)
-        request = begun(admit, self._workers, self._planner, now_ns)
+        request = begun(admit, self._workers, self._planner, self._room_for_branches, now_ns)
         admit = request.admit
         self._requests[request.id] = request
         self._outage.admit(request)
@@ -400,3 +407,4 @@ class Rounds:
         self._crew.close(request)
         self._planner.turn_to(len(self._requests))
         self._outage.forget(request)
+        request.cache.clear()

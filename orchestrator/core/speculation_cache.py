@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from outrider.orchestrator.core.cache_room import CacheRoom
 from outrider.protocol.messages import Branches, Drafted
 from outrider.protocol.sparse import SparseQ
+
+_TOKEN_BYTES = 40  # a number and its place in a tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,10 @@ class SpeculationCache:
     The `lead` is the drafter with the likeliest outcomes; `pushes` counts its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: CacheRoom | None = None) -> None:
+        """`room`: shared with other requests' caches."""
+        self._room = room or CacheRoom()
+        self._held = 0
         self._branches: dict[tuple[int, ...], Prepared] = {}
         self._awaited: dict[str, int] = {}
         self._wanted = 0
@@ -47,11 +53,17 @@ class SpeculationCache:
 
     def start(self, asked: dict[str, int] | None = None) -> None:
         """`asked`: of how many outcomes each drafter was asked for a branch, the lead first; nobody unless said."""
-        self._branches.clear()
+        self.clear()
         self._awaited = asked or {}
         self._wanted = sum(self._awaited.values())
         self.lead = next(iter(self._awaited), self.lead)
         self.pushes = 0
+
+    def clear(self) -> None:
+        """Holds nothing any more."""
+        self._branches.clear()
+        self._room.give_back(self._held)
+        self._held = 0
 
     @property
     def final(self) -> bool:
@@ -64,10 +76,11 @@ class SpeculationCache:
         return 0 if self.lead in self._awaited else self._wanted - sum(self._awaited.values())
 
     def add(self, message: Branches, drafter: str) -> None:
-        """Takes in branches; a deeper one replaces its shorter beginning. Depth decides, never what is in them."""
+        """Takes in branches as long as there is room; a deeper one replaces its shorter beginning. Depth decides, never
+        what is in them."""
         end = 0
         self.pushes += drafter == self.lead
-        for entry in message.entries:
+        for entry in message.entries if self._has_room(message) else ():
             start, end = end, end + len(entry.chain)
             known = self._branches.get(entry.committed)
             if known is None or len(entry.chain) > len(known.chain):
@@ -75,6 +88,15 @@ class SpeculationCache:
                 self._branches[entry.committed] = Prepared(entry.chain, q, drafter)
         if message.final:
             self.finished(drafter)
+
+    def _has_room(self, message: Branches) -> bool:
+        """Of a message all is held or nothing: its arrays are views of what arrived."""
+        size = _TOKEN_BYTES * sum(len(entry.committed) + len(entry.chain) for entry in message.entries)
+        size += message.q.nbytes if message.q is not None else 0
+        if not self._room.takes(size, self._held):
+            return False
+        self._held += size
+        return True
 
     def finished(self, drafter: str) -> None:
         """Nothing more is to come of this one."""

@@ -160,6 +160,7 @@ class Front:
             kv=self._kv_use(),
             round_seconds=self._facts.round_seconds,
             verify_seconds=self._facts.verify_seconds,
+            dropped_branches=self._facts.dropped_branches,
         )
 
     # --- what clients say -----------------------------------------------------------------------------------------

@@ -231,7 +231,8 @@ class Stats:
     `totals` are those of requests that have ended, `generated` the tokens of those that run, too. `endings` say how
     often requests ended so: by a reason of Done or a kind of Failed. `round_seconds`: from a request's outcome to its
     next; `verify_seconds`: the target's forwards, each once, whoever had a part in it. `known` is False where the
-    request asked about neither runs nor waits here: another server had it.
+    request asked about neither runs nor waits here: another server had it. `dropped_branches`: messages of drafters for
+    which the speculation cache had no room.
     """
 
     request: RequestId
@@ -250,3 +251,4 @@ class Stats:
     round_seconds: Durations = field(default_factory=Durations)
     verify_seconds: Durations = field(default_factory=Durations)
     known: bool = True
+    dropped_branches: Serial = 0

@@ -35,6 +35,7 @@ class ScriptedCore:
 
     workers_endpoint = "ipc:///none"
     stale_messages = 3
+    dropped_branches = 1
     rejected_frames = 2
     round_seconds = Durations((0.1,), (3, 1), 2.0)
     verify_seconds = Durations()
