@@ -17,7 +17,8 @@ from outrider.engine.memory import Peak
 from outrider.engine.pace import Pace
 from outrider.grammar.compiler import TOKENIZER, Compiler
 from outrider.protocol import logs
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import KeyFault, OutriderError
+from outrider.protocol.keyring import Keyring
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink
@@ -28,7 +29,12 @@ log = logging.getLogger(__name__)
 def main() -> int:
     options = _parser().parse_args()
     logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
-    with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation) as link:
+    try:
+        keys = Keyring(options.keys).to_reach(options.endpoint, options.server_key)
+    except KeyFault as fault:
+        log.error("%s", fault)
+        return fault.exit_code
+    with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation, keys) as link:
         try:
             link.send(Loading("draft", f"starting the {options.backend} drafter"))
             drafter = make(
@@ -57,6 +63,7 @@ def main() -> int:
             drafter.weight_bytes,
             drafter.note,
             kv=drafter.prompt_cache.cost,
+            vocabulary=options.vocabulary,
         )
         try:
             link.enter(hello)
@@ -90,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--parent-fd", type=int, default=None)
     parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
+    parser.add_argument("--keys", type=Path, default=None, help="the folder of keys")
+    parser.add_argument("--server-key", default=None, help="the server's public key; else as the folder knows it")
+    parser.add_argument("--vocabulary", default="", help="a digest of what the model's tokens stand for")
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
     parser.add_argument("--log-fd", type=int, default=None, help="where the server that started it logs")

@@ -48,6 +48,14 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Speaks:
+    """The cluster's `model` means by its tokens what this digest says (`pair.vocabulary`); drafters have to, too."""
+
+    model: str
+    vocabulary: str
+
+
+@dataclass(frozen=True, slots=True)
 class Quit:
     """End the core thread: close every request, tell the workers to shut down."""
 
@@ -125,7 +133,7 @@ class Broke:
     message: str
 
 
-ToCore = Admit | Stop | Quit
+ToCore = Admit | Stop | Speaks | Quit
 ToFront = WorkersChanged | Began | PrefillAt | Committed | Ended | Broke
 
 

@@ -21,12 +21,19 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """Clients may connect at `endpoint`, further drafters at `workers`; `notes` are worth a line each. `http` is where
-    HTTP is served, if it is."""
+    HTTP is served, if it is.
+
+    `joining`: where drafters of other machines join. `key`: the server's, where keys are asked for. `own`: where its
+    owner's processes on this machine connect without any.
+    """
 
     endpoint: str
     workers: str
     notes: tuple[str, ...] = ()
     http: str = ""
+    joining: str = ""
+    key: str = ""
+    own: str = ""
 
 
 @dataclass(frozen=True, slots=True)

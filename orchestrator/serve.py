@@ -21,11 +21,12 @@ from typing import Any
 import zmq
 
 from outrider.orchestrator.core.loop import Core
-from outrider.orchestrator.events import Quit, ToCore, ToFront
+from outrider.orchestrator.events import Quit, Speaks, ToCore, ToFront
 from outrider.orchestrator.failure import as_error, kind_of
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
+from outrider.orchestrator.gate import Gate, gate_for
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Unfinished, wait_for_end
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.lines import Drain, End, Lines
@@ -34,9 +35,11 @@ from outrider.orchestrator.machine.http_process import HttpProcess, Listener
 from outrider.orchestrator.machine.sweeper import Sweeper
 from outrider.orchestrator.mailbox import Mailbox
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
+from outrider.orchestrator.pair.vocabulary import fingerprint
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.directory import PrivateDirectory, private_directory
-from outrider.protocol.errors import OutriderError, WorkerError
+from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
+from outrider.protocol.keyring import CLIENT
 
 STATUS_SECONDS = 1.0
 DRAIN_LOOK_SECONDS = 0.05
@@ -59,11 +62,19 @@ Happening = Announcement | Enough
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """What runs beside the core; no `http`: nobody asked for it. `orders` reach the front."""
+    """What runs; no `http`: nobody asked for it. `orders` reach the front."""
 
     front: Front
+    core: Core
     orders: Mailbox[Drain | End]
     http: HttpProcess | None
+    clients: ClientSocket
+    gate: Gate | None
+
+    def told(self, ready: Ready) -> Ready:
+        """With all that is known of where the server is reached."""
+        key = self.gate.own.public if self.gate is not None else ""
+        return replace(ready, own=self.clients.own, joining=self.core.joining_endpoint, key=key)
 
 
 def run(
@@ -103,7 +114,11 @@ def run(
             if status is not None:
                 status(house.front)
 
-        enough = _watch(happenings, tell, tick, listener.url if listener is not None else "")
+        def complete(ready: Ready) -> Ready:
+            url = listener.url if listener is not None else ""
+            return replace(house.told(ready), http=url, notes=(*ready.notes, *blas.notes()))
+
+        enough = _watch(happenings, tell, tick, complete)
         if enough.drain:
             _drain(happenings, house, drain_timeout)
     return _unfinished(happenings)
@@ -119,7 +134,10 @@ def _unfinished(happenings: SimpleQueue[Happening]) -> Unfinished | None:
 
 
 def _watch(
-    happenings: SimpleQueue[Happening], tell: Callable[[Announcement], None], tick: Callable[[], None], url: str
+    happenings: SimpleQueue[Happening],
+    tell: Callable[[Announcement], None],
+    tick: Callable[[], None],
+    complete: Callable[[Ready], Ready],
 ) -> Enough:
     while True:
         try:
@@ -132,7 +150,7 @@ def _watch(
         if isinstance(happening, Failure):
             raise as_error(happening.kind, happening.message)
         if isinstance(happening, Ready):
-            happening = replace(happening, http=url, notes=(*happening.notes, *blas.notes()))
+            happening = complete(happening)
         tell(happening)
 
 
@@ -160,25 +178,28 @@ def _threads(
     listener: Listener | None,
 ) -> Iterator[House]:
     """Both threads and their sockets; the workers load while the tokenizers are read here."""
+    settings = pair.settings
     context: zmq.Context[Any] = zmq.Context()
-    clients = ClientSocket(context, pair.settings.endpoint or directory.endpoint("clients"), connections)
     with ExitStack() as stack:
+        gate = gate_for(settings, context)
+        if gate is not None:
+            stack.callback(gate.close)
+        clients = _clients(context, settings, directory, connections, gate)
         stack.callback(clients.close)
-        stack.callback(Sweeper(directory.path, clients.door.bound.claim).dismiss)
+        stack.callback(Sweeper(directory.path, clients.bound.claim).dismiss)
         http = None
         if listener is not None:
-            settings = pair.settings
-            http = listener.serve(
-                clients.endpoint, pair.target, directory.path, settings.log_level, settings.log_format
-            )
+            http = listener.serve(clients.own, pair.target, directory.path, settings.log_level, settings.log_format)
             stack.callback(http.close)
         lines = Lines(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[Drain | End](context))
-        core = Core(pair.settings, context, lines.core, lines.events, directory.path)
+        core = Core(settings, context, lines.core, lines.events, directory.path, gate)
         threads = [_start(core.run, "core")]
         try:
-            front = Front(pair, Admission(read_pair(pair)), clients, lines, core, happenings.put)
+            text = read_pair(pair)
+            lines.core.put(Speaks(pair.target.name, fingerprint(text.codec)))
+            front = Front(pair, Admission(text), clients, lines, core, happenings.put)
             threads.insert(0, _start(front.run, "front"))
-            yield House(front, lines.orders, http)
+            yield House(front, core, lines.orders, http, clients, gate)
         finally:
             lines.orders.put(End())
             threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)
@@ -187,6 +208,22 @@ def _threads(
     if not any(thread.is_alive() for thread in threads):
         lines.close()
         context.term()
+
+
+def _clients(
+    context: zmq.Context[Any], settings: ServeSettings, directory: PrivateDirectory, connections: int, gate: Gate | None
+) -> ClientSocket:
+    """Clients' socket. Where keys are asked for the server's own processes have an endpoint of theirs, without."""
+    private = directory.endpoint("clients")
+    if gate is None or settings.endpoint is None or not settings.asks_for_keys(settings.endpoint):
+        return ClientSocket(context, settings.endpoint or private, connections)
+    clients = ClientSocket(context, private, connections // 2)
+    try:
+        clients.serve(settings.endpoint, connections // 2, gate.keys(CLIENT))
+    except EndpointError:
+        clients.close()
+        raise
+    return clients
 
 
 def _start(body: Callable[[], None], name: str) -> threading.Thread:

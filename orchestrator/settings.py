@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from outrider.protocol import logs, values
+from outrider.protocol.endpoints import is_local, parse
 from outrider.protocol.errors import InvalidRequest
 
 MODES = ("auto", "ar", "sd", "ssd")
@@ -57,7 +58,9 @@ class ServeSettings:
     worker that works ahead. `shards`: so many ranks of the target on this machine, each with a part of each layer.
     `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
     is done without after a fifth of that. `memory`: carry over from run to run what `auto` learned of this pair on
-    this machine.
+    this machine. `workers_endpoint`: where drafters of other machines join, tcp://HOST:PORT; None: only this machine's
+    do. `keys`: the folder of keys; None: `protocol.keyring.default_folder`. `keyed`: ask for keys at `endpoint` and
+    `workers_endpoint` also where only this machine reaches them; beyond it they are always asked for.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -88,6 +91,9 @@ class ServeSettings:
     shards: int = 1
     worker_timeout: int = 10
     memory: bool = True
+    workers_endpoint: str | None = None
+    keys: Path | None = None
+    keyed: bool = False
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
@@ -100,12 +106,12 @@ class ServeSettings:
         self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         if self.kv_memory is not None:
             self._keep("kv_memory", values.size("kv_memory", self.kv_memory))
-        for name in ("ngrams", "colocate", "prompt_cache", "memory"):
+        for name in ("ngrams", "colocate", "prompt_cache", "memory", "keyed"):
             self._keep(name, values.flag(name, getattr(self, name)))
-        for name in ("model", "draft_model", "endpoint"):
+        for name in ("model", "draft_model", "endpoint", "workers_endpoint"):
             if getattr(self, name) is not None:
                 self._keep(name, values.text(name, getattr(self, name)))
-        for name in ("trace", "replay", "simulate"):
+        for name in ("trace", "replay", "simulate", "keys"):
             if getattr(self, name) is not None:
                 self._keep(name, values.path(name, getattr(self, name)))
         self._keep("draft_prefill", values.text("draft_prefill", self.draft_prefill))
@@ -127,6 +133,10 @@ class ServeSettings:
     def breadth(self) -> int:
         """B, the same."""
         return BRANCHES if self.branches is None else self.branches
+
+    def asks_for_keys(self, endpoint: str) -> bool:
+        """Whether who comes to this endpoint has to show a key. Raises EndpointError when it is none."""
+        return self.keyed or not is_local(parse(endpoint))
 
     @property
     def has_draft_worker(self) -> bool:
@@ -207,6 +217,9 @@ class Settings(TypedDict, total=False):
     shards: int
     worker_timeout: int
     memory: bool
+    workers_endpoint: str | None
+    keys: str | os.PathLike[str] | None
+    keyed: bool
 
 
 def settings_from(given: Settings) -> ServeSettings:

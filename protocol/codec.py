@@ -15,7 +15,7 @@ import msgpack
 
 from outrider.protocol.arrays import Buffer
 from outrider.protocol.checks import dumper, loader, wrong
-from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest
+from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest, VersionMismatch
 from outrider.protocol.fields import MAX_FRAME
 from outrider.protocol.messages import Message
 from outrider.protocol.schema import MAX_ITEMS, fields_of
@@ -56,8 +56,9 @@ def decode(frames: Sequence[Buffer]) -> Message:
     """The message that `frames` say, and no other; its arrays are read-only views of the frames.
 
     Raises:
-        ProtocolError: not a message of this version: another version, an unknown name, too many or too few fields,
-            ill-typed ones, a value out of range, a sequence or array of a wrong size, a number that is not finite.
+        ProtocolError: not a message of this version: another version (a VersionMismatch), an unknown name, too many or
+            too few fields, ill-typed ones, a value out of range, a sequence or array of a wrong size, a number that is
+            not finite.
         RefusedRequest: (a ProtocolError and an InvalidRequest) a well-formed message asks for sampling out of range;
             the words are SamplingParams's own. Use `request_of` to answer whoever sent it.
     """
@@ -113,7 +114,7 @@ def _refused(header: tuple[Any, ...]) -> ProtocolError:
     if type(version) is not int:
         return wrong("the protocol version", version, "a whole number first in the header")
     if version != PROTOCOL_VERSION:
-        return ProtocolError(
+        return VersionMismatch(
             f"the other side speaks protocol version {version}, this side version {PROTOCOL_VERSION} (outrider"
             f" {PACKAGE_VERSION}); run the same release of outrider on both"
         )

@@ -1,7 +1,8 @@
 """Where processes meet: `ipc://PATH` on one machine, `tcp://HOST:PORT` between machines.
 
-Owns what an endpoint may look like and who serves it. ZeroMQ would cut a port to 16 bits, take an ipc path away from
-a live server and replace any file that lies there; `bind` refuses instead, in one sentence.
+Owns what an endpoint may look like, who serves it, and that nothing goes to other machines without keys. ZeroMQ would
+cut a port to 16 bits, take an ipc path away from a live server, replace any file that lies there and talk in the clear
+to whoever comes; `bind` and `connect` refuse instead, in one sentence.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import socket as sockets
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -21,6 +23,7 @@ import zmq
 from outrider.protocol.claim import PathClaim
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.fields import MAX_FRAME
+from outrider.protocol.keys import ClientKeys, ServerKeys, raw
 
 Socket: TypeAlias = zmq.Socket[Any]
 
@@ -107,12 +110,37 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
-def connect(socket: Socket, endpoint: str) -> None:
-    """Connects `socket`; whoever serves the endpoint may come later. EndpointError when nobody can be reached there."""
+def is_local(where: Endpoint) -> bool:
+    """Whether only this machine can reach it; a name other than localhost counts as another machine's."""
+    if isinstance(where, Ipc) or where.host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(where.host).is_loopback
+    except ValueError:
+        return False
+
+
+def reachable(endpoint: str) -> Endpoint:
+    """As `parse`; EndpointError also for what can only be served."""
     where = parse(endpoint)
     if isinstance(where, Tcp) and (where.host == "*" or where.port == 0):
         raise EndpointError(f"{endpoint} can be served but not reached; expected the server's own host and port")
+    return where
+
+
+def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> None:
+    """Connects `socket`; whoever serves the endpoint may come later, and has to have the key of `keys`.
+
+    Raises:
+        EndpointError: nobody can be reached there, or it is on another machine and there are no `keys`.
+    """
+    where = reachable(endpoint)
+    if keys is None and not is_local(where):
+        raise EndpointError(f"{endpoint} is on another machine; expected the keys of both sides (`outrider keys`)")
     _prepare(socket, where)
+    if keys is not None:
+        socket.curve_publickey, socket.curve_secretkey = raw(keys.own.public), raw(keys.own.secret)
+        socket.curve_serverkey = raw(keys.server)
     try:
         socket.connect(str(where))
     except zmq.ZMQError as error:
@@ -123,9 +151,12 @@ def require_server(endpoint: str) -> None:
     """Knocks, where that is known at once: ZeroMQ itself waits for a server that may still come.
 
     Raises:
-        EndpointError: it is certain that nobody can be reached there now. A server elsewhere is taken on trust.
+        EndpointError: it is certain that nobody can be reached there now. A server elsewhere is taken on trust, if its
+            host can be found.
     """
     where = parse(endpoint)
+    if isinstance(where, Tcp):
+        _find(where.host)
     family, address = _knockable(where)
     if address is None:
         return
@@ -135,6 +166,15 @@ def require_server(endpoint: str) -> None:
     if refusal in _NOBODY:
         why = os.strerror(refusal)
         raise EndpointError(f"nobody serves {where} ({why}); expected an endpoint that `outrider serve` prints")
+
+
+@lru_cache
+def _find(host: str) -> None:
+    """Looks for the host's address; once it was found, that is taken to be so."""
+    try:
+        sockets.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        raise EndpointError(f"the host {host} can't be found ({error}); check its name, or write its address") from None
 
 
 def _knockable(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str, int] | None]:
@@ -159,19 +199,26 @@ class Bound:
         self.claim = claim
         self._socket = socket
         self._listener = listener
-        socket.use_fd = os.dup(listener.fileno())
-        socket.bind(self.endpoint)
-        socket.use_fd = -1
+        self._listens_as: Any = b""  # an address in ZeroMQ's own spelling
+        self.listen()
 
     def listen(self) -> None:
         """Lets connections in, as it does from the start. Again does nothing."""
+        if not self._listens_as:
+            self._socket.use_fd = os.dup(self._listener.fileno())
+            self._socket.bind(self.endpoint)
+            self._socket.use_fd = -1
+            self._listens_as = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         if self.claim is not None:
             self.claim.open()
 
     def stop_listening(self) -> None:
-        """Whoever connects waits until `listen`. Only at a path: at a port the system's own limit must do."""
+        """Whoever connects waits until `listen`; who is connected stays so."""
         if self.claim is not None:
             self.claim.shut()
+        elif self._listens_as:
+            self._socket.unbind(self._listens_as)
+            self._listens_as = b""
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket (messages not yet sent get `linger_ms`), then frees the endpoint. Again does nothing."""
@@ -189,14 +236,25 @@ class Bound:
         self.close()
 
 
-def bind(socket: Socket, endpoint: str) -> Bound:
+def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound:
     """Serves `endpoint` with `socket`; `Bound.endpoint` is the same with a port of 0 filled in.
 
+    With `keys` it lets in whose key its context's authentication allows, and nobody where there is none. What the same
+    socket is bound to later is served with keys, too.
+
     Raises:
-        EndpointError: already served, port in use, no permission, no such directory or address. The socket stays
-            open and unbound, and whatever serves the endpoint now is not disturbed.
+        EndpointError: already served, port in use, no permission, no such directory or address, or other machines
+            could reach it and there are no `keys`. The socket stays open and unbound, and whatever serves the endpoint
+            now is not disturbed.
     """
     where = parse(endpoint)
+    if keys is None and not is_local(where):
+        raise EndpointError(
+            f"{endpoint} is reached from other machines and would ask nobody for a key; expected keys"
+            " (`outrider keys make`), or an endpoint of this machine such as tcp://127.0.0.1:0"
+        )
+    if keys is not None:
+        _ask_for_keys(socket, keys)
     with ExitStack() as undone:
         claim = PathClaim(where.path) if isinstance(where, Ipc) else None
         if claim is not None:
@@ -222,6 +280,12 @@ def _at_port(where: Tcp) -> sockets.socket:
     family = sockets.AF_INET6 if ":" in where.host else sockets.AF_INET
     host = "" if where.host == "*" else where.host
     return sockets.create_server((host, where.port), family=family, backlog=BACKLOG)
+
+
+def _ask_for_keys(socket: Socket, keys: ServerKeys) -> None:
+    socket.curve_server, socket.curve_secretkey = True, raw(keys.own.secret)
+    socket.zap_domain = keys.door.encode()
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context that has no authentication lets everybody in
 
 
 def _prepare(socket: Socket, where: Endpoint) -> None:

@@ -53,5 +53,15 @@ class ServerBusy(OutriderError):
     exit_code = 7
 
 
+class VersionMismatch(ProtocolError):
+    """The other side is of another release, whose messages are others."""
+
+
+class KeyFault(OutriderError):
+    """A key is missing, unreadable, readable by others, none at all, or not let in."""
+
+    exit_code = 8
+
+
 class RefusedRequest(InvalidRequest, ProtocolError):
     """A well-formed message asks for something out of range. Who drops bad messages drops it; its sender is told."""

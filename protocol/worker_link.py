@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from types import FrameType
 
 import zmq
@@ -23,13 +24,23 @@ import zmq
 from outrider.protocol import far
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
 from outrider.protocol.endpoints import Tcp, connect, parse
-from outrider.protocol.errors import CannotDraft, EndpointError, OutriderError, ProtocolError, WorkerError
+from outrider.protocol.errors import (
+    CannotDraft,
+    EndpointError,
+    OutriderError,
+    ProtocolError,
+    VersionMismatch,
+    WorkerError,
+)
+from outrider.protocol.keys import ClientKeys
+from outrider.protocol.knock import knock
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
 
 INCARNATION_BITS = 63
 IDLE_POLL_MS = 200
 GRACE_SECONDS = 5.0
 LONGEST_MS = 10**9
+SEND_MS = 2000
 # How often a worker that a person started looks for the answer to its HELLO: for some ten seconds, and for ten minutes
 # where it was one of a cluster before. It says HELLO again now and then, for who comes may be another.
 WELCOME_POLLS, WELCOME_BACK_POLLS, HELLO_POLLS = 50, 3000, 10
@@ -57,16 +68,27 @@ class WorkerLink:
     """A worker's side of the wire. Use as a context manager on the thread that does the work.
 
     `incarnation` and `parent_fd` are a spawned worker's; one that a person started draws its own and has no parent.
+    `keys`: what it comes in with where keys are asked for.
     """
 
-    def __init__(self, endpoint: str, name: str, parent_fd: int | None = None, incarnation: int | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        parent_fd: int | None = None,
+        incarnation: int | None = None,
+        keys: ClientKeys | None = None,
+    ) -> None:
         self.name = name
+        self._keys = keys
         self.incarnation = secrets.randbits(INCARNATION_BITS) if incarnation is None else incarnation
         self._progress = self._expected_ms = 0
         self._arrived: deque[Message] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
+        if keys is not None:
+            self._socket.setsockopt(zmq.SNDTIMEO, SEND_MS)  # who is refused has nobody that takes it
         self._endpoint = endpoint
         self._by_hand = parent_fd is None
         self._entered = False
@@ -90,11 +112,13 @@ class WorkerLink:
         Raises:
             WorkerError: the cluster turned this worker away; the words are the cluster's.
             EndpointError: nobody answers a worker that a person started.
+            KeyFault: its key is not let in any more.
         """
         self._arrived.clear()
         polls, pings, most = 0, self._pings, WELCOME_BACK_POLLS if self._entered else WELCOME_POLLS
         while not (self._by_hand and polls >= most):
             if polls == 0 or (self._entered and polls % HELLO_POLLS == 0):
+                self._try_the_door()
                 self.send(hello)
             polls += 1
             if self._pings != pings:
@@ -109,6 +133,12 @@ class WorkerLink:
                 case Shutdown(reason=reason):
                     raise WorkerError(f"turned away: {reason}")
         raise EndpointError(f"nobody answers at {self._endpoint}; expected the workers' endpoint of a running cluster")
+
+    def _try_the_door(self) -> None:
+        """Where keys are asked for: that this one's is still good. KeyFault when it is not."""
+        if self._keys is not None and self._entered:
+            with suppress(EndpointError):  # it may come yet
+                knock(self._endpoint, self._keys)
 
     def _let_in(self, name: str) -> None:
         self.name, self._waits = name, 0
@@ -131,10 +161,13 @@ class WorkerLink:
         """These leave together, in this order."""
         self._progress += 1
         frames = encode_all(messages)
-        if len(frames) == 1:  # the hot path: one call into C instead of a walk in Python, whose caches are cold by then
-            self._socket.send(frames[0])
-        else:
-            self._socket.send_multipart(frames)
+        try:
+            if len(frames) == 1:  # the hot path: one call into C and no walk in Python, whose caches are cold by then
+                self._socket.send(frames[0])
+            else:
+                self._socket.send_multipart(frames)
+        except zmq.Again:
+            log.warning("nobody takes %s, which is lost", type(messages[-1]).__name__)
         # The thread that carries it out may wait for this very core; the next forward would keep it waiting.
         os.sched_yield()
 
@@ -173,9 +206,18 @@ class WorkerLink:
             raise OrchestratorGone(f"nothing is heard of the cluster at {self._endpoint}")
 
     def _polled(self) -> Message | None:
-        """The next message, waited for once, for `IDLE_POLL_MS`."""
-        if not self._arrived:
-            self._arrived += _decoded(self._frames(wait=True))
+        """The next message, waited for once, for `IDLE_POLL_MS`.
+
+        Raises:
+            WorkerError: who answers is of another release.
+        """
+        if not self._arrived and (frames := self._frames(wait=True)) is not None:
+            try:
+                self._arrived += decode_all(frames)
+            except VersionMismatch as error:
+                raise WorkerError(f"turned away by the cluster at {self._endpoint}: {error}") from None
+            except ProtocolError as error:
+                log.warning("dropped a frame: %s", error)
         return self._arrived.popleft() if self._arrived else None
 
     def _frames(self, wait: bool) -> list[bytes] | None:
@@ -192,7 +234,7 @@ class WorkerLink:
         socket.setsockopt(zmq.LINGER, 500)
         if isinstance(parse(endpoint), Tcp):
             far.prepare(socket)
-        connect(socket, endpoint)
+        connect(socket, endpoint, self._keys)
         return socket
 
     def _answer_pings(self) -> None:

@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "serve": "keep a cluster running for clients",
     "worker": "run one worker in the foreground",
+    "keys": "make keys, and say whose are let in from other machines",
     "verify": "prove that an output is the target's own",
     "bench": "compare with mlx-lm on the same weights",
     "tune": "probe what pays on this machine",

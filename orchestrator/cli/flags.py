@@ -62,6 +62,8 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--worker-timeout", type=int, metavar="SECONDS", help=timeout)
     forget = "start auto afresh, and keep nothing of what it learns"
     group.add_argument("--no-memory", dest="memory", action="store_false", default=None, help=forget)
+    folder = "the folder of keys for endpoints of other machines; default: that of `outrider keys`"
+    group.add_argument("--keys", type=Path, metavar="FOLDER", help=folder)
     group.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing or Perfetto")
     group.add_argument("--replay", type=Path, metavar="FILE", help="script of the replay drafter")
     group.add_argument("--simulate", type=Path, metavar="FILE", help="a machine's latency profile to keep to")

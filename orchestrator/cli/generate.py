@@ -23,7 +23,7 @@ from outrider.orchestrator.pair.model_text import ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Timings
 
-REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format")
+REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format", "keys")
 TIMINGS = (
     "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
     "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",
@@ -67,6 +67,12 @@ def add_conversation_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_place_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--connect", metavar="ENDPOINT", help="ask the server there instead of starting a cluster")
+    add_server_key_flag(parser)
+
+
+def add_server_key_flag(parser: argparse.ArgumentParser) -> None:
+    key = "the key of the server at --connect, as it prints it; default: as `outrider keys trust` was told"
+    parser.add_argument("--server-key", metavar="KEY", help=key)
 
 
 def generate(options: argparse.Namespace, wish: Wish, screen: Screen, show_text: bool) -> GenerationResult:
@@ -109,11 +115,16 @@ def server(options: argparse.Namespace, screen: Screen) -> Iterator[Client]:
     settings = flags.settings_of(options)
     if options.connect is not None:
         _refuse_cluster_settings(settings)
-        yield Client(options.connect)
+        yield connected(options)
         return
     with LocalCluster(progress=screen.show, **settings) as cluster:
         screen.clear()
         yield cluster.client()
+
+
+def connected(options: argparse.Namespace) -> Client:
+    """A client of the server at --connect."""
+    return Client(options.connect, server_key=options.server_key, keys=options.keys)
 
 
 def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
@@ -143,7 +154,7 @@ def model_text(options: argparse.Namespace) -> ModelText:
     Raises:
         OutriderError: nobody answers at --connect, or the model's files are not on this machine.
     """
-    name = options.model or (embedded_pair()[0] if options.connect is None else _served(options.connect))
+    name = options.model or (embedded_pair()[0] if options.connect is None else _served(connected(options)))
     return load_text(find_model(name, weights=False), template=not options.ignore_chat_template)
 
 
@@ -181,12 +192,12 @@ def _timings(timings: Timings) -> dict[str, float]:
     return {name: getattr(timings, name) for name in TIMINGS}
 
 
-def _served(endpoint: str) -> str:
+def _served(client: Client) -> str:
     """The folder of a running server's model; another machine's is not to be found here."""
-    workers = Client(endpoint).stats().workers
+    workers = client.stats().workers
     name = next((worker.model for worker in workers if worker.role == "target" and worker.model), None)
     if name is None:
-        raise EndpointError(f"the server at {endpoint} has no model yet; ask again when it is ready")
+        raise EndpointError(f"the server at {client.endpoint} has no model yet; ask again when it is ready")
     return name
 
 

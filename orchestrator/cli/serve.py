@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", help="where clients connect, ipc://PATH or tcp://HOST:PORT; default: a fresh one")
+    joining = "where drafters of other machines join, tcp://HOST:PORT (docs/security.md); default: nowhere"
+    parser.add_argument("--workers-endpoint", metavar="ENDPOINT", help=joining)
+    keyed = "ask for keys at these endpoints on loopback, too; beyond it they always are"
+    parser.add_argument("--keyed", action="store_true", default=None, help=keyed)
     drain = f"how long SIGTERM waits for requests that run, default {DRAIN_SECONDS}; new ones are refused meanwhile"
     parser.add_argument("--drain-timeout", type=int, default=DRAIN_SECONDS, metavar="SECONDS", help=drain)
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
@@ -89,8 +93,9 @@ def _for_parent(settings: ServeSettings, http: HttpSettings | None, parent: sock
 
 def _print(ready: Ready) -> None:
     """Where the server is, on stdout."""
-    http = f"\nHTTP: {ready.http}" if ready.http else ""
-    print(f"clients: {ready.endpoint}\nworkers: {ready.workers}{http}", flush=True)
+    lines = [("clients", ready.endpoint), ("workers", ready.workers), ("workers", ready.joining)]
+    lines += [("key", ready.key), ("HTTP", ready.http)]
+    print("\n".join(f"{what}: {where}" for what, where in lines if where), flush=True)
 
 
 class Board:

@@ -1,4 +1,7 @@
-"""Runs one worker in the foreground, such as a further drafter for a cluster that is running (`serve` prints where)."""
+"""Runs one worker in the foreground, such as a further drafter for a cluster that is running (`serve` prints where).
+
+On another machine it needs the draft model alone, and a key that the server's side allows (docs/security.md).
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,32 @@ import signal
 import socket
 
 from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.generate import add_server_key_flag
 from outrider.orchestrator.machine import blas
 from outrider.orchestrator.machine.spawn import MODULES, child_environment, worker_command
-from outrider.orchestrator.pair.pairing import choose_pair
+from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.pair.vocabulary import fingerprint
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.endpoints import parse, require_server
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.keyring import Keyring
+from outrider.protocol.knock import knock
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     note = "a draft joins a running cluster; a target is turned away, since a cluster spawns its own"
     parser.add_argument("role", choices=list(MODULES), help=note)
     parser.add_argument("--connect", metavar="ENDPOINT", required=True, help="the cluster's endpoint for workers")
+    add_server_key_flag(parser)
     parser.add_argument("--name", help="default: the role, this host and the process id")
     flags.add_cluster_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Becomes the worker: this process is replaced, so signals and the exit code are the worker's own."""
+    if options.role == "draft" and options.draft_model is not None:
+        options.model = options.draft_model  # a drafter needs no other, and its machine may have no other
     settings = ServeSettings(**flags.settings_of(options))
     if options.role == "draft" and settings.colocate:
         raise InvalidRequest("colocate drafts in the target's process; expected no colocate for a draft worker")
@@ -33,10 +44,25 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx, coreml or replay")
     endpoint = str(parse(options.connect))
     require_server(endpoint)
+    keys = Keyring(settings.keys).to_reach(endpoint, options.server_key)
+    if keys is not None:
+        knock(endpoint, keys)
     pair = choose_pair(settings)
     if options.role == "draft" and not pair.settings.has_draft_worker:
-        raise InvalidRequest("no draft model is named; expected --model and --draft-model, or neither")
+        raise InvalidRequest("no draft model is named; expected --draft-model, or neither that nor --model")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"
     command = worker_command(options.role, name, endpoint, pair.settings)
+    if options.role == "draft":
+        command += _joining(options, pair)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end in order (WorkerLink)
     os.execve(command[0], command, blas.environment(child_environment(), settings.threads))
+
+
+def _joining(options: argparse.Namespace, pair: ChosenPair) -> list[str]:
+    """What a drafter that comes by itself is told beside: its keys, and what its tokens mean."""
+    line = []
+    for flag, value in (("--keys", options.keys), ("--server-key", options.server_key)):
+        line += [f"{flag}={value}"] if value is not None else []
+    if pair.draft is not None:
+        line += ["--vocabulary", fingerprint(load_codec(pair.draft))]
+    return line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
@@ -11,7 +12,7 @@ import zmq
 
 from outrider.orchestrator.client.async_socket import AsyncSocket
 from outrider.orchestrator.client.client import FLUSH_MS
-from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout
+from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout, keys_to
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.client_key import client_key
 from outrider.protocol import values
@@ -31,8 +32,11 @@ class AsyncClient:
         timeout: float = 10.0,
         alive: Callable[[], None] | None = None,
         reconnect: bool = False,
+        server_key: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self._keys = keys_to(endpoint, server_key, keys)
         self._reconnect = values.flag("reconnect", reconnect)
         self.timeout = check_timeout(timeout)
         self._alive = alive
@@ -79,7 +83,7 @@ class AsyncClient:
 
     async def stats(self) -> Stats:
         """The server's workers and totals."""
-        patience = Patience(self.endpoint, self.timeout, self._alive)
+        patience = Patience(self.endpoint, self.timeout, self._alive, self._keys)
         socket = self._socket()
         try:
             socket.send(patience.silent())
@@ -104,7 +108,7 @@ class AsyncClient:
 
     async def _exchange(self, dialogue: Dialogue) -> AsyncGenerator[Chunk, None]:
         """The same with one server."""
-        patience = Patience(self.endpoint, self.timeout, self._alive)
+        patience = Patience(self.endpoint, self.timeout, self._alive, self._keys)
         socket = self._socket()
         try:
             socket.send(dialogue.opening)
@@ -135,7 +139,7 @@ class AsyncClient:
         socket.setsockopt(zmq.ROUTING_ID, self._key + next(self._serials).to_bytes(4, "big"))
         socket.setsockopt(zmq.LINGER, 0)
         try:
-            connect(socket, self.endpoint)
+            connect(socket, self.endpoint, self._keys)
         except EndpointError:
             socket.close()
             raise

@@ -6,6 +6,7 @@ ZeroMQ's own sockets for asyncio (`zmq.asyncio`) cost some futures and polls for
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import zmq
 
@@ -31,8 +32,9 @@ class AsyncSocket:
         self._loop.add_reader(self._file, self._take_in)
 
     def send(self, message: Message) -> None:
-        """At once: there is always room for the few things that a client says."""
-        self._socket.send_multipart(encode(message), zmq.NOBLOCK)
+        """At once: there is always room for the few things that a client says, unless the server lets nobody in."""
+        with suppress(zmq.Again):
+            self._socket.send_multipart(encode(message), zmq.NOBLOCK)
         self._take_in()  # sending, too, takes the sign off the file that something has come
 
     async def receive(self, patience: Patience, about: str | None = None) -> list[Frames]:
@@ -42,7 +44,7 @@ class AsyncSocket:
             OutriderError: `patience` is over.
         """
         while not (arrived := await self._line.take(patience.poll_ms / 1000)):
-            self.send(patience.silent(about))
+            self.send(await asyncio.to_thread(patience.silent, about))
         patience.heard()
         return arrived
 

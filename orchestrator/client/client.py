@@ -6,12 +6,14 @@ Each call has a socket of its own, so calls don't wait for each other here; the 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import zmq
 
-from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout
+from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout, keys_to
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.client_key import client_key
 from outrider.protocol import values
@@ -31,8 +33,12 @@ class Client:
     not count. `alive`: raises when it is known that the server has ended. `reconnect`: a text whose server goes away
     goes on where it was with the next one at this endpoint, which may take two minutes to come. Timings are that one's.
 
+    Beyond this machine both sides have keys (docs/security.md). `server_key`: the server's, which it prints; None: as
+    `outrider keys trust` was told. `keys`: the folder of one's own; None: that of `outrider keys`.
+
     Raises:
-        EndpointError: on use, when nothing answers there.
+        KeyFault: the endpoint needs keys, and one is missing or can't be used; on use, when the server refuses it.
+        EndpointError: it is no endpoint; on use, when nothing answers there.
     """
 
     def __init__(
@@ -41,8 +47,11 @@ class Client:
         timeout: float = 10.0,
         alive: Callable[[], None] | None = None,
         reconnect: bool = False,
+        server_key: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self._keys = keys_to(endpoint, server_key, keys)
         self._reconnect = values.flag("reconnect", reconnect)
         self.timeout = check_timeout(timeout)
         self._alive = alive
@@ -101,7 +110,7 @@ class Client:
 
     def stats(self) -> Stats:
         """The server's workers and totals."""
-        patience = Patience(self.endpoint, self.timeout, self._alive)
+        patience = Patience(self.endpoint, self.timeout, self._alive, self._keys)
         with self._socket() as socket:
             query = patience.silent()
             socket.send_multipart(encode(query))
@@ -121,7 +130,7 @@ class Client:
 
     def _exchange(self, dialogue: Dialogue) -> Iterator[Chunk]:
         """The same with one server."""
-        patience = Patience(self.endpoint, self.timeout, self._alive)
+        patience = Patience(self.endpoint, self.timeout, self._alive, self._keys)
         socket = self._socket()
         try:
             socket.send_multipart(encode(dialogue.opening))
@@ -132,12 +141,15 @@ class Client:
                     yield chunk
         finally:
             if not dialogue.over:
-                socket.send_multipart(encode(dialogue.farewell), flags=zmq.NOBLOCK)
+                with suppress(zmq.Again):
+                    socket.send_multipart(encode(dialogue.farewell), flags=zmq.NOBLOCK)
             socket.close(linger=FLUSH_MS)
 
     def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message:
         while not socket.poll(patience.poll_ms):
-            socket.send_multipart(encode(patience.silent(about)))
+            query = encode(patience.silent(about))
+            with suppress(zmq.Again):  # to a server that lets nobody in ZeroMQ takes nothing more
+                socket.send_multipart(query, flags=zmq.NOBLOCK)
         patience.heard()
         return decode(socket.recv_multipart())
 
@@ -146,7 +158,7 @@ class Client:
         socket.setsockopt(zmq.ROUTING_ID, self._key + next(self._serials).to_bytes(4, "big"))
         socket.setsockopt(zmq.LINGER, 0)
         try:
-            connect(socket, self.endpoint)
+            connect(socket, self.endpoint, self._keys)
         except EndpointError:
             socket.close()
             raise

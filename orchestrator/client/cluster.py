@@ -47,6 +47,8 @@ class LocalCluster:
     - `prompt_cache` True: keep what was read of texts that have ended, for those that begin alike.
     - `memory` True: carry over from run to run what `auto` learned of this pair on this machine.
     - `max_waiting` 256: how many may wait. `worker_timeout` 10: seconds of silence until a worker is given up.
+    - `workers_endpoint`: where drafters of other machines join, tcp://HOST:PORT. `keys`: the folder of keys; None: that
+      of `outrider keys`. `keyed` False: ask for keys also where only this machine reaches an endpoint.
     - `trace`: a file for a timeline. `simulate`: a latency profile to keep to. `log_level` "warning".
     - `log_format` "text", or "json": an object a line on stderr, from every process.
 
@@ -73,6 +75,7 @@ class LocalCluster:
             raise
         self.endpoint = ready.endpoint
         self.workers_endpoint = ready.workers
+        self._own = ready.own
         self.notes = ready.notes
 
     @property
@@ -82,11 +85,11 @@ class LocalCluster:
 
     def client(self, timeout: float = 10.0) -> Client:
         """A client that notices at once when the server is gone."""
-        return Client(self.endpoint, timeout, self._check)
+        return Client(self._own, timeout, self._check)
 
     def async_client(self, timeout: float = 10.0) -> AsyncClient:
         """The same for asyncio."""
-        return AsyncClient(self.endpoint, timeout, self._check)
+        return AsyncClient(self._own, timeout, self._check)
 
     def close(self) -> None:
         """Ends the server and its workers, in order where it can. Again does nothing.

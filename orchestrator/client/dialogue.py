@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +21,9 @@ from outrider.orchestrator.settings import MODES, check_branches, check_draft_to
 from outrider.protocol import messages, values
 from outrider.protocol.endpoints import require_server
 from outrider.protocol.errors import EndpointError, InvalidRequest, OutriderError, ServerStopped
+from outrider.protocol.keyring import Keyring
+from outrider.protocol.keys import ClientKeys
+from outrider.protocol.knock import knock
 from outrider.protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, Started, StatsQuery
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
@@ -204,8 +208,15 @@ class Patience:
         EndpointError: nobody serves the endpoint.
     """
 
-    def __init__(self, endpoint: str, seconds: float, alive: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        seconds: float,
+        alive: Callable[[], None] | None = None,
+        keys: ClientKeys | None = None,
+    ) -> None:
         self._endpoint = endpoint
+        self._keys = keys
         self._seconds = seconds
         self._alive = alive
         self.heard()
@@ -225,9 +236,12 @@ class Patience:
 
         Raises:
             EndpointError: nobody serves the endpoint any more, or a question was not answered for too long.
+            KeyFault: it is served, but not to this side's key.
             OutriderError: `alive` knows that the server ended.
         """
         self._look()
+        if self._asked == 1 and self._endpoint.startswith("tcp:"):
+            knock(self._endpoint, self._keys)
         self._asked += 1  # counted, not timed: who is stopped asks nothing, and nobody owes it an answer
         if (self._asked - 1) * self.poll_ms > 1000 * self._seconds:
             raise EndpointError(
@@ -239,6 +253,16 @@ class Patience:
         if self._alive is not None:
             self._alive()
         require_server(self._endpoint)
+
+
+def keys_to(endpoint: str, server_key: str | None, folder: str | os.PathLike[str] | None) -> ClientKeys | None:
+    """The keys that a client needs there; None: it needs none.
+
+    Raises:
+        KeyFault: it does, and one is missing or can't be used.
+        EndpointError: it is no endpoint.
+    """
+    return Keyring(Path(folder) if folder is not None else None).to_reach(endpoint, server_key)
 
 
 def check_timeout(seconds: object) -> float:

@@ -19,7 +19,8 @@ from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.worker import Loss
 from outrider.orchestrator.core.worker_pool import WorkerPool
-from outrider.orchestrator.events import Admit, Broke, Quit, Stop, ToCore, ToFront, WorkersChanged
+from outrider.orchestrator.events import Admit, Broke, Quit, Speaks, Stop, ToCore, ToFront, WorkersChanged
+from outrider.orchestrator.gate import Gate
 from outrider.orchestrator.mailbox import Mailbox
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
@@ -42,12 +43,13 @@ class Core:
         inbox: Mailbox[ToCore],
         outbox: Mailbox[ToFront],
         run_dir: Path,
+        gate: Gate | None = None,
     ) -> None:
         self._inbox = inbox
         self._outbox = outbox
         self._trace = Trace(settings.trace)
         self._fatal = ""
-        self._pool = WorkerPool(context, settings, run_dir)
+        self._pool = WorkerPool(context, settings, run_dir, gate)
         self._tick_ms = min(TICK_MS, math.ceil(1000 * self._pool.seconds_a_ping))
         tuned = tuning.path_for(settings)
         self._memory = Memory(tuning.memory_for(settings) if settings.memory else None, clock.now())
@@ -71,6 +73,11 @@ class Core:
     @property
     def workers_endpoint(self) -> str:
         return self._pool.endpoint
+
+    @property
+    def joining_endpoint(self) -> str:
+        """Where drafters of other machines join; empty: nowhere."""
+        return self._pool.joining_endpoint
 
     @property
     def stale_messages(self) -> int:
@@ -147,6 +154,8 @@ class Core:
                     self._rounds.begin(event, clock.now())
                 case Stop():
                     self._rounds.stop(event.request, event.reason)
+                case Speaks():
+                    self._pool.language = event
                 case Quit():
                     return False
         return True

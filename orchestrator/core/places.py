@@ -72,16 +72,25 @@ class Places:
             return f"the name {hello.name[:MAX_NAME]!r} is no name; expected at most {MAX_NAME} printable characters"
         holder = self._named.get(hello.name)
         if holder is not None and (holder.spawned is not None or holder.entered):
-            return f"the name {hello.name} is taken in this cluster; choose another, or leave it out to be given one"
+            theirs = _shown(holder.hello) if holder.hello is not None else f"a {holder.role} worker that starts"
+            return (
+                f"the name {hello.name} is taken in this cluster by {theirs}, and {_shown(hello)} wants it, too; choose"
+                " another, or leave it out to be given one"
+            )
         if sum(worker.state != "lost" for worker in self.all()) >= MAX_WORKERS:
             return f"the cluster has {MAX_WORKERS} workers, as many as it takes; end one first"
         return None
 
-    def join(self, hello: Hello) -> Worker:
-        """A place for a drafter that came by itself and was not refused; those who left earlier are forgotten."""
+    def join(self, hello: Hello, key: str = "") -> Worker:
+        """A place for a drafter that came by itself, with this key, and was not refused; those who left earlier are
+        forgotten."""
         for left in [worker for worker in self.all() if worker.spawned is None and worker.state == "lost"]:
             del self._named[left.name]
         free = (name for n in itertools.count(1) if (name := f"{hello.role}-{n}") not in self._named)
-        worker = Worker(hello.name or next(free), hello.role, hello.incarnation, None)
+        worker = Worker(hello.name or next(free), hello.role, hello.incarnation, None, key=key)
         self.give(worker)
         return worker
+
+
+def _shown(hello: Hello) -> str:
+    return f"a {hello.role} worker (process {hello.pid}, {hello.model or hello.backend})"

@@ -18,7 +18,8 @@ class Worker:
 
     `spawned` None: it joined by itself. `hello` of one that is restarting is its predecessor's. `kv_limit`: the bytes
     for texts that it was told. `worked`: it has done something for a request, since it was let in at `entered_ns`; from
-    `begun_ns` until then it loaded.
+    `begun_ns` until then it loaded. `key`: what it came in with, if it had to have one; `unwelcome`: why it may stay no
+    longer.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Worker:
     begun_ns: int = 0
     entered_ns: int = 0
     trust: Trust = field(default_factory=Trust)
+    key: str = ""
+    unwelcome: str = ""
 
     @property
     def entered(self) -> bool:
@@ -69,6 +72,8 @@ class Worker:
         if self.spawned and code is not None:
             tail = self.spawned.log_tail()
             return self.fault or f"{self} ended with code {code}" + (f": {tail}" if tail else "")
+        if self.unwelcome:
+            return f"{self} may stay no longer: {self.unwelcome}"
         silence = self.pulse.gone(seconds_a_ping) if self.entered else self.pulse.stuck(seconds_a_ping)
         return f"{self} {silence}" if silence else None
 

@@ -20,14 +20,18 @@ from outrider.orchestrator.core.pulse import SILENT, Pulse
 from outrider.orchestrator.core.supervisor import TARGET, Supervisor
 from outrider.orchestrator.core.worker import Loss, Worker
 from outrider.orchestrator.doorkeeper import Doorkeeper
+from outrider.orchestrator.events import Speaks
+from outrider.orchestrator.gate import Gate
 from outrider.orchestrator.kv_room import KvRoom, kv_room
 from outrider.orchestrator.machine.memory import physical
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol import clock
+from outrider.protocol import clock, far
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all, encode_all
-from outrider.protocol.errors import ProtocolError
+from outrider.protocol.errors import ProtocolError, VersionMismatch
+from outrider.protocol.keyring import DRAFTER
+from outrider.protocol.keys import from_zmq
 from outrider.protocol.messages import (
     Branches,
     CacheReport,
@@ -56,13 +60,21 @@ MOST_WAITING = 1024
 DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
 # So much is worth a warning, so that nobody fills a log: one in ten seconds, after some at once.
 WARNINGS = Rate(0.1, 10)
+NOT_ALLOWED = "its key is not allowed, or no longer; `outrider keys allow` on the server's side lets it in"
 
 
 class WorkerPool:
     """Talks to all that have a place in this cluster. `news`: `stats` or `stage` changed."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: ServeSettings, run_dir: Path) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: ServeSettings,
+        run_dir: Path,
+        gate: Gate | None = None,
+    ) -> None:
         self.endpoint = f"ipc://{run_dir}/workers"
+        self.joining_endpoint = ""
         self.stage = ""
         self.news = False
         self.rejected = 0
@@ -72,6 +84,10 @@ class WorkerPool:
         self.socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
         self.socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
         self.door = Doorkeeper(self.socket, self.endpoint, MAX_CONNECTIONS)
+        self.language = Speaks("", "")
+        self._gate = gate
+        if settings.workers_endpoint is not None:
+            self._open_to_others(settings, settings.workers_endpoint)
         self._settings = settings
         self._places = Places(drafters_may_join=not settings.colocate)
         self._supervisor = Supervisor(self._places, settings, self.endpoint, run_dir, self.seconds_a_ping)
@@ -148,6 +164,7 @@ class WorkerPool:
         if worker.trust.is_lost and worker.role == "draft":
             why = f"{worker} says what cannot be: {worker.trust.told(LIES)}; it is not listened to any more"
             self._supervisor.dismiss(worker, why)
+            self.refuse_key(name, why)
 
     def stats(self) -> tuple[WorkerStats, ...]:
         return tuple(worker.stats() for worker in self._places.all())
@@ -174,18 +191,28 @@ class WorkerPool:
         self.flush()
         os.sched_yield()
 
+    def refuse_key(self, name: str, why: str) -> None:
+        """Lets the key of the worker of this name in no more, and sends away who is here with it."""
+        worker = self._places.named(name)
+        if self._gate is not None and worker is not None and worker.key:
+            self._gate.refuse(worker.key, why)
+
     def receive(self) -> Iterator[tuple[str, Message]]:
         """What waits about requests, each with the name of the worker whose place it came from; never blocks."""
         while True:
             try:
-                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                first = self.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            identity, frames = first.bytes, self.socket.recv_multipart()
+            if self._is_impostor(identity, first):
+                self.rejected += 1
+                continue
             for message in self._decoded(identity, frames) if self._may_say(identity, frames) else ():
                 worker = self._places.at(identity)
                 match message:
                     case Hello():
-                        self._hello(identity, message)
+                        self._hello(identity, message, _key_of(first))
                     case _ if worker is None:
                         self.rejected += 1
                         log.info("dropped a stranger's %s", type(message).__name__)
@@ -210,6 +237,8 @@ class WorkerPool:
         self._ping_serial += 1
         for worker in self._places.all():
             worker.pulse.unanswered += 1
+            if worker.key and not self._may_stay(worker.key):
+                worker.unwelcome = NOT_ALLOWED
             if worker.entered:
                 self._send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
 
@@ -238,13 +267,28 @@ class WorkerPool:
         self._supervisor.close()
         self.door.close()
 
-    def _hello(self, identity: bytes, hello: Hello) -> None:
+    def _open_to_others(self, settings: ServeSettings, endpoint: str) -> None:
+        """Drafters join there, too."""
+        keys = self._gate.keys(DRAFTER) if self._gate is not None and settings.asks_for_keys(endpoint) else None
+        if keys is not None:
+            far.prepare(self.socket)
+        self.joining_endpoint = self.door.open(endpoint, MAX_CONNECTIONS, keys).endpoint
+
+    def _is_impostor(self, identity: bytes, first: zmq.Frame) -> bool:
+        """It has taken over a routing id whose owner came in with another key, or without one."""
+        worker = self._places.at(identity) if self._gate is not None else None
+        return worker is not None and worker.key != _key_of(first)
+
+    def _may_stay(self, key: str) -> bool:
+        return self._gate is not None and self._gate.lets_in(DRAFTER, key)
+
+    def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """A worker is ready: one that was spawned, or a drafter that joins. A HELLO said again changes nothing."""
         worker = self._places.at(identity)
         if worker is not None and worker.state not in ("starting", "restarting"):
             self.rejected += 1
             return
-        why = self._places.refusal(identity, hello) if worker is None else worker.other_model(hello)
+        why = self._refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
             self._warn("turned %r, a %s worker, away: %s", hello.name[:MAX_NAME], hello.role, why)
@@ -252,13 +296,25 @@ class WorkerPool:
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will tell
             return
-        worker = worker or self._places.join(hello)
+        worker = worker or self._places.join(hello, key)
         worker.hello, worker.state, worker.fault, worker.pulse = hello, "ready", "", Pulse()
         worker.entered_ns = clock.now()
         self._arrived.append(worker)
         self._send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
         self._share_memory()
         self.news = True
+
+    def _refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
+        """Why a stranger may not join; None when it may."""
+        if key and not self._may_stay(key):  # its connection is from when it still might
+            return NOT_ALLOWED
+        ours, theirs = self.language, hello.vocabulary
+        if theirs and ours.vocabulary and theirs != ours.vocabulary:
+            return (
+                f"its model {hello.model} means other things by its tokens than this cluster's {ours.model}; expected a"
+                " draft of the target's own family (`outrider pairs` lists some)"
+            )
+        return self._places.refusal(identity, hello)
 
     def _share_memory(self) -> None:
         """Tells all workers what their texts may take, by who is there."""
@@ -301,6 +357,8 @@ class WorkerPool:
             log.info("dropped a frame on the workers' socket: %s", error)
             if worker is not None:
                 self.lied(worker.name, "frame")
+            elif isinstance(error, VersionMismatch):
+                self._send(identity, Shutdown(str(error)))  # which tells its sender by the version alone
             return []
 
     def _send(self, identity: bytes, *messages: Message) -> None:
@@ -315,3 +373,11 @@ class WorkerPool:
         for frame in frames[:-1]:
             self.socket.send(frame, zmq.SNDMORE)
         self.socket.send(frames[-1])
+
+
+def _key_of(frame: zmq.Frame) -> str:
+    """The key that whoever sent this had to show; empty: nobody asked for one."""
+    try:
+        return from_zmq(str(frame.get("User-Id")).encode())
+    except zmq.ZMQError:
+        return ""

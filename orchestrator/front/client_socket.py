@@ -20,6 +20,7 @@ from outrider.orchestrator.failure import kind_of
 from outrider.protocol import clock
 from outrider.protocol.codec import decode, encode, request_of
 from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy
+from outrider.protocol.keys import ServerKeys
 from outrider.protocol.messages import Failed, Message
 
 UNREAD_MESSAGES = 20_000
@@ -43,6 +44,8 @@ class Letter:
 class ClientSocket:
     """Bound on creation, for `most` connections; used by one thread at a time.
 
+    `endpoint` is where clients are told to connect, `own` where this server's other processes do.
+
     Raises:
         EndpointError: the endpoint can't be served.
     """
@@ -59,7 +62,20 @@ class ClientSocket:
         except EndpointError:
             self.socket.close(linger=0)
             raise
-        self.endpoint = self.door.bound.endpoint
+        self.bound = self.door.bound
+        self.own = self.door.bound.endpoint
+
+    @property
+    def endpoint(self) -> str:
+        return self.bound.endpoint
+
+    def serve(self, endpoint: str, most: int, keys: ServerKeys) -> None:
+        """The same at one more endpoint, for clients with keys, who are told of this one from now on.
+
+        Raises:
+            EndpointError: it can't be served.
+        """
+        self.bound = self.door.open(endpoint, most, keys)
 
     def receive(self, most: int) -> Iterator[Letter]:
         """Up to `most` messages that wait here."""

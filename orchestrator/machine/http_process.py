@@ -67,7 +67,7 @@ class Listener:
         """Starts the process that serves here what the orchestrator at `endpoint` completes."""
         order = HttpOrder(
             settings=self._settings,
-            endpoint=endpoint.replace("tcp://*:", "tcp://127.0.0.1:"),
+            endpoint=endpoint,
             model=model.name,
             folder=str(model.folder),
             listener=self.socket.fileno(),

@@ -6,6 +6,7 @@ any), nor does padding: embedding rows beyond the last token, and tokens that ar
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.errors import ModelError
 
 SAMPLES = 3
+_BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*control_\d|^\W*pad\W*$", re.IGNORECASE)
 
 
@@ -53,6 +55,15 @@ def require_same(target: TextCodec, draft: TextCodec) -> None:
             f"the vocabularies of {target.model.name} and {draft.model.name} differ: {difference};"
             " expected a draft of the target's own family (`outrider pairs` lists some)"
         )
+
+
+def fingerprint(codec: TextCodec) -> str:
+    """A digest of what the tokens stand for, equal on two machines whose models mean the same by them.
+
+    Without names in brackets, in which models of one family differ and which are what `compare` lets pass, mostly.
+    """
+    ordinary = [(i, token) for i, token in _by_id(codec).items() if not _BRACKETED.fullmatch(token)]
+    return hashlib.sha256(repr(sorted(ordinary)).encode()).hexdigest()[:32]
 
 
 def _by_id(codec: TextCodec) -> dict[int, str]:

@@ -23,6 +23,8 @@ class Hello:
     `incarnation` tells this process from every other, its successors included; in hexadecimal it is the routing id of
     its hot socket, and followed by `/heartbeat` that of its heartbeat's. `name` is the one wished for, or empty.
     `abilities`: what a target was found able to do; a drafter leaves it as it is. `kv`: what its texts take.
+    `vocabulary`: a digest of what a joining drafter's tokens stand for, which must be that of the cluster's own; empty:
+    nobody has looked.
     """
 
     role: Role
@@ -38,6 +40,7 @@ class Hello:
     note: Name = ""
     abilities: Abilities = field(default_factory=Abilities)
     kv: KvCost = field(default_factory=KvCost)
+    vocabulary: Name = ""
 
 
 @dataclass(frozen=True, slots=True)

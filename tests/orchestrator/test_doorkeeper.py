@@ -38,7 +38,7 @@ class Visitors:
 
     @property
     def inside(self) -> int:
-        return len(self.door._inside)
+        return sum(len(door.inside) for door in self.door.doors)
 
     def close(self) -> None:
         self.door.close()

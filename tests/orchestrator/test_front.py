@@ -293,7 +293,7 @@ def test_a_server_with_nearly_all_its_connections_takes_no_new_request_and_ends_
     with RawClient(stand.endpoint) as client:
         client.say(ask("runs"))
         admit = stand.core.wait_for(Admit)[0]
-        stand.sockets.door._most = 1
+        stand.sockets.door.doors[0].most = 1
         client.say(ask("late"))
         assert "nearly as many connections" in client.hear_until(Failed)[-1].message
         for event in says(codec, "fine")(admit):
@@ -447,7 +447,7 @@ def test_another_protocol_version_is_answered_in_a_sentence(stand):
     with RawClient(stand.endpoint) as client:
         client.socket.send_multipart([msgpack.packb(header)])
         failed = client.hear()
-    assert failed.kind == "ProtocolError" and "999" in failed.message
+    assert failed.kind == "VersionMismatch" and "999" in failed.message
 
 
 def test_random_frames_disturb_nobody(stand, codec):

@@ -92,6 +92,7 @@ def test_every_setting_is_a_flag_that_says_the_same():
         trace=Path("t.json"), log_level="debug", log_format="json", replay=Path("r.json"),
         simulate=Path("-m.json"), worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
         memory=False, shards=2,
+        workers_endpoint="tcp://127.0.0.1:6", keys=Path("k"), keyed=True,
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")

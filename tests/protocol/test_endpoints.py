@@ -12,6 +12,7 @@ import zmq
 from outrider.protocol import claim, endpoints
 from outrider.protocol.endpoints import MAX_PATH, Ipc, Tcp, bind, connect, parse, require_server
 from outrider.protocol.errors import EndpointError
+from outrider.protocol.keys import ServerKeys, make_pair
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_a_port_in_use_is_refused_and_its_server_goes_on(sockets):
 def test_an_address_of_another_machine_is_refused(sockets):
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(EndpointError, match="can't be used"):
-            bind(sockets(), f"tcp://{host}:0")
+            bind(sockets(), f"tcp://{host}:0", ServerKeys(make_pair(), "client"))
 
 
 def test_a_second_server_on_a_path_is_refused_and_the_first_goes_on(sockets, ipc):
@@ -246,6 +247,7 @@ def test_a_missing_directory_and_a_forbidden_one_are_told(sockets, ipc, short, m
 def test_a_forbidden_port_is_told_and_the_path_is_given_back_when_zeromq_refuses(ipc, short):
     class Refusing:
         def bind(self, _):
+            os.close(self.use_fd)  # the listener that it was lent
             raise zmq.ZMQError(13)
 
     for endpoint in ("tcp://127.0.0.1:80", ipc):

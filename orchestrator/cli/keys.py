@@ -1,0 +1,86 @@
+"""Keys for endpoints that other machines reach (docs/security.md): make one's own, and say whose are let in.
+
+make: a key of one's own. show: its public half, for the others. allow KEY NAME: let its holder ask (--as client, the
+default) or draft (--as drafter). revoke KEY|NAME. trust PLACE KEY: the server at HOST or HOST:PORT has this key.
+forget PLACE. list: all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from outrider.orchestrator.cli.screen import say
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.keyring import CLIENT, ROLES, Allowed, Keyring, Server
+from outrider.protocol.keys import parse_key
+
+MAX_NAME = 64
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=list(_ACTIONS), help="see above")
+    parser.add_argument("what", nargs="*", metavar="KEY|NAME|PLACE", help="as the action has it")
+    parser.add_argument("--as", dest="role", choices=ROLES, default=CLIENT, help=f"with allow; default {CLIENT}")
+    parser.add_argument("--force", action="store_true", help="with make: in the place of the key there is")
+    parser.add_argument("--keys", type=Path, metavar="FOLDER", help="the folder; default: ~/.config/outrider/keys")
+
+
+def run(options: argparse.Namespace) -> int:
+    words, act = _ACTIONS[options.action]
+    if len(options.what) != len(words):
+        raise InvalidRequest(f"expected outrider keys {' '.join((options.action, *words))}")
+    act(Keyring(options.keys), options)
+    return 0
+
+
+def _make(ring: Keyring, options: argparse.Namespace) -> None:
+    pair = ring.make(anew=options.force)
+    say(f"A key was made in {ring.folder}; this is its public half:")
+    print(pair.public)
+
+
+def _show(ring: Keyring, options: argparse.Namespace) -> None:
+    print(ring.own().public)
+
+
+def _allow(ring: Keyring, options: argparse.Namespace) -> None:
+    key, name = options.what
+    if not name.isprintable() or name.split() != [name] or len(name) > MAX_NAME:
+        raise InvalidRequest(f"{name!r} is no name; expected one word of at most {MAX_NAME} printable characters")
+    ring.allow(Allowed(options.role, parse_key(key), name))
+    say(f"{name} is let in as a {options.role}; servers that run know it from now on.")
+
+
+def _revoke(ring: Keyring, options: argparse.Namespace) -> None:
+    for gone in ring.revoke(options.what[0]):
+        say(f"{gone.name} is no longer let in as a {gone.role}.")
+
+
+def _trust(ring: Keyring, options: argparse.Namespace) -> None:
+    place, key = options.what
+    ring.trust(Server(place.removeprefix("tcp://"), parse_key(key)))
+
+
+def _forget(ring: Keyring, options: argparse.Namespace) -> None:
+    ring.forget(options.what[0].removeprefix("tcp://"))
+
+
+def _list(ring: Keyring, options: argparse.Namespace) -> None:
+    rows = [("own", ring.own().public, "")] if ring.has_own else []
+    rows += [(one.role, one.key, one.name) for one in ring.allowed()]
+    rows += [("server", server.key, server.place) for server in ring.servers()]
+    for row in rows:
+        print("{:8} {} {}".format(*row).rstrip())
+
+
+_ACTIONS: dict[str, tuple[tuple[str, ...], Callable[[Keyring, argparse.Namespace], None]]] = {
+    "make": ((), _make),
+    "show": ((), _show),
+    "list": ((), _list),
+    "allow": (("KEY", "NAME"), _allow),
+    "revoke": (("KEY|NAME",), _revoke),
+    "trust": (("PLACE", "KEY"), _trust),
+    "forget": (("PLACE",), _forget),
+}

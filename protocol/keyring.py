@@ -1,0 +1,193 @@
+"""A folder of keys, which only its owner may enter: the own key, whom a server here lets in, which servers are known.
+
+Three files, a line each entry: `secret` holds the own secret key, `allowed` a role, a key and a name, `servers` a place
+and a key. Whatever others could have read or written is refused. Knows files; opens no socket.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.protocol.endpoints import Tcp, is_local, reachable
+from outrider.protocol.errors import KeyFault
+from outrider.protocol.keys import ClientKeys, KeyPair, make_pair, pair_of, parse_key
+
+CLIENT, DRAFTER = ROLES = ("client", "drafter")
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Whoever has the secret of `key` may ask (client) or draft (drafter)."""
+
+    role: str
+    key: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.key} {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The server at `place` (HOST, HOST:PORT, or a name) has this `key`."""
+
+    place: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.key}"
+
+
+def default_folder() -> Path:
+    """Where a user's keys lie unless something else is said."""
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return home / "outrider" / "keys"
+
+
+class Keyring:
+    """The keys in `folder`; nothing is read before it is asked for.
+
+    Raises:
+        KeyFault: of every method: something is missing, unreadable, or open to others.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or default_folder()
+        self.allowed_file = self.folder / "allowed"
+        self._secret = self.folder / "secret"
+        self._servers = self.folder / "servers"
+
+    def make(self, anew: bool = False) -> KeyPair:
+        """A pair of one's own, kept from now on. `anew`: in the place of the one there is."""
+        pair = make_pair()
+        if self.has_own and not anew:
+            raise KeyFault(f"{self._secret} holds a key already; expected --force to replace it by another")
+        self._write(self._secret, [pair.secret])
+        return pair
+
+    @property
+    def has_own(self) -> bool:
+        return self._secret.exists()
+
+    def own(self) -> KeyPair:
+        """The pair that was made here."""
+        found = list(self._lines(self._secret))
+        if not found:
+            raise KeyFault(f"there is no key in {self.folder}; make one with `outrider keys make`")
+        if len(found) != 1:
+            raise KeyFault(f"{self._secret} holds {len(found)} lines; expected one secret key")
+        try:
+            return pair_of(parse_key(found[0]))
+        except KeyFault:  # whose words would tell the line
+            raise KeyFault(f"{self._secret} holds no key; expected one that `outrider keys make` wrote") from None
+
+    def allowed(self) -> tuple[Allowed, ...]:
+        """Who is let in, in the order in which they were allowed."""
+        found = []
+        for line in self._lines(self.allowed_file):
+            role, key, name = (*line.split(None, 2), "", "")[:3]
+            if role not in ROLES or not key:
+                raise KeyFault(f"{self.allowed_file} has the line {line[:60]!r}; expected ROLE KEY NAME")
+            found.append(Allowed(role, parse_key(key), name))
+        return tuple(found)
+
+    def allow(self, one: Allowed) -> None:
+        """Lets `one` in, by this name from now on."""
+        others = [other for other in self.allowed() if (other.role, other.key) != (one.role, one.key)]
+        taken = next((other for other in others if other.name == one.name and other.key != one.key), None)
+        if taken is not None:
+            raise KeyFault(f"the name {one.name} is that of the {taken.role} {taken.key}; choose another, or revoke it")
+        self._write(self.allowed_file, [*map(str, others), str(one)])
+
+    def revoke(self, key_or_name: str) -> list[Allowed]:
+        """Lets a key, or whoever has the name, in no more; what was taken away."""
+        allowed = self.allowed()
+        gone = [one for one in allowed if key_or_name in (one.key, one.name)]
+        if not gone:
+            raise KeyFault(f"nobody is allowed by the key or name {key_or_name!r}; `outrider keys list` has them all")
+        self._write(self.allowed_file, [str(one) for one in allowed if one not in gone])
+        return gone
+
+    def servers(self) -> tuple[Server, ...]:
+        """The servers whose keys are known."""
+        found = []
+        for line in self._lines(self._servers):
+            place, _, key = line.partition(" ")
+            found.append(Server(place, parse_key(key)))
+        return tuple(found)
+
+    def trust(self, server: Server) -> None:
+        """Takes whoever has this key for the server at that place from now on."""
+        others = [str(other) for other in self.servers() if other.place != server.place]
+        self._write(self._servers, [*others, str(server)])
+
+    def forget(self, place: str) -> None:
+        """Knows no key of the server at that place any more."""
+        left = [server for server in self.servers() if server.place != place]
+        if len(left) == len(self.servers()):
+            raise KeyFault(f"no key of a server at {place!r} is known; `outrider keys list` has them all")
+        self._write(self._servers, list(map(str, left)))
+
+    def to_reach(self, endpoint: str, server: str | None = None) -> ClientKeys | None:
+        """What a connection to `endpoint` needs; None: it is on this machine, and no key of its server is known.
+
+        `server`: the key that it must have; None: the one that is known of it.
+        """
+        where = reachable(endpoint)
+        known = parse_key(server) if server is not None else self._known(where) if isinstance(where, Tcp) else None
+        if known is not None:
+            return ClientKeys(self.own(), known)
+        if is_local(where):
+            return None
+        host = where.host if isinstance(where, Tcp) else endpoint
+        raise KeyFault(
+            f"{endpoint} is on another machine and its server's key is not known here; expected"
+            f" `outrider keys trust {host} KEY` (or --server-key), with the key that `outrider serve` prints there"
+        )
+
+    def _known(self, where: Tcp) -> str | None:
+        keys = {server.place: server.key for server in self.servers()}
+        return keys.get(str(where).removeprefix("tcp://"), keys.get(where.host))
+
+    def _lines(self, path: Path) -> Iterator[str]:
+        """What is written there; nothing where there is no such file."""
+        try:
+            self._check(self.folder, "700")
+            self._check(path, "600")
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return
+        except (OSError, UnicodeDecodeError) as error:
+            raise KeyFault(f"{path} can't be read ({error}); expected a file of `outrider keys`") from None
+        yield from filter(None, map(str.strip, lines))
+
+    def _check(self, path: Path, mode: str) -> None:
+        found = path.stat()
+        if found.st_uid != os.geteuid():
+            raise KeyFault(f"{path} belongs to another user; expected one of your own (--keys names a folder)")
+        if found.st_mode & _OTHERS:
+            raise KeyFault(
+                f"{path} is open to others (mode {stat.S_IMODE(found.st_mode):o}); close it with `chmod {mode} {path}`,"
+                " and make a new key if somebody may have read this one"
+            )
+
+    def _write(self, path: Path, lines: Sequence[str]) -> None:
+        """Writes the file whole or not at all, so that who reads meanwhile reads the old one."""
+        part = path.with_name(f".{path.name}-{os.getpid()}")
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check(self.folder, "700")
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+            os.replace(part, path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            raise KeyFault(f"{path} can't be written ({error.strerror}); expected a folder of your own") from None

@@ -1,0 +1,167 @@
+"""A folder of keys is its owner's alone: what others could have read or written is refused in a sentence."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.utils import z85
+
+from outrider.protocol import keyring
+from outrider.protocol.errors import EndpointError, KeyFault
+from outrider.protocol.keyring import CLIENT, DRAFTER, Allowed, Keyring, Server, default_folder
+from outrider.protocol.keys import ClientKeys, from_zmq, make_pair, pair_of, parse_key, raw
+
+FAR = "tcp://studio.local:5556"
+KEY = make_pair().public
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Keyring:
+    made = Keyring(tmp_path / "deep" / "keys")
+    made.make()
+    return made
+
+
+def secret(ring: Keyring) -> Path:
+    return ring.folder / "secret"
+
+
+def test_a_key_is_zeromqs_own_in_44_characters_that_no_shell_minds() -> None:
+    public, hidden = zmq.curve_keypair()
+    pair = pair_of(from_zmq(hidden))
+    assert pair.public == from_zmq(public) and raw(pair.public) == z85.decode(public)
+    assert len(pair.public) == 44 and set(pair.public) <= set(
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+/="
+    )
+    assert parse_key(f" {pair.public}\n") == pair.public
+    assert pair.secret not in repr(pair) and pair.secret not in repr(ClientKeys(pair, pair.public))
+
+
+@pytest.mark.parametrize("text", ["", "x", KEY[:-1], KEY + "=", KEY[:-4], "é" * 44, KEY.replace("=", "!"), KEY * 2])
+def test_what_is_no_key_is_refused(text: str) -> None:
+    with pytest.raises(KeyFault, match="is no key; expected 44 characters"):
+        parse_key(text)
+
+
+def test_what_is_made_is_its_owners_alone_and_is_not_replaced_by_chance(ring: Keyring) -> None:
+    assert stat.S_IMODE(ring.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(secret(ring).stat().st_mode) == 0o600
+    before = ring.own()
+    with pytest.raises(KeyFault, match="holds a key already; expected --force"):
+        ring.make()
+    assert ring.own() == before != ring.make(anew=True)
+    assert [path.name for path in ring.folder.iterdir()] == ["secret"]
+
+
+def test_a_wide_open_umask_changes_nothing(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Keyring(tmp_path / "k").make()
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "k", tmp_path / "k" / "secret")} == {0o700, 0o600}
+
+
+def test_the_own_key_is_asked_for_where_it_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(KeyFault, match=r"there is no key in .*; make one with `outrider keys make`"):
+        Keyring(tmp_path / "none").own()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666, 0o644])
+def test_keys_that_others_may_read_or_write_are_refused_with_the_remedy(ring: Keyring, mode: int) -> None:
+    secret(ring).chmod(mode)
+    with pytest.raises(KeyFault, match=rf"open to others \(mode {mode:o}\); close it with `chmod 600 "):
+        ring.own()
+    secret(ring).chmod(0o600)
+    ring.folder.chmod(0o755)
+    with pytest.raises(KeyFault, match=f"close it with `chmod 700 {ring.folder}`"):
+        ring.own()
+    with pytest.raises(KeyFault, match="chmod 700"):
+        ring.allow(Allowed(CLIENT, KEY, "n"))
+
+
+def test_keys_of_another_user_are_refused(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyring.os, "geteuid", lambda: os.getuid() + 4711)
+    with pytest.raises(KeyFault, match="belongs to another user"):
+        ring.own()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\xff\xfe", b"%s\n%s" % (KEY.encode(), KEY.encode())])
+def test_a_bad_file_of_the_own_key_is_refused_without_telling_what_it_holds(ring: Keyring, content: bytes) -> None:
+    secret(ring).write_bytes(content)
+    with pytest.raises(KeyFault) as refused:
+        ring.own()
+    assert str(ring.folder) in str(refused.value) and KEY not in str(refused.value)
+
+
+@pytest.mark.parametrize("line", ["client", "guest KEY n", "client x n", f"{KEY} laptop", "# a note"])
+def test_a_line_of_the_list_that_says_nothing_is_refused(ring: Keyring, line: str) -> None:
+    ring.allow(Allowed(CLIENT, KEY, "laptop"))
+    with ring.allowed_file.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(KeyFault, match="expected"):
+        ring.allowed()
+
+
+def test_a_list_is_kept_and_changed(ring: Keyring) -> None:
+    other = make_pair().public
+    ring.allow(Allowed(CLIENT, KEY, "laptop"))
+    ring.allow(Allowed(DRAFTER, KEY, "laptop"))
+    ring.allow(Allowed(DRAFTER, other, "mini"))
+    ring.allow(Allowed(DRAFTER, other, "mini-2"))
+    assert ring.allowed() == (
+        Allowed(CLIENT, KEY, "laptop"), Allowed(DRAFTER, KEY, "laptop"), Allowed(DRAFTER, other, "mini-2"),
+    )  # fmt: skip
+    with pytest.raises(KeyFault, match="the name laptop is that of the client"):
+        ring.allow(Allowed(CLIENT, other, "laptop"))
+    assert [one.role for one in ring.revoke("laptop")] == [CLIENT, DRAFTER]
+    assert ring.revoke(other) == [Allowed(DRAFTER, other, "mini-2")] and ring.allowed() == ()
+    with pytest.raises(KeyFault, match="nobody is allowed by the key or name 'laptop'"):
+        ring.revoke("laptop")
+
+
+def test_a_server_is_known_by_its_place_and_the_nearer_one_counts(ring: Keyring) -> None:
+    other = make_pair().public
+    ring.trust(Server("studio.local", KEY))
+    assert ring.to_reach(FAR) == ClientKeys(ring.own(), KEY)
+    ring.trust(Server("studio.local:5556", other))
+    assert ring.to_reach(FAR) == ClientKeys(ring.own(), other)
+    assert ring.to_reach(FAR, server=KEY) == ClientKeys(ring.own(), KEY)
+    ring.forget("studio.local:5556")
+    assert ring.to_reach(FAR) == ClientKeys(ring.own(), KEY)
+    ring.forget("studio.local")
+    with pytest.raises(KeyFault, match=r"is on another machine .* `outrider keys trust studio.local KEY`"):
+        ring.to_reach(FAR)
+    with pytest.raises(KeyFault, match="no key of a server"):
+        ring.forget("studio.local")
+
+
+def test_this_machine_needs_no_keys_unless_they_are_known(ring: Keyring, tmp_path: Path) -> None:
+    for endpoint in ("ipc:///tmp/x", "tcp://127.0.0.1:5", "tcp://localhost:5"):
+        assert Keyring(tmp_path / "none").to_reach(endpoint) is None
+        assert ring.to_reach(endpoint) is None
+        assert ring.to_reach(endpoint, KEY) == ClientKeys(ring.own(), KEY)
+    ring.trust(Server("127.0.0.1:5", KEY))
+    assert ring.to_reach("tcp://127.0.0.1:5") == ClientKeys(ring.own(), KEY)
+    assert ring.to_reach("tcp://127.0.0.1:6") is None
+    with pytest.raises(EndpointError):
+        ring.to_reach("nowhere")
+    with pytest.raises(KeyFault, match="is no key"):
+        ring.to_reach(FAR, "x")
+
+
+def test_keys_lie_where_settings_of_a_user_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "outrider" / "keys"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert default_folder() == Path.home() / ".config" / "outrider" / "keys"
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KeyFault, match="can't be written"):
+        Keyring(tmp_path / "file" / "keys").make()
