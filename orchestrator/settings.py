@@ -56,6 +56,7 @@ class ServeSettings:
     `draft_prefill`: who reads prompts for a drafter on
     MLX (docs/coreml.md). `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft
     worker that works ahead. `shards`: so many ranks of the target on this machine, each with a part of each layer.
+    `await_target`: none is started; one that somebody else starts joins, from several machines maybe.
     `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
     is done without after a fifth of that. `memory`: carry over from run to run what `auto` learned of this pair on
     this machine. `workers_endpoint`: where drafters of other machines join, tcp://HOST:PORT; None: only this machine's
@@ -89,6 +90,7 @@ class ServeSettings:
     simulate: Path | None = None
     colocate: bool = False
     shards: int = 1
+    await_target: bool = False
     worker_timeout: int = 10
     memory: bool = True
     workers_endpoint: str | None = None
@@ -106,7 +108,7 @@ class ServeSettings:
         self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         if self.kv_memory is not None:
             self._keep("kv_memory", values.size("kv_memory", self.kv_memory))
-        for name in ("ngrams", "colocate", "prompt_cache", "memory", "keyed"):
+        for name in ("ngrams", "colocate", "prompt_cache", "memory", "keyed", "await_target"):
             self._keep(name, values.flag(name, getattr(self, name)))
         for name in ("model", "draft_model", "endpoint", "workers_endpoint"):
             if getattr(self, name) is not None:
@@ -159,6 +161,10 @@ class ServeSettings:
         if self.draft_model is not None and self.model is None:
             raise InvalidRequest(
                 f"draft_model {self.draft_model!r} has no model beside it; name both, or neither for the embedded pair"
+            )
+        if self.await_target and self.shards > 1:
+            raise InvalidRequest(
+                "await_target starts no target; expected shards where the target is started, or neither"
             )
         if self.draft_prefill != "auto" and self.draft_backend != "mlx":
             raise InvalidRequest(
@@ -215,6 +221,7 @@ class Settings(TypedDict, total=False):
     simulate: str | os.PathLike[str] | None
     colocate: bool
     shards: int
+    await_target: bool
     worker_timeout: int
     memory: bool
     workers_endpoint: str | None

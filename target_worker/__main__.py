@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from outrider.protocol import logs
 from outrider.protocol.abilities import Abilities
+from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
-from outrider.protocol.worker_link import WorkerLink, end_with_parent
+from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, end_with_parent
 from outrider.target_worker.local_ranks import RANK, LocalRanks
 
 if TYPE_CHECKING:
@@ -111,13 +112,18 @@ def _serve(options: argparse.Namespace, crew: Crew | None) -> int:
             "; ".join(filter(None, notes)),
             able,
             worker.kv,
+            digest(model.folder) if model.folder is not None else "",
         )
-        try:
-            link.enter(hello)
-        except OutriderError as error:
-            return link.failed(error)
-        worker.run()
-    return 0
+        while True:
+            try:
+                link.enter(hello)
+                worker.run()
+                return 0
+            except OrchestratorGone as gone:
+                log.warning("%s; this target waits for it, or for the next one", gone)
+                worker.forget()
+            except OutriderError as error:
+                return link.failed(error)
 
 
 def _parser() -> argparse.ArgumentParser:

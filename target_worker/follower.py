@@ -17,12 +17,12 @@ import mlx.core as mx
 
 from outrider.engine import memory
 from outrider.engine.abilities import abilities
-from outrider.engine.digest import digest
 from outrider.engine.loading import LoadedModel, find, load
 from outrider.engine.mirror import Follower
 from outrider.engine.open_texts import open_texts
 from outrider.engine.ranks import Ranks
 from outrider.engine.texts import Texts
+from outrider.protocol.digest import digest
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import (
     Hello,

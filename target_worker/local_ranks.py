@@ -36,7 +36,7 @@ class LocalRanks:
         theirs, self._lifeline = os.pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
         hosts = Path(self._folder.name, "hosts.json")
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(size)]), encoding="utf-8")
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]), encoding="utf-8")
         os.environ.update({HOSTS: str(hosts), RANK: "0"})
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -89,7 +89,7 @@ class LocalRanks:
             os._exit(WorkerError.exit_code)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """So many that nobody listens at by now."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in held]

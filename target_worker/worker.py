@@ -115,6 +115,12 @@ class TargetWorker:
             mx.clear_cache()
         return not self._ending
 
+    def forget(self) -> None:
+        """Nobody wants any of its requests any more; what was read of them stays in the prompt cache."""
+        for request in list(self._running):
+            self._close(request)
+        self._told_use = CacheUse()
+
     @property
     def _has_work(self) -> bool:
         return self._batch.is_busy or any(r.has_next or (r.unread and not r.over) for r in self._running.values())

@@ -47,6 +47,8 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-prefill", metavar="auto|mlx|coreml|PACKAGE", help="who reads an mlx drafter's prompts")
     group.add_argument("--colocate", action="store_true", default=None, help="draft in the target's process")
     group.add_argument("--shards", type=int, metavar="N", help="ranks of the target on this machine, default 1")
+    wait = "start no target; one joins by `outrider worker target`"
+    group.add_argument("--await-target", action="store_true", default=None, help=wait)
     group.add_argument("--fan-out", metavar="|".join(FAN_OUTS), help=f"default {_DEFAULTS.fan_out}")
     group.add_argument("--branch-depth", metavar="|".join(BRANCH_DEPTHS), help=f"default {_DEFAULTS.branch_depth}")
     group.add_argument("--no-ngrams", dest="ngrams", action="store_false", default=None, help="no drafts from the text")

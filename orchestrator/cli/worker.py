@@ -1,6 +1,7 @@
-"""Runs one worker in the foreground, such as a further drafter for a cluster that is running (`serve` prints where).
+"""Runs one worker in the foreground: a further drafter for a cluster that is running (`serve` prints where), or the
+target of one that awaits it, as a rank of several where mlx.launch starts it.
 
-On another machine it needs the draft model alone, and a key that the server's side allows (docs/security.md).
+On another machine a drafter needs the draft model alone, and a key that the server's side allows (docs/security.md).
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from outrider.protocol.knock import knock
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    note = "a draft joins a running cluster; a target is turned away, since a cluster spawns its own"
+    note = "a draft joins a running cluster; a target one that was started with --await-target"
     parser.add_argument("role", choices=list(MODULES), help=note)
     parser.add_argument("--connect", metavar="ENDPOINT", required=True, help="the cluster's endpoint for workers")
     add_server_key_flag(parser)
     parser.add_argument("--name", help="default: the role, this host and the process id")
+    shard = "this is one of several ranks of the target, all started by mlx.launch"
+    parser.add_argument("--shard", action="store_true", help=shard)
     flags.add_cluster_flags(parser)
 
 
@@ -42,16 +45,19 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest("colocate drafts in the target's process; expected no colocate for a draft worker")
     if options.role == "draft" and not settings.has_draft_worker:
         raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx, coreml or replay")
+    if options.shard and (options.role == "draft" or settings.shards > 1):
+        raise InvalidRequest("shard makes this a rank that mlx.launch has started; expected a target, and no shards")
     endpoint = str(parse(options.connect))
-    require_server(endpoint)
-    keys = Keyring(settings.keys).to_reach(endpoint, options.server_key)
-    if keys is not None:
-        knock(endpoint, keys)
+    if os.environ.get("MLX_RANK", "0") == "0":  # other ranks speak with rank 0 only
+        require_server(endpoint)
+        keys = Keyring(settings.keys).to_reach(endpoint, options.server_key)
+        if keys is not None:
+            knock(endpoint, keys)
     pair = choose_pair(settings)
     if options.role == "draft" and not pair.settings.has_draft_worker:
         raise InvalidRequest("no draft model is named; expected --draft-model, or neither that nor --model")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"
-    command = worker_command(options.role, name, endpoint, pair.settings)
+    command = worker_command(options.role, name, endpoint, pair.settings) + (["--shard"] if options.shard else [])
     if options.role == "draft":
         command += _joining(options, pair)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end in order (WorkerLink)

@@ -40,6 +40,7 @@ class LocalCluster:
     - `ngrams` True: let repeated text fill what the drafter has not reached.
     - `colocate` False: the target drafts in its own process, in turn with verifying.
     - `shards` 1: ranks of the target on this machine, each with a part of each layer.
+    - `await_target` False: start none; one that joins (`outrider worker target`) is waited for.
     - `endpoint`: where clients connect, ipc://PATH or tcp://HOST:PORT; None: a fresh socket of its own.
     - `threads` 1: BLAS threads of each worker. `max_active`: requests in flight at once; None: from the
       memory that texts may take, at most 16.

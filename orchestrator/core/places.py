@@ -11,19 +11,25 @@ import itertools
 from collections import deque
 
 from outrider.orchestrator.core.worker import Worker
+from outrider.protocol.digest import fits
 from outrider.protocol.messages import Hello
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
+TARGET = "target-0"
 MAX_WORKERS = 32
 MAX_NAME = 64
 MOST_SHUT_OUT = 4096
 
 
 class Places:
-    """Every worker by name and by routing id. `drafters_may_join`: False where the target drafts for itself."""
+    """Every worker by name and by routing id.
 
-    def __init__(self, drafters_may_join: bool) -> None:
-        self._drafters_may_join = drafters_may_join
+    `drafters_may_join`: False where the target drafts for itself. `awaited`: the files of the target that may join, see
+    `protocol.digest`; None: none may.
+    """
+
+    def __init__(self, drafters_may_join: bool, awaited: str | None = None) -> None:
+        self._drafters_may_join, self._awaited = drafters_may_join, awaited
         self._named: dict[str, Worker] = {}
         self._at: dict[bytes, Worker] = {}
         self._shut_out: deque[int] = deque(maxlen=MOST_SHUT_OUT)
@@ -65,7 +71,7 @@ class Places:
         if hello.incarnation in self._shut_out:
             return "it said what cannot be too often, and this cluster does not listen to it any more"
         if hello.role == "target":
-            return "a cluster starts its own target and takes no other; expected a draft worker"
+            return self._target_refusal(hello)
         if not self._drafters_may_join:
             return "the target of this cluster drafts for itself; start it without colocate for drafters to join"
         if len(hello.name) > MAX_NAME or not hello.name.isprintable():
@@ -81,9 +87,27 @@ class Places:
             return f"the cluster has {MAX_WORKERS} workers, as many as it takes; end one first"
         return None
 
+    def _target_refusal(self, hello: Hello) -> str | None:
+        """Why this target may not join. One that was there before must have been the same."""
+        before = self._named.get(TARGET)
+        if self._awaited is None:
+            return "a cluster starts its own target and takes no other; expected a draft worker, or await_target there"
+        if before is not None and before.entered:
+            return "the cluster has its target; end that one first"
+        if not fits(self._awaited, hello.files):
+            return (
+                f"its model {hello.model} is another ({hello.files}) than the server was started with"
+                f" ({self._awaited}); expected the same files on both"
+            )
+        return before.other_model(hello) if before is not None else None
+
     def join(self, hello: Hello, key: str = "") -> Worker:
-        """A place for a drafter that came by itself, with this key, and was not refused; those who left earlier are
-        forgotten."""
+        """A place for who came by itself, with this key, and was not refused; those who left earlier are forgotten."""
+        if hello.role == "target":
+            before = self._named.get(TARGET)
+            worker = Worker(TARGET, hello.role, hello.incarnation, None, restarts=before.restarts + 1 if before else 0)
+            self.give(worker)
+            return worker
         for left in [worker for worker in self.all() if worker.spawned is None and worker.state == "lost"]:
             del self._named[left.name]
         free = (name for n in itertools.count(1) if (name := f"{hello.role}-{n}") not in self._named)

@@ -2,7 +2,8 @@
 
 A worker that never came up is an error of the start, and a drafter that can't draft here is done without. One that had
 been ready comes again, after a while that grows with each death in a row; its place keeps what it takes in memory and
-can do. Who came by itself is not started by anybody. Knows places and processes; nothing of sockets or requests.
+can do. Who came by itself is not started by anybody; a target that did is waited for. Knows places and processes;
+nothing of sockets or requests.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import secrets
 from pathlib import Path
 
-from outrider.orchestrator.core.places import Places
+from outrider.orchestrator.core.places import TARGET, Places
 from outrider.orchestrator.core.worker import Loss, Worker
 from outrider.orchestrator.machine.exits import Exits
 from outrider.orchestrator.machine.restarts import Restarts
@@ -23,9 +24,9 @@ from outrider.protocol.worker_link import INCARNATION_BITS
 
 log = logging.getLogger(__name__)
 
-TARGET = "target-0"
 DRAFT = "draft-0"
 STOP_GRACE_SECONDS = 5.0
+AWAITED_SECONDS = 600
 
 
 class Supervisor:
@@ -45,7 +46,8 @@ class Supervisor:
 
     def start(self) -> None:
         """Starts the worker processes; they report as they load."""
-        self._spawn("target", TARGET)
+        if not self._settings.await_target:
+            self._spawn("target", TARGET)
         if self._settings.has_draft_worker:
             self._spawn("draft", DRAFT)
 
@@ -53,6 +55,9 @@ class Supervisor:
         """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""
         lost, self._dismissed = self._dismissed, []
         for worker in self._places.all():
+            if worker.state == "restarting" and worker.spawned is None:
+                lost += self._overdue(worker, now_ns)
+                continue
             if worker.state in ("lost", "refused") or self._awaits_start(worker):
                 self._forget(worker)
                 continue
@@ -116,6 +121,8 @@ class Supervisor:
         self._places.take_away(worker)
         worker.state, worker.fault = "lost", why
         if worker.spawned is None:
+            if worker.role == "target":
+                worker.state, worker.begun_ns = "restarting", now_ns
             return Loss(worker, why, gone=True)
         worker.spawned.kill()
         self._forget(worker)
@@ -131,6 +138,14 @@ class Supervisor:
             return Loss(worker, why, gone=True)
         worker.state, worker.fault = "lost", f"{why}; it died {restarts.deaths} times in a row and is not started again"
         return Loss(worker, worker.fault, gone=True, fatal=worker.role == "target")
+
+    def _overdue(self, worker: Worker, now_ns: int) -> list[Loss]:
+        """A target that came by itself, is gone, and has been waited for long enough."""
+        if now_ns - worker.begun_ns < AWAITED_SECONDS * clock.SECOND_NS:
+            return []
+        worker.state = "lost"
+        worker.fault = f"{worker.fault}; none has joined in its place for {AWAITED_SECONDS // 60} minutes"
+        return [Loss(worker, worker.fault, gone=True, fatal=True)]
 
     def _forget(self, worker: Worker) -> None:
         if worker.spawned is not None:

@@ -118,4 +118,4 @@ class Loss:
 
 
 def _what_runs(hello: Hello) -> tuple[object, ...]:
-    return hello.backend, hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes
+    return hello.backend, hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes, hello.files

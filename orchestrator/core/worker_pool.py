@@ -15,9 +15,9 @@ import zmq
 
 from outrider.orchestrator.allowance import Allowance, Rate
 from outrider.orchestrator.core.door import LIES
-from outrider.orchestrator.core.places import MAX_NAME, Places
+from outrider.orchestrator.core.places import MAX_NAME, TARGET, Places
 from outrider.orchestrator.core.pulse import SILENT, Pulse
-from outrider.orchestrator.core.supervisor import TARGET, Supervisor
+from outrider.orchestrator.core.supervisor import Supervisor
 from outrider.orchestrator.core.worker import Loss, Worker
 from outrider.orchestrator.doorkeeper import Doorkeeper
 from outrider.orchestrator.events import Speaks
@@ -29,6 +29,7 @@ from outrider.protocol import clock, far
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all, encode_all
+from outrider.protocol.digest import digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
 from outrider.protocol.keyring import DRAFTER
 from outrider.protocol.keys import from_zmq
@@ -89,7 +90,8 @@ class WorkerPool:
         if settings.workers_endpoint is not None:
             self._open_to_others(settings, settings.workers_endpoint)
         self._settings = settings
-        self._places = Places(drafters_may_join=not settings.colocate)
+        awaited = digest(Path(settings.model)) if settings.await_target and settings.model else None
+        self._places = Places(not settings.colocate, awaited)
         self._supervisor = Supervisor(self._places, settings, self.endpoint, run_dir, self.seconds_a_ping)
         self._arrived: list[Worker] = []
         self._going: dict[str, list[Message]] = {}
@@ -102,6 +104,8 @@ class WorkerPool:
     def start(self) -> None:
         """Starts the worker processes; they report as they load."""
         self._supervisor.start()
+        if self._settings.await_target:
+            self.stage, self.news = f"waiting for a target: outrider worker target --connect {self.endpoint}", True
 
     @property
     def exits(self) -> int | None:
@@ -308,6 +312,8 @@ class WorkerPool:
         """Why a stranger may not join; None when it may."""
         if key and not self._may_stay(key):  # its connection is from when it still might
             return NOT_ALLOWED
+        if key and hello.role == "target":
+            return "its key is for drafters; expected a target's rank 0 on the server's machine, by its local endpoint"
         ours, theirs = self.language, hello.vocabulary
         if theirs and ours.vocabulary and theirs != ours.vocabulary:
             return (

@@ -54,7 +54,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
         notes = ("no draft model is named (--draft-model), so drafts come from n-grams of the text alone",)
     if not settings.needs_draft_model:
         names = (names[0], None)
-    target_files = find_model(names[0] or "")
+    target_files = find_model(names[0] or "", weights=not settings.await_target)
     draft_files = find_model(names[1]) if names[1] is not None and settings.draft_backend != "replay" else None
     if settings.replay is not None and not settings.replay.is_file():
         raise ModelError(f"no such path: {settings.replay}; expected the replay drafter's script")

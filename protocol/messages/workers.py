@@ -24,7 +24,7 @@ class Hello:
     its hot socket, and followed by `/heartbeat` that of its heartbeat's. `name` is the one wished for, or empty.
     `abilities`: what a target was found able to do; a drafter leaves it as it is. `kv`: what its texts take.
     `vocabulary`: a digest of what a joining drafter's tokens stand for, which must be that of the cluster's own; empty:
-    nobody has looked.
+    nobody has looked. `files`: a target's model, as `protocol.digest` tells models apart.
     """
 
     role: Role
@@ -41,6 +41,7 @@ class Hello:
     abilities: Abilities = field(default_factory=Abilities)
     kv: KvCost = field(default_factory=KvCost)
     vocabulary: Name = ""
+    files: Name = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
-from outrider.engine.digest import digest
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.mirror import Follower, MirroredTexts
 from outrider.engine.open_texts import open_texts
@@ -156,12 +155,3 @@ def test_a_model_that_can_t_be_shared_out_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=why):
         Ranks(Among(size)).share_out(loaded(family).model, family)  # type: ignore[arg-type]
-
-
-def test_other_weights_have_another_digest(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    found = {digest(tiny_model("llama", seed)) for seed in (0, 1)} | {digest(tiny_model("llama", rope_theta=5000.0))}
-    assert len(found) == 3
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(ModelError, match="is no safetensors file"):
-        digest(tmp_path)

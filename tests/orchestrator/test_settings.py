@@ -95,8 +95,9 @@ def test_every_setting_is_a_flag_that_says_the_same():
         workers_endpoint="tcp://127.0.0.1:6", keys=Path("k"), keyed=True,
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
+    waiting = ServeSettings(await_target=True)
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")
-    all_of_them = (said, colocated, prefilled)
+    all_of_them = (said, colocated, prefilled, waiting)
     assert all(any(getattr(s, f.name) != getattr(ServeSettings(), f.name) for s in all_of_them) for f in fields(said))
     parser = Parser(prog="x")
     serve.add_flags(parser)

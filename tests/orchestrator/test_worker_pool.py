@@ -22,6 +22,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
+from outrider.protocol.digest import digest
 from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.kv import KvCost
@@ -79,8 +80,9 @@ class Peer:
     def say(self, message: Message) -> None:
         self.hot.send_multipart(encode(message))
 
-    def hello(self, name: str = "", model: str = "m", context: int = 100) -> Message:
-        self.say(Hello(self.role, name, self.incarnation, 1, "mlx", model, 10, context, 1, 1000, kv=self.kv))
+    def hello(self, name: str = "", model: str = "m", context: int = 100, files: str = "") -> Message:
+        who = (self.role, name, self.incarnation, 1, "mlx", model, 10, context, 1, 1000)
+        self.say(Hello(*who, kv=self.kv, files=files))
         return self.hear()
 
     def hear(self) -> Message:
@@ -288,6 +290,40 @@ def test_a_hello_said_again_changes_nothing(hall: Hall) -> None:
     target.say(Hello("target", "target-0", target.incarnation, 1, "mlx", "another", 10, 5, 1, 1))
     hall.settle()
     assert target.heard() == [] and hall.pool.target_context == 100 and hall.pool.rejected == 1
+
+
+def test_a_target_joins_a_cluster_that_awaits_one_and_comes_back(
+    make_hall: Callable[..., Hall], tmp_path: Path
+) -> None:
+    """Of the same files only, one at a time, and as the same model; the place keeps what it takes in between."""
+    (tmp_path / "config.json").write_text("{}")
+    files = digest(tmp_path)
+    hall = make_hall(await_target=True, model=str(tmp_path), draft_backend="none")
+    assert hall.starts == [] and not hall.pool.ready and hall.pool.endpoint in hall.pool.stage
+    other = Peer(hall, "target", 1).hello(files="0123-4567")
+    assert isinstance(other, Shutdown) and "expected the same files on both" in other.reason
+    first = Peer(hall, "target", 2)
+    assert first.hello(files=files + "77") == welcome("target-0") and hall.pool.ready and hall.losses() == []
+    second = Peer(hall, "target", 3).hello(files=files + "77")
+    assert isinstance(second, Shutdown) and "has its target" in second.reason
+    (loss,) = hall.pass_time(QUIET + SILENT)
+    assert loss.gone and not loss.fatal and hall.states() == {"target-0": "restarting"} and not hall.pool.ready
+    changed = Peer(hall, "target", 4).hello(files=files + "88")
+    assert isinstance(changed, Shutdown) and "came back with another model" in changed.reason
+    assert Peer(hall, "target", 5).hello(files=files + "77") == welcome("target-0")
+    assert hall.losses() == [] and hall.pool.stats()[0].restarts == 1
+
+
+def test_a_target_that_does_not_come_back_is_given_up_after_a_while(
+    make_hall: Callable[..., Hall], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    hall = make_hall(await_target=True, model=str(tmp_path), draft_backend="none")
+    Peer(hall, "target", 1).hello(files=digest(tmp_path))
+    assert [loss.fatal for loss in hall.pass_time(QUIET + SILENT)] == [False]
+    hall.seconds += supervisor.AWAITED_SECONDS
+    (loss,) = hall.losses()
+    assert loss.fatal and "none has joined in its place for 10 minutes" in loss.why and hall.losses() == []
 
 
 def test_a_drafter_joins_by_a_free_name_or_is_given_one(hall: Hall) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +19,13 @@ import pytest
 
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator import GenerationResult, Grammar, LocalCluster, SamplingParams
+from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import WorkerError
 from outrider.target_worker.certificate import Claim, certify
+from outrider.target_worker.local_ranks import free_ports
 
 LIMIT = 120.0
 PROMPT = "def fibonacci(n):"
@@ -107,3 +115,40 @@ def test_a_drafter_may_live_in_rank_0_and_what_can_t_be_shared_is_refused(whole:
     until_gone(left)
     with pytest.raises(WorkerError, match="this llama model can't be shared out among 3 ranks"):
         LocalCluster(shards=3, draft_backend="none", mode="ar")
+
+
+@pytest.mark.skipif(not LONG_FORM, reason="starts two more clusters; OUTRIDER_RANKS=1 does")
+def test_ranks_that_mlx_launch_has_started_join_and_come_back(whole: LoadedModel, codec: TextCodec) -> None:
+    """As a person does it: the server waits, mlx.launch starts both ranks, and starts them again when one has died."""
+    told, at, launched = queue.Queue[str](), queue.Queue[str](), list[subprocess.Popen[bytes]]()
+
+    def launch(endpoint: str) -> None:
+        ring = ["-n", "2", "--backend", "ring", "--starting-port", str(free_ports(1)[0])]
+        command = [str(Path(sys.executable).with_name("mlx.launch")), *ring, "--", *python("-m", "outrider")]
+        command += ["worker", "target", "--shard", "--connect", endpoint]
+        environment = blas.environment(child_environment(), 1)
+        launched.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True))
+
+    def launch_when_asked() -> None:
+        while " --connect " not in (stage := told.get(timeout=LIMIT)):
+            pass
+        at.put(stage.partition(" --connect ")[2])
+        launch(at.queue[0])
+
+    threading.Thread(target=launch_when_asked).start()
+    try:
+        with LocalCluster(await_target=True, worker_timeout=4, progress=told.put) as cluster:
+            stream = cluster.client(LIMIT).stream(PROMPT, TOLD, mode="ssd")
+            for count, _ in enumerate(stream):
+                if count == 2:
+                    os.killpg(launched[0].pid, signal.SIGKILL)
+                    launched[0].wait()
+                    time.sleep(6)  # until the server has missed it; who comes sooner is turned away
+                    launch(at.get())
+            assert stream.result.timings.resumed == 1
+            check(whole, codec, TOLD, stream.result)
+    finally:
+        for one in launched:
+            with suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.wait()

@@ -1,4 +1,4 @@
-"""A digest by which ranks find that their folders hold another model, without reading all of it.
+"""A digest by which two processes find that their folders hold another model, without reading all of it.
 
 Of the configuration every byte counts, of each tensor its name, format and shape and its first bytes: other weights
 differ there, if they differ at all. Knows files; nothing of models.
@@ -14,18 +14,34 @@ from typing import BinaryIO
 from outrider.protocol.errors import ModelError
 
 _EACH = 1024  # bytes of a tensor
+_DIGITS = 16
 
 
 def digest(folder: Path) -> str:
-    """Of the model in this folder, in hexadecimal. Raises ModelError when a weights file can't be read."""
-    found = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("model*.safetensors")):
+    """Of the model in this folder: of its configuration, and of its weights if it has them, "abc..-def..".
+
+    Raises:
+        ModelError: a file can't be read.
+    """
+    try:
+        config = hashlib.sha256((folder / "config.json").read_bytes())
+    except OSError as error:
+        raise ModelError(f"{folder} has no config.json that can be read ({error}): fetch the model again") from None
+    found, files = hashlib.sha256(), sorted(folder.glob("model*.safetensors"))
+    for path in files:
         try:
             with path.open("rb") as file:
                 _add(found, file)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ModelError(f"{path} is no safetensors file ({error!r}): fetch the model again") from error
-    return found.hexdigest()
+    return f"{config.hexdigest()[:_DIGITS]}-{found.hexdigest()[:_DIGITS] if files else ''}"
+
+
+def fits(ours: str, theirs: str) -> bool:
+    """Whether these may be of one model: who has no weights knows it by its configuration."""
+    config, _, weights = ours.partition("-")
+    other_config, _, other_weights = theirs.partition("-")
+    return config == other_config and (weights == other_weights or not (weights and other_weights))
 
 
 def _add(found: hashlib._Hash, file: BinaryIO) -> None:
