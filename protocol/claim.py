@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import stat
+from contextlib import suppress
 
 from outrider.protocol.errors import EndpointError
 
@@ -37,7 +38,8 @@ class PathClaim:
             self._unlock()
             raise EndpointError(problem)
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, self.token.encode())
+        with suppress(OSError):  # on a full disk nobody else can tell that it is ours, and so nobody sweeps it
+            os.write(descriptor, self.token.encode())
 
     @property
     def path(self) -> str:

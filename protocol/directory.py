@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from outrider.protocol.endpoints import MAX_PATH, Ipc
+from outrider.protocol.errors import EndpointError
 
 MAX_NAME = 32
 """Characters of a socket's name in the directory."""
@@ -21,12 +22,16 @@ _UNBORN = ".outrider-run-"  # under this name until its lock is held, so that no
 
 
 class PrivateDirectory:
-    """Mode 0700; `close` removes it with everything inside. Also a context manager."""
+    """Mode 0700; `close` removes it with everything inside. Also a context manager.
+
+    Raises:
+        EndpointError: it can't be made.
+    """
 
     def __init__(self) -> None:
         root = _root()
         _sweep(root)
-        unborn = Path(tempfile.mkdtemp(prefix=_UNBORN, dir=root))
+        unborn = _made(root)
         self._descriptor: int | None = os.open(unborn, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         self.path = unborn.rename(root / (_PREFIX + unborn.name.removeprefix(_UNBORN)))
@@ -58,8 +63,20 @@ def private_directory() -> PrivateDirectory:
     return PrivateDirectory()
 
 
+def _made(root: Path) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=_UNBORN, dir=root))
+    except OSError as error:
+        raise EndpointError(
+            f"no directory for sockets can be made in {root}: {error.strerror}; make room, or name another by TMPDIR"
+        ) from None
+
+
 def _root() -> Path:
-    root = Path(tempfile.gettempdir()).absolute()
+    try:
+        root = Path(tempfile.gettempdir()).absolute()
+    except OSError:  # no file can be written in any; a directory may still be made
+        return Path("/tmp")
     longest = root / (_PREFIX + "x" * 8) / ("x" * MAX_NAME)
     return root if len(os.fsencode(longest)) <= MAX_PATH else Path("/tmp")
 

@@ -23,11 +23,17 @@ class Memory:
 
     def __init__(self, path: Path | None, now_ns: int) -> None:
         self._path = path
+        self._after = ""
         self._written_ns = now_ns
+        self._complained = False
 
     def read(self, tuned: Path) -> tuple[Tuning, ...]:
-        """What an earlier server learned; nothing where the pair was tuned anew since, at `tuned`."""
-        if self._path is None or _written_at(tuned) > _written_at(self._path):
+        """What an earlier server learned; nothing where the pair was tuned anew since, in the file at `tuned`.
+
+        No clock tells which is newer: a file says which it goes on from.
+        """
+        self._after = tuning.digest(tuned)
+        if self._path is None or tuning.after(self._path) != self._after:
             return ()
         return tuning.load(self._path)
 
@@ -41,14 +47,10 @@ class Memory:
         if self._path is None or not learned:
             return
         try:
-            tuning.write(learned, self._path)
+            tuning.write(learned, self._path, self._after)
+            self._complained = False
         except OSError as error:
-            log.info("what auto learned can't be kept in %s: %s", self._path, error.strerror)
-
-
-def _written_at(path: Path) -> float:
-    """When it was written; 0: never."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+            level = logging.INFO if self._complained else logging.WARNING
+            self._complained = True
+            told = "what auto learned can't be kept in %s: %s; the next server starts without it"
+            log.log(level, told, self._path, error.strerror)

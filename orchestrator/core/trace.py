@@ -6,6 +6,7 @@ All spans are CLOCK_MONOTONIC nanoseconds of this machine; workers send theirs w
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from outrider.protocol.messages import Span
 ORCHESTRATOR = "orchestrator"
 TARGET = "target"
 TARGETS_DRAFTER = "target's drafter"
+MOST_EVENTS = 1 << 20
+
+log = logging.getLogger(__name__)
 
 
 def process_of(track: str) -> str:
@@ -34,11 +38,12 @@ class Event:
 
 
 class Trace:
-    """Collects events when it has a path to write them to; otherwise costs nothing."""
+    """Collects the first `MOST_EVENTS` when it has a path to write them to; otherwise costs nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._events: list[Event] = []
+        self._is_full = False
         if path is not None:
             self._write()
 
@@ -47,8 +52,14 @@ class Trace:
         return self._path is not None
 
     def add(self, track: str, name: str, span: Span, **args: Any) -> None:
-        if self._path is not None:
+        if self._path is None:
+            return
+        if len(self._events) < MOST_EVENTS:
             self._events.append(Event(track, name, span, args))
+            return
+        if not self._is_full:
+            self._is_full = True
+            log.warning("the trace has %d events, as many as it may; what follows is not in it", MOST_EVENTS)
 
     def mark(self, track: str, name: str, at_ns: int, **args: Any) -> None:
         self.add(track, name, Span(at_ns, at_ns), **args)

@@ -80,7 +80,10 @@ def memory_for(settings: ServeSettings) -> Path:
 
 def folder() -> Path:
     """Where all these files lie."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # who has no home has no file either
+        home = Path(os.devnull)
     return home / "outrider"
 
 
@@ -118,12 +121,14 @@ def save(tuning: Tuning, path: Path) -> None:
         raise InvalidRequest(f"the tuning can't be written to {path.parent}: {error.strerror}") from error
 
 
-def write(records: Sequence[Tuning], path: Path) -> None:
-    """Makes these the file's records, in one step. Raises OSError."""
+def write(records: Sequence[Tuning], path: Path, after: str = "") -> None:
+    """Makes these the file's records, in one step; `after`: the `digest` of the file that they go on from. Raises
+    OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tuning-") as part:
         written = Path(part, path.name)
-        written.write_text(json.dumps({"format": FORMAT, "tunings": [asdict(found) for found in records]}, indent=1))
+        told = {"format": FORMAT, "after": after, "tunings": [asdict(found) for found in records]}
+        written.write_text(json.dumps(told, indent=1))
         os.replace(written, path)
 
 
@@ -134,11 +139,27 @@ def load(path: Path) -> tuple[Tuning, ...]:
         if fields["format"] != FORMAT:
             return ()
         return tuple(_tuning(record) for record in fields["tunings"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         log.warning("%s can't be used (%s): it counts as none", path, error)
         return ()
+
+
+def after(path: Path) -> str:
+    """What the records in the file at `path` go on from; empty where that is not known."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["after"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def digest(path: Path) -> str:
+    """Tells this file from what it was; empty without one."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _tuning(fields: dict[str, Any]) -> Tuning:

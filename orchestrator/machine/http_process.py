@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
+from outrider.orchestrator.machine.log_file import log_file
 from outrider.orchestrator.machine.log_tail import log_tail
 from outrider.orchestrator.machine.spawn import STDERR, child_environment, python
 from outrider.orchestrator.pair.model_files import ModelFiles
@@ -125,7 +126,7 @@ class HttpProcess:
     def _begin(self) -> None:
         self._began = time.monotonic()
         shared = os.dup(STDERR)
-        with self._log.open("ab") as stderr:
+        with log_file(self._log, "ab") as stderr:
             self._process = subprocess.Popen(
                 python("-m", MODULE),
                 stdin=subprocess.PIPE,

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from outrider.orchestrator.machine import blas, cores
+from outrider.orchestrator.machine.log_file import log_file
 from outrider.orchestrator.machine.log_tail import log_tail
 from outrider.orchestrator.pair.model_files import PACKAGE
 from outrider.orchestrator.settings import ServeSettings
@@ -93,7 +94,7 @@ def spawn_worker(
         inherited.append(os.dup(STDERR))
         command += ["--log-fd", str(inherited[-1])]
     try:
-        with log.open("wb") as stderr:
+        with log_file(log, "wb") as stderr:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

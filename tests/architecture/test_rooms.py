@@ -66,6 +66,19 @@ CLOSED = {"drafting/coreml"}
 OUTSIDE = {"launch", "tests", "models", "docs"}
 WITHOUT_MLX = ("protocol", "grammar", "orchestrator", "server", "outrider")
 MLX = {"mlx", "mlx_lm"}
+# Who may ask what time it is: to tell people, never to decide. All else is by clocks that nobody can set.
+TELLS_THE_TIME = {
+    "orchestrator/gate.py",  # whether a file is another one than it was
+    "orchestrator/pair/chat.py",
+    "protocol/logs.py",
+    "server/answers/chat_events.py",
+    "server/answers/completion_events.py",
+    "server/answers/response_events.py",
+    "server/endpoints/models.py",
+    "server/model/served.py",
+    "server/tracing.py",
+}
+WALL_CLOCKS = {"time", "time_ns", "localtime", "gmtime", "strftime", "ctime", "now", "utcnow", "today", "fromtimestamp"}
 BROAD = {"Exception", "BaseException"}
 MAY_PRINT = ("orchestrator/cli/", "bench/")
 
@@ -134,6 +147,21 @@ def loose(source: str, *, may_print: bool) -> list[str]:
         elif isinstance(node, ast.Name) and node.id == "print" and not may_print:
             found.append(f"line {node.lineno}: print")
     return found
+
+
+@pytest.mark.parametrize("room", [room for room in MAY_IMPORT if room != "bench"])
+def test_no_clock_that_can_be_set_decides_anything(room):
+    """`time.time()` and its like are asked only where a person is told the time; files' times by nobody."""
+    asking = set()
+    for path, tree in modules(room).items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            of_clock = owner in ("time", "datetime", "date") and node.attr in WALL_CLOCKS
+            if of_clock or node.attr in ("st_mtime", "st_ctime", "st_mtime_ns"):
+                asking.add(path)
+    assert asking <= TELLS_THE_TIME
 
 
 @every_room

@@ -72,11 +72,17 @@ def test_a_tuned_k_and_b_outlive_what_was_learned_of_others() -> None:
 def test_a_pair_that_was_tuned_since_starts_from_that(tmp_path: Path) -> None:
     tuned, learned = tmp_path / "tuning.json", tmp_path / "memory.json"
     Memory(learned, 0).write((RECORD,), 0)
-    tuned.write_text("")
-    os.utime(tuned, (learned.stat().st_mtime + 5,) * 2)
+    tuned.write_text("tuned")
+    for moment in (1, 2**32):
+        os.utime(tuned, (moment,) * 2)
+        server = Memory(learned, 0)
+        assert server.read(tuned) == ()
+    server.write((RECORD,), 0)
+    for moment in (1, 2**32):
+        os.utime(tuned, (moment,) * 2)
+        assert Memory(learned, 0).read(tuned) == (RECORD,), "no clock has a say in it"
+    tuned.write_text("tuned again")
     assert Memory(learned, 0).read(tuned) == ()
-    os.utime(tuned, (1, 1))
-    assert Memory(learned, 0).read(tuned) == (RECORD,)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +115,27 @@ def test_a_number_that_is_none_spoils_the_file_and_nothing_else(tmp_path: Path, 
         assert Memory(path, 0).read(NONE) == ()
 
 
-def test_where_nothing_can_be_written_nothing_is_and_nobody_hears_of_it(tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_nothing_is_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
-    Memory(tmp_path / "file" / "memory.json", 0).write((RECORD,), 0)
+    memory = Memory(tmp_path / "file" / "memory.json", 0)
+    for minute in range(3):
+        memory.write((RECORD,), minute)
     assert (tmp_path / "file").read_text() == ""
+    [told] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "can't be kept" in told and told.endswith("the next server starts without it")
+
+
+def test_who_has_no_home_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    memory = Memory(tuning.memory_for(ServeSettings()), 0)
+    assert memory.read(tuning.path_for(ServeSettings())) == ()
+    memory.write((RECORD,), 0)
 
 
 def test_without_a_memory_nothing_is_read_or_written() -> None:

@@ -201,3 +201,10 @@ def test_what_a_killed_server_leaves_is_swept(tmp_path):
 def test_a_dismissed_sweeper_sweeps_nothing(tmp_path):
     Sweeper(tmp_path, None).dismiss()
     assert tmp_path.exists()
+
+
+def test_a_worker_whose_log_cannot_be_written_runs_without_one(spawned, tmp_path, caplog):
+    (tmp_path / "target-0.log").mkdir()
+    worker = spawned(WAITS, wait_for="")
+    assert worker.exit_code() is None and worker.log_tail() == ""
+    assert "runs without a log" in caplog.text

@@ -11,6 +11,7 @@ import pytest
 from outrider.protocol import directory
 from outrider.protocol.directory import private_directory
 from outrider.protocol.endpoints import MAX_PATH, parse
+from outrider.protocol.errors import EndpointError
 
 KILLED = """
 import os, signal, sys, tempfile
@@ -68,3 +69,12 @@ def test_files_of_a_person_are_never_swept(temporary):
     (mine / "thesis.tex").write_text("x")
     with private_directory():
         assert (mine / "thesis.tex").exists()
+
+
+def test_without_room_for_it_a_sentence_says_where_and_what_to_do(temporary, monkeypatch):
+    def full(*about, **more):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(EndpointError, match=r"can be made in .*: No space left on device; make room, .* TMPDIR"):
+        private_directory()

@@ -1,0 +1,24 @@
+"""A trace is bounded: what does not fit is left out, with a sentence, once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.orchestrator.core import trace
+from outrider.orchestrator.core.trace import Trace
+
+
+def test_a_trace_holds_so_many_events_and_says_once_that_there_were_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trace, "MOST_EVENTS", 5)
+    written = Trace(tmp_path / "trace.json")
+    for number in range(20):
+        written.mark("target", f"verify {number}", number)
+    written.close()
+    told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in told if event["ph"] == "X"] == [f"verify {number}" for number in range(5)]
+    assert caplog.text.count("what follows is not in it") == 1

@@ -1,0 +1,77 @@
+"""A cluster on a machine whose disks are full, whose user has no home, and whose wall clock jumps by hours.
+
+No file can grow (`ulimit -f 0`), as on a full disk, and the clock is that of `jumping_clock.c`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.embedded import embedded_codec
+from outrider.engine.loading import load
+from outrider.engine.slots import open_slots
+from outrider.engine.verify import verify
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.protocol.sampling import SamplingParams
+
+SOURCE = Path(__file__).with_name("jumping_clock.c")
+PROMPT = "def fibonacci(n):"
+TOKENS = 24
+ASK = (
+    "-m",
+    "outrider",
+    "generate",
+    "--prompt",
+    PROMPT,
+    "--max-tokens",
+    str(TOKENS),
+    "--seed",
+    "5",
+    "--temp",
+    "0.8",
+    "--json",
+    "--ignore-chat-template",
+)
+
+
+@pytest.fixture
+def jumping(tmp_path: Path) -> dict[str, str]:
+    """What makes a program's clock jump."""
+    compiler = shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("a clock that jumps is compiled for Linux")
+    library = tmp_path / "jumping.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+def test_the_clock_jumps(jumping: dict[str, str]) -> None:
+    code = "import time; told = [time.time() for _ in range(20)]; print(max(told) - min(told) > 10 * 3600)"
+    said = subprocess.run([sys.executable, "-c", code], env={**os.environ, **jumping}, capture_output=True, text=True)
+    assert said.stdout == "True\n", said.stderr
+
+
+def test_full_disks_no_home_and_a_jumping_clock_change_no_token(jumping: dict[str, str]) -> None:
+    ask = f'ulimit -f 0; exec "{sys.executable}" "$@"'
+    environment = {**os.environ, **jumping, "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null/cache"}
+    said = subprocess.run(["bash", "-c", ask, "bash", *ASK], env=environment, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    told = json.loads(said.stdout)
+    prompt = embedded_codec().encode(PROMPT)
+    assert told["token_ids"] == alone(prompt, SamplingParams(max_tokens=TOKENS, temp=0.8, seed=5))
+    assert said.stderr.count("can't be kept in") == 1
+    assert "Traceback" not in said.stderr and "started again" not in said.stderr, said.stderr
+
+
+def alone(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    """What the embedded target says by itself, in this process."""
+    slots = open_slots(load(EMBEDDED_TARGET), [prompt], [sampling])
+    return [verify(slots[0]).bonus for _ in range(sampling.max_tokens)]
