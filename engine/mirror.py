@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import finalize
 
@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.ranks import Ranks
+from outrider.engine.taps import Taps
 from outrider.engine.texts import Feed, Text, Texts
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.guard import named_errors
@@ -115,12 +116,16 @@ class MirroredTexts:
         self._noted.append(TextChange("adopt", text.number, start.length, number))
         self._own.adopt(text.own, start)
 
+    def tap(self, taps: Taps) -> None:
+        """Hidden rows are the same on all ranks; only this one's are read."""
+        self._own.tap(taps)
+
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         while self._dropped:
             self._noted.append(TextChange("drop", copy=self._dropped.popleft()))
         self._tell(*self._noted, TextForward(tuple(map(_told, feeds))))
         self._noted.clear()
-        return _begun(self._own, [Feed(f.text.own, self._tokens(f), f.wanted, f.prompt) for f in feeds])
+        return _begun(self._own, [replace(f, text=f.text.own, tokens=self._tokens(f)) for f in feeds])
 
     def state(self) -> list[Any]:
         return self._own.state()

@@ -21,9 +21,15 @@ from outrider.protocol.sampling import SamplingParams
 
 PREFILL = 512  # tokens a forward while a prompt is read
 
+Listener = Callable[[int, mx.array], None]
+"""Hears the hidden rows [R, W] of committed tokens, lazy or not, and the position of the first."""
+
 
 class Slot:
-    """`tokens` are committed; the model has been fed the first `fed` of them, always fewer than all between calls."""
+    """`tokens` are committed; the model has been fed the first `fed` of them, always fewer than all between calls.
+
+    `listener` hears the hidden rows of what batches feed of them (`engine.verify`), where the texts are tapped.
+    """
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class Slot:
         self.sampler = target_sampler(params, model.vocab_size, constraint)
         self.texts = texts
         self.text: Any = texts.open()
+        self.listener: Listener | None = None
 
     @property
     def fed(self) -> int:

@@ -19,6 +19,7 @@ from outrider.engine.buffers import EARLY
 from outrider.engine.cache import KVState, window_of
 from outrider.engine.flat import FlatCache, Frame, Piece
 from outrider.engine.prompt_cache import Saved, Start
+from outrider.engine.taps import Takes, Taps
 
 
 class Text(Protocol):
@@ -49,12 +50,16 @@ class Text(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The next tokens of a text, [N], maybe unread; the last `wanted` of them get logits. `prompt`: part of one."""
+    """The next tokens of a text, [N], maybe unread; the last `wanted` of them get logits. `prompt`: part of one.
+
+    `hidden` takes their hidden rows, where the texts are tapped.
+    """
 
     text: Any
     tokens: Sequence[int] | mx.array
     wanted: int
     prompt: bool = False
+    hidden: Takes | None = None
 
     @property
     def count(self) -> int:
@@ -85,6 +90,10 @@ class Texts(Protocol):
 
     def adopt(self, text: Any, start: Start) -> None:
         """A text that is still empty begins with what another has left."""
+        ...
+
+    def tap(self, taps: Taps) -> None:
+        """From now on feeds may take hidden rows, by these taps of its model."""
         ...
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
@@ -127,6 +136,7 @@ class FlatTexts:
             FlatCache(self._frame, window_of(cache), EARLY * number // len(made)) for number, cache in enumerate(made)
         ]
         self._texts: list[FlatText] = []
+        self._taps: Taps | None = None
 
     def open(self) -> FlatText:
         self._texts.append(FlatText(len(self._texts)))
@@ -155,6 +165,9 @@ class FlatTexts:
         text.length = start.length
         mx.eval(self.state())
 
+    def tap(self, taps: Taps) -> None:
+        self._taps = taps
+
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].text.row))
         pieces = [Piece(feeds[i].text.row, feeds[i].text.length, feeds[i].count, feeds[i].prompt) for i in order]
@@ -163,7 +176,7 @@ class FlatTexts:
         rows = self._rows(feeds, order, pieces)
         self._wanted.rows, self._wanted.passed = rows, False
         try:
-            logits: mx.array = self._model(tokens[None], cache=self._caches)[0]
+            logits = _forward(self._model, tokens, self._caches, [feeds[i] for i in order], self._taps)
         finally:
             self._wanted.rows = None
         if rows is not None and not self._wanted.passed:
@@ -196,6 +209,7 @@ class SeparateTexts:
         """`own_caches`: see `protocol.abilities`."""
         self._model, self._own_caches = model, own_caches
         self._texts: list[KVState] = []
+        self._taps: Taps | None = None
 
     def open(self) -> KVState:
         self._texts.append(KVState(self._model, self._own_caches))
@@ -210,10 +224,13 @@ class SeparateTexts:
     def adopt(self, text: KVState, start: Start) -> None:
         text.adopt(start)
 
+    def tap(self, taps: Taps) -> None:
+        self._taps = taps
+
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         parts = []
         for feed in feeds:
-            logits = self._model(_joined([feed.tokens])[None], cache=feed.text.caches)[0]
+            logits = _forward(self._model, _joined([feed.tokens]), feed.text.caches, [feed], self._taps)
             feed.text.length += feed.count
             if feed.wanted:
                 parts.append(logits[-feed.wanted :])
@@ -221,6 +238,16 @@ class SeparateTexts:
 
     def state(self) -> list[Any]:
         return [text.state for text in self._texts]
+
+
+def _forward(model: nn.Module, tokens: mx.array, caches: Any, feeds: Sequence[Feed], taps: Taps | None) -> mx.array:
+    """The logits of one row of tokens, those of `feeds` in turn."""
+
+    def call() -> mx.array:
+        logits: mx.array = model(tokens[None], cache=caches)[0]
+        return logits
+
+    return call() if taps is None else taps.forward(call, [(feed.count, feed.hidden) for feed in feeds])
 
 
 def _joined(parts: Sequence[Sequence[int] | mx.array]) -> mx.array:

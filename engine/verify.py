@@ -19,6 +19,7 @@ from outrider.engine.logprobs import RowLogprobs
 from outrider.engine.residual import ResidualSampler
 from outrider.engine.sampling import History, Sampler, joint_noise, joint_words
 from outrider.engine.slots import Slot
+from outrider.engine.taps import Takes
 from outrider.engine.texts import Feed, Texts
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.guard import ModelFault
@@ -61,11 +62,20 @@ class Forward:
     """One forward under way over some of `texts`. `rows`: tokens it feeds, all texts together."""
 
     def __init__(
-        self, texts: Texts, asks: Sequence[Ask], logits: mx.array, positions: Sequence[int], rows: int
+        self,
+        texts: Texts,
+        asks: Sequence[Ask],
+        logits: mx.array,
+        positions: Sequence[int],
+        rows: int,
+        hidden: Sequence[mx.array | None],
     ) -> None:
-        """`logits` [sum of chain length + 1, V]; `positions[i]` is that of the token ask i's first row chooses."""
+        """`logits` [sum of chain length + 1, V]; `positions[i]` is that of the token ask i's first row chooses.
+
+        `hidden[i]`: what ask i's listener is to hear of all it feeds; those of readings follow.
+        """
         self._texts, self.asks, self.rows = texts, tuple(asks), rows
-        self._logits, self._positions = logits, positions
+        self._logits, self._positions, self._hidden = logits, positions, hidden
         self._begins = [0]
         for ask in asks:
             self._begins.append(self._begins[-1] + len(ask.chain) + 1)
@@ -94,7 +104,7 @@ class Forward:
     def verdicts(self) -> list[Verdict | OutriderError]:
         """Waits; commits what holds to each slot and forgets the rest. One that fails says why in its own place."""
         if self.chosen is None:
-            mx.eval(self._texts.state())
+            mx.eval(self._texts.state(), self._heard)
             return []
         choices = self._read()
         return [self._settled(index, ask, choices) for index, ask in enumerate(self.asks)]
@@ -109,7 +119,12 @@ class Forward:
             mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile what is allowed is found out
         self.chosen = self._choices(after)
         wanted = [array for rows in self._logprobs.values() for array in rows.pending]
-        mx.async_eval(self.chosen, *wanted)  # type: ignore[no-untyped-call]
+        mx.async_eval(self.chosen, wanted, self._heard)  # type: ignore[no-untyped-call]
+
+    @property
+    def _heard(self) -> list[mx.array]:
+        """Hidden rows to evaluate with the forward."""
+        return [rows for rows in self._hidden if rows is not None]
 
     def _choices(self, after: Forward | None) -> mx.array:
         groups: dict[object, list[int]] = {}
@@ -171,6 +186,10 @@ class Forward:
             slot.tokens += new
             if verdict.accepted < len(chain):  # else nothing is to be forgotten, and the next step may be under way
                 slot.text.roll_back(len(slot.tokens) - 1)
+            hidden = self._hidden[index]
+            if slot.listener is not None and hidden is not None:
+                own = hidden[-len(chain) - 1 :]  # what was fed again stands before them
+                slot.listener(self._positions[index] - 1, own[: len(new)])
         except OutriderError as error:
             return error
         return verdict
@@ -195,6 +214,7 @@ def begin(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward 
     """
     feeds: list[Feed] = []
     positions: list[int] = []
+    hidden: list[mx.array | None] = [None] * (len(asks) + len(readings))
     for ask in asks:
         slot = ask.slot
         if len(slot.unfed) > _MAX_REPLAY:
@@ -204,19 +224,34 @@ def begin(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward 
         # A drafter may know tokens that the target does not; such a one can't hold, nor can what stands after it.
         known = [token if token < slot.sampler.vocab_size else 0 for token in ask.chain]
         behind = after.token_of(slot) if after is not None else None
-        feeds.append(Feed(slot.text, slot.unfed + known if behind is None else behind, len(ask.chain) + 1))
+        tokens = slot.unfed + known if behind is None else behind
+        feeds.append(Feed(slot.text, tokens, len(ask.chain) + 1, False, _taken(hidden, len(feeds), slot)))
         positions.append(slot.fed + feeds[-1].count - len(ask.chain))
     for reading in readings:
-        start = reading.slot.fed
-        feeds.append(Feed(reading.slot.text, reading.slot.tokens[start : start + reading.count], 0, True))
+        slot, start = reading.slot, reading.slot.fed
+        new = slot.tokens[start : start + reading.count]
+        feeds.append(Feed(slot.text, new, 0, True, _taken(hidden, len(feeds), slot)))
+    starts = [reading.slot.fed for reading in readings]
     texts = (asks[0].slot if asks else readings[0].slot).texts
     logits = texts.forward(feeds)
-    forward = Forward(texts, asks, logits, positions, sum(feed.count for feed in feeds))
+    forward = Forward(texts, asks, logits, positions, sum(feed.count for feed in feeds), hidden)
+    for reading, start, rows in zip(readings, starts, hidden[len(asks) :], strict=True):
+        if reading.slot.listener is not None and rows is not None:
+            reading.slot.listener(start, rows)
     if asks:
         forward.choose(after)
     else:
-        mx.async_eval(texts.state())  # type: ignore[no-untyped-call]
+        mx.async_eval(texts.state(), forward._heard)  # type: ignore[no-untyped-call]
     return forward
+
+
+def _taken(hidden: list[mx.array | None], place: int, slot: Slot) -> Takes | None:
+    """Puts the hidden rows of a slot that somebody listens to in their place."""
+
+    def takes(rows: mx.array) -> None:
+        hidden[place] = rows
+
+    return takes if slot.listener is not None else None
 
 
 def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None) -> Verdict:
