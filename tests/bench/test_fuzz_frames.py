@@ -28,7 +28,7 @@ def stands(name: str, seed: int = 1) -> tuple[bool, list[str]]:
 @pytest.fixture(autouse=True)
 def nothing_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """In so short a run memory says nothing."""
-    monkeypatch.setattr(fuzz_frames, "held", lambda: (1, 1))
+    monkeypatch.setattr(fuzz_frames, "held", lambda pid: (1, 1))
 
 
 @pytest.mark.parametrize("name", fuzz_frames.HALLS)
