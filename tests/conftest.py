@@ -15,9 +15,10 @@ from tests.tiny import Pair, write_model
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What servers of tests learn is nobody's, and what others' learned is not theirs."""
+    """What servers of tests learn is nobody's, what others' learned is not theirs, and so it is with keys."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
 
 

@@ -76,6 +76,7 @@ class LocalCluster:
             raise
         self.endpoint = ready.endpoint
         self.workers_endpoint = ready.workers
+        self.joining_endpoint = ready.joining
         self._own = ready.own
         self.notes = ready.notes
 

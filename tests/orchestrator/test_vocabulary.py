@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, models
 
-from outrider.orchestrator.pair.vocabulary import compare, require_same
+from outrider.orchestrator.pair.vocabulary import compare, fingerprint, require_same
 from outrider.protocol.errors import ModelError
 
 WORDS = ["a", "b", "c", "<|end|>"]
@@ -53,6 +53,15 @@ def test_padding_alone_is_no_difference(with_words, draft):
 def test_any_other_difference_is_refused_with_what_it_is(with_words, draft, words):
     with pytest.raises(ModelError, match=words):
         require_same(with_words(WORDS), with_words(draft))
+
+
+def test_a_fingerprint_is_what_the_ordinary_tokens_stand_for(with_words):
+    """Of one family it is one: there only names in brackets differ."""
+    ours = fingerprint(with_words(WORDS))
+    for family in ([*WORDS, "<|reserved_3|>", "[PAD]"], [*WORDS[:3], "<|eom|>"]):
+        assert fingerprint(with_words(family)) == ours
+    for stranger in (["a", "c", "b", "<|end|>"], [*WORDS, "d"], ["a", "b", None, "<|end|>"]):
+        assert fingerprint(with_words(stranger)) != ours
 
 
 def test_the_sentence_names_both_models(with_words):

@@ -1,0 +1,143 @@
+"""`outrider keys`, and what the other commands say where keys are missing or wrong: a sentence with the remedy."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from outrider.orchestrator.cli import main
+from outrider.orchestrator.gate import Gate
+from outrider.protocol.endpoints import Bound, bind
+from outrider.protocol.errors import KeyFault
+from outrider.protocol.keyring import DRAFTER, Allowed, Keyring
+from outrider.protocol.keys import make_pair
+
+KEY = make_pair().public
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command line of a user without any key; nothing is started."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+    def execve(path: str, command: list[str], environment: dict[str, str]) -> None:
+        print(*command)
+        raise SystemExit(99)
+
+    monkeypatch.setattr(os, "execve", execve)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main(list(arguments))
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def test_a_key_is_made_shown_allowed_listed_and_revoked(run: Run, tmp_path: Path) -> None:
+    code, made, err = run("keys", "make")
+    assert code == 0 and str(tmp_path / "config") in err
+    assert run("keys", "show") == (0, made, "")
+    assert {stat.S_IMODE(f.stat().st_mode) for f in (tmp_path / "config" / "outrider" / "keys").iterdir()} == {0o600}
+    assert run("keys", "allow", KEY, "mini", "--as", "drafter")[0] == 0
+    assert run("keys", "allow", KEY, "mini")[0] == 0
+    assert run("keys", "trust", "tcp://studio.local:5556", KEY)[0] == 0
+    own = made.strip()
+    assert run("keys", "list")[1].splitlines() == [
+        f"own      {own}",
+        f"drafter  {KEY} mini",
+        f"client   {KEY} mini",
+        f"server   {KEY} studio.local:5556",
+    ]
+    code, out, err = run("keys", "revoke", "mini")
+    assert (code, out) == (0, "") and "as a drafter" in err and "as a client" in err
+    assert run("keys", "forget", "studio.local:5556")[0] == 0
+    assert run("keys", "list")[1] == f"own      {own}\n"
+    assert run("keys", "make", "--force")[1] not in (made, "")
+
+
+def test_two_folders_are_two_identities(run: Run, tmp_path: Path) -> None:
+    first, second = (run("keys", "make", "--keys", str(tmp_path / name))[1] for name in "ab")
+    assert first != second and run("keys", "show", "--keys", str(tmp_path / "a"))[1] == first
+    assert run("keys", "show")[0] == KeyFault.exit_code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["keys"], 2, "required"),
+        (["keys", "sign"], 2, "invalid choice"),
+        (["keys", "allow", KEY], 2, "expected outrider keys allow KEY NAME"),
+        (["keys", "allow", "x", "mini"], 8, "'x' is no key"),
+        (["keys", "allow", KEY, "my mini"], 2, "is no name; expected one word"),
+        (["keys", "allow", KEY, "mini", "--as", "root"], 2, "invalid choice"),
+        (["keys", "revoke", "mini"], 8, "nobody is allowed by the key or name 'mini'"),
+        (["keys", "forget", "studio"], 8, "no key of a server at 'studio'"),
+        (["keys", "show"], 8, "make one with `outrider keys make`"),
+        (
+            ["serve", "--endpoint", "tcp://0.0.0.0:0"],
+            8,
+            "tcp://0.0.0.0:0 can't be served without keys: there is no key",
+        ),
+        (["serve", "--workers-endpoint", "tcp://*:0"], 8, "tcp://*:0 can't be served without keys: there is no key"),
+        (["serve", "--endpoint", "tcp://127.0.0.1:0", "--keyed"], 8, "can't be served without keys"),
+        (["generate", "-p", "x", "--connect", "tcp://192.0.2.1:5"], 8, "`outrider keys trust 192.0.2.1 KEY`"),
+        (["generate", "-p", "x", "--connect", "tcp://192.0.2.1:5", "--server-key", "x"], 8, "'x' is no key"),
+        (["generate", "-p", "x", "--connect", "tcp://192.0.2.1:5", "--server-key", KEY], 8, "outrider keys make"),
+        (["worker", "draft", "--connect", "tcp://192.0.2.1:5"], 8, "`outrider keys trust 192.0.2.1 KEY`"),
+        (["worker", "draft", "--connect", "tcp://no-such-host.invalid:5"], 4, "the host no-such-host.invalid can't be"),
+        (["generate", "-p", "x", "--connect", "tcp://no-such-host.invalid:5", "--server-key", KEY], 8, "keys make"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_its_code(run: Run, arguments: list[str], code: int, words: str) -> None:
+    got, out, err = run(*arguments)
+    assert (got, out) == (code, "") and words in err and len(err.splitlines()) == 1
+
+
+class Served:
+    """The workers' endpoint of a server on loopback that asks for keys."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ring = Keyring(folder)
+        self.ring.make()
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.gate = Gate(self.context, self.ring)
+        self.bound: Bound = bind(self.context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", self.gate.keys(DRAFTER))
+
+    def close(self) -> None:
+        self.bound.close()
+        self.gate.close()
+        self.context.term()
+
+
+def test_a_drafter_knocks_before_it_loads_and_is_handed_its_keys(run: Run, tmp_path: Path) -> None:
+    served = Served(tmp_path / "server")
+    own, join = run("keys", "make")[1].strip(), ("worker", "draft", "--connect", served.bound.endpoint)
+    try:
+        code, out, err = run(*join, "--server-key", served.gate.own.public)
+        assert (code, out) == (8, "") and f"refuses this side's key {own}" in err and "`outrider keys allow`" in err
+        served.ring.allow(Allowed(DRAFTER, own, "mini"))
+        code, out, err = run(*join, "--server-key", KEY)
+        assert (code, out) == (8, "") and f"is no server with the key {KEY}" in err
+        code, out, err = run(*join, "--server-key", served.gate.own.public)
+        assert code == 99 and f"--server-key={served.gate.own.public}" in out and "--vocabulary" in out
+        run("keys", "trust", "127.0.0.1", served.gate.own.public)
+        assert run(*join)[0] == 99
+    finally:
+        served.close()
+
+
+def test_a_host_that_is_found_nowhere_is_told_by_clients(run: Run) -> None:
+    run("keys", "make")
+    code, out, err = run("generate", "-p", "x", "--connect", "tcp://no-such-host.invalid:5", "--server-key", KEY)
+    assert (code, out) == (4, "") and "the host no-such-host.invalid can't be found" in err

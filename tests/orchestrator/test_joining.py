@@ -1,0 +1,178 @@
+"""Drafters of other machines at the door: who joins, who is sent away, and what they are told; over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.events import Speaks
+from outrider.orchestrator.gate import Gate
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import worker_link
+from outrider.protocol.clock import SECOND_NS
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.directory import private_directory
+from outrider.protocol.endpoints import connect
+from outrider.protocol.errors import KeyFault, WorkerError
+from outrider.protocol.keyring import DRAFTER, Allowed, Keyring
+from outrider.protocol.keys import ClientKeys, KeyPair, make_pair
+from outrider.protocol.knock import knock
+from outrider.protocol.messages import Hello, Message, Resync, Shutdown, Welcome
+from outrider.protocol.worker_link import WorkerLink, routing_id
+
+WAIT_MS = 10_000
+MINI, STUDIO = make_pair(), make_pair()
+HELLO = Hello("draft", "", 7, 77, "mlx", "m", 10, 100, 1, 1)
+
+
+class Door:
+    """A pool that drafters join by TCP, with keys."""
+
+    def __init__(self, folder: Path, run_dir: Path) -> None:
+        self.ring = Keyring(folder)
+        self.ring.make()
+        for name, pair in (("mini", MINI), ("studio", STUDIO)):
+            self.ring.allow(Allowed(DRAFTER, pair.public, name))
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.gate = Gate(self.context, self.ring)
+        settings = ServeSettings(workers_endpoint="tcp://127.0.0.1:0", keyed=True, keys=folder)
+        self.pool = WorkerPool(self.context, settings, run_dir, self.gate)
+        self.heard: list[tuple[str, Message]] = []
+        self.came: list[zmq.Socket[Any]] = []
+
+    def keys(self, pair: KeyPair) -> ClientKeys:
+        return ClientKeys(pair, self.gate.own.public)
+
+    def peer(self, incarnation: int, pair: KeyPair | None) -> zmq.Socket[Any]:
+        """By TCP with keys, or without any by the server's own endpoint."""
+        self.came.append(socket := self.context.socket(zmq.DEALER))
+        socket.identity = routing_id(incarnation)
+        if pair is None:
+            connect(socket, self.pool.endpoint)
+        else:
+            connect(socket, self.pool.joining_endpoint, self.keys(pair))
+        return socket
+
+    def hello(self, socket: zmq.Socket[Any], incarnation: int, **said: Any) -> Message:
+        return self.answer(socket, encode(replace(HELLO, incarnation=incarnation, **said)))
+
+    def answer(self, socket: zmq.Socket[Any], frames: Any) -> Message:
+        socket.send_multipart(frames)
+        while not socket.poll(5):
+            self.listen()
+        return decode(socket.recv_multipart())
+
+    def listen(self) -> None:
+        self.heard += self.pool.receive()
+
+    def tick(self, seconds: int) -> list[str]:
+        """What is found out when so much time has passed."""
+        self.pool.ping(seconds * SECOND_NS)
+        return [loss.why for loss in self.pool.losses(seconds * SECOND_NS)]
+
+    def close(self) -> None:
+        self.pool.close()
+        self.gate.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    with private_directory() as run_dir:
+        made = Door(tmp_path / "keys", run_dir.path)
+        yield made
+        made.close()
+
+
+def reason(answer: Message) -> str:
+    assert isinstance(answer, Shutdown)
+    return answer.reason
+
+
+def test_a_drafter_of_another_machine_joins_and_is_heard(door: Door) -> None:
+    far = door.peer(7, MINI)
+    answer = door.hello(far, 7, name="mini")
+    assert isinstance(answer, Welcome) and answer.name == "mini"
+    far.send_multipart(encode(Resync("r", 0)))
+    while not door.heard:
+        door.listen()
+    assert door.heard == [("mini", Resync("r", 0))]
+
+
+def test_whose_key_is_revoked_is_sent_away_and_stays_out(door: Door) -> None:
+    far = door.peer(7, MINI)
+    door.hello(far, 7, name="mini")
+    assert not door.tick(100)
+    door.ring.revoke("mini")
+    (why,) = door.tick(200)
+    assert "mini may stay no longer: its key is not allowed" in why
+    assert "may stay no longer" in reason(decode(far.recv_multipart()[-1:]) if far.poll(WAIT_MS) else Welcome(""))
+    assert "its key is not allowed" in reason(door.hello(far, 7, name="mini"))  # by its old connection
+    with pytest.raises(KeyFault, match="refuses this side's key"):
+        knock(door.pool.joining_endpoint, door.keys(MINI))
+
+
+def test_who_is_dismissed_for_lies_is_not_let_in_again_by_its_key(door: Door) -> None:
+    far = door.peer(7, MINI)
+    door.hello(far, 7, name="mini")
+    for _ in range(1000):
+        door.pool.lied("mini", "frame")
+    with pytest.raises(KeyFault, match="refuses this side's key"):
+        knock(door.pool.joining_endpoint, door.keys(MINI))
+    knock(door.pool.joining_endpoint, door.keys(STUDIO))
+
+
+def test_nobody_speaks_by_anothers_routing_id(door: Door) -> None:
+    """ZeroMQ gives a far peer that comes again the routing id of its old connection; so might another, with its own
+    key."""
+    far = door.peer(7, MINI)
+    door.hello(far, 7, name="mini")
+    before = door.pool.rejected
+    impostor = door.peer(7, STUDIO)
+    impostor.send_multipart(encode(Resync("r", 0)))
+    while door.pool.rejected == before:
+        door.listen()
+    assert not door.heard
+
+
+def test_two_drafters_of_one_name_are_told_of_each_other(door: Door) -> None:
+    door.hello(door.peer(7, MINI), 7, name="mini", model="/one")
+    told = reason(door.hello(door.peer(8, STUDIO), 8, name="mini", model="/two"))
+    assert "the name mini is taken" in told and "/one" in told and "/two" in told and "leave it out" in told
+
+
+def test_a_drafter_whose_tokens_mean_other_things_is_turned_away(door: Door) -> None:
+    door.pool.language = Speaks("target-model", "abc")
+    told = reason(door.hello(door.peer(7, MINI), 7, model="/draft", vocabulary="xyz"))
+    assert "/draft" in told and "target-model" in told and "`outrider pairs`" in told
+    assert isinstance(door.hello(door.peer(8, MINI), 8, vocabulary="abc"), Welcome)
+    assert isinstance(door.hello(door.peer(9, None), 9), Welcome)  # nobody has looked
+
+
+def test_a_drafter_of_another_release_hears_both_versions(door: Door) -> None:
+    far = door.peer(7, MINI)
+    header = msgpack.unpackb(bytes(encode(HELLO)[0]))
+    answer = door.answer(far, [msgpack.packb([999, *header[1:]])])
+    assert "speaks protocol version 999, this side version 1" in reason(answer)
+
+
+def test_a_worker_that_is_answered_in_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_link, "_end_on_signals", lambda by_hand: None)
+    context: zmq.Context[Any] = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    endpoint = f"tcp://127.0.0.1:{port}"
+    with WorkerLink(endpoint, "mini", incarnation=7) as link:
+        header = msgpack.unpackb(bytes(encode(Shutdown("no"))[0]))
+        link.send(Shutdown())
+        server.send_multipart([server.recv_multipart()[0], msgpack.packb([999, *header[1:]])])
+        with pytest.raises(WorkerError, match=rf"{endpoint}: the other side speaks protocol version 999, this side"):
+            link.enter(HELLO)
+    context.destroy(linger=0)

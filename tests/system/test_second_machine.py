@@ -1,0 +1,68 @@
+"""A drafter and clients that come with keys, by TCP and in processes of their own, as from another machine."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.protocol.errors import KeyFault
+from outrider.protocol.keyring import CLIENT, DRAFTER, Allowed, Keyring
+from outrider.protocol.sampling import SamplingParams
+
+LIMIT = 60.0
+TCP = "tcp://127.0.0.1:0"
+SAMPLING = SamplingParams(max_tokens=24, temp=0.8, seed=7)
+
+
+@pytest.fixture
+def rings(tmp_path: Path) -> dict[str, Keyring]:
+    made = {name: Keyring(tmp_path / name) for name in ("server", "mini", "laptop", "stranger")}
+    for ring in made.values():
+        ring.make()
+    made["server"].allow(Allowed(DRAFTER, made["mini"].own().public, "mini"))
+    made["server"].allow(Allowed(CLIENT, made["laptop"].own().public, "laptop"))
+    return made
+
+
+@pytest.fixture
+def cluster(rings: dict[str, Keyring]) -> Iterator[LocalCluster]:
+    folder = rings["server"].folder
+    with LocalCluster(endpoint=TCP, workers_endpoint=TCP, keyed=True, keys=folder) as running:
+        yield running
+
+
+def test_who_is_allowed_drafts_and_asks_and_nobody_else(cluster: LocalCluster, rings: dict[str, Keyring]) -> None:
+    key = rings["server"].own().public
+    client = Client(cluster.endpoint, server_key=key, keys=rings["laptop"].folder)
+    for name in ("stranger", "mini"):
+        with pytest.raises(KeyFault, match="refuses this side's key"):
+            Client(cluster.endpoint, server_key=key, keys=rings[name].folder).stats()
+    text = client.generate("def f(", SAMPLING).token_ids
+    assert text == cluster.client().generate("def f(", SAMPLING).token_ids
+
+    def until_it_is(state: str) -> None:
+        deadline = time.monotonic() + LIMIT
+        while [one.state for one in client.stats().workers if one.name == "mini"] != [state]:
+            assert time.monotonic() < deadline, client.stats().workers
+            time.sleep(0.05)
+
+    join = python("-m", "outrider", "worker", "draft", "--connect", cluster.joining_endpoint, "--name", "mini")
+    keys = ("--server-key", key, "--keys", str(rings["mini"].folder))
+    with subprocess.Popen([*join, *keys], env=child_environment(), stderr=subprocess.PIPE, text=True) as mini:
+        try:
+            until_it_is("ready")
+            assert client.generate("def f(", SAMPLING, mode="ssd").token_ids == text
+            rings["server"].revoke("mini")
+            until_it_is("lost")
+            assert mini.wait(LIMIT) == KeyFault.exit_code and mini.stderr is not None
+            assert "its key is not allowed" in mini.stderr.read()
+        finally:
+            mini.kill()
+    assert client.generate("def f(", SAMPLING, mode="ssd").token_ids == text
