@@ -32,6 +32,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.lines import Drain, End, Lines
 from outrider.orchestrator.machine import blas, descriptors
 from outrider.orchestrator.machine.http_process import HttpProcess, Listener
+from outrider.orchestrator.machine.lan import Beacon
 from outrider.orchestrator.machine.sweeper import Sweeper
 from outrider.orchestrator.mailbox import Mailbox
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
@@ -195,6 +196,9 @@ def _threads(
         core = Core(settings, context, lines.core, lines.events, directory.path, gate)
         threads = [_start(core.run, "core")]
         try:
+            if settings.advertise:
+                beacon = Beacon(core.joining_endpoint, gate.own.public if gate is not None else "")
+                stack.enter_context(closing(beacon))
             text = read_pair(pair)
             lines.core.put(Speaks(pair.target.name, fingerprint(text.codec)))
             front = Front(pair, Admission(text), clients, lines, core, happenings.put)

@@ -62,6 +62,7 @@ class ServeSettings:
     this machine. `workers_endpoint`: where drafters of other machines join, tcp://HOST:PORT; None: only this machine's
     do. `keys`: the folder of keys; None: `protocol.keyring.default_folder`. `keyed`: ask for keys at `endpoint` and
     `workers_endpoint` also where only this machine reaches them; beyond it they are always asked for.
+    `advertise`: announce `workers_endpoint` on the local network.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -96,6 +97,7 @@ class ServeSettings:
     workers_endpoint: str | None = None
     keys: Path | None = None
     keyed: bool = False
+    advertise: bool = False
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
@@ -108,7 +110,7 @@ class ServeSettings:
         self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         if self.kv_memory is not None:
             self._keep("kv_memory", values.size("kv_memory", self.kv_memory))
-        for name in ("ngrams", "colocate", "prompt_cache", "memory", "keyed", "await_target"):
+        for name in ("ngrams", "colocate", "prompt_cache", "memory", "keyed", "await_target", "advertise"):
             self._keep(name, values.flag(name, getattr(self, name)))
         for name in ("model", "draft_model", "endpoint", "workers_endpoint"):
             if getattr(self, name) is not None:
@@ -162,6 +164,8 @@ class ServeSettings:
             raise InvalidRequest(
                 f"draft_model {self.draft_model!r} has no model beside it; name both, or neither for the embedded pair"
             )
+        if self.advertise and self.workers_endpoint is None:
+            raise InvalidRequest("advertise announces where drafters join; expected workers_endpoint beside it")
         if self.await_target and self.shards > 1:
             raise InvalidRequest(
                 "await_target starts no target; expected shards where the target is started, or neither"
@@ -227,6 +231,7 @@ class Settings(TypedDict, total=False):
     workers_endpoint: str | None
     keys: str | os.PathLike[str] | None
     keyed: bool
+    advertise: bool
 
 
 def settings_from(given: Settings) -> ServeSettings:

@@ -101,8 +101,12 @@ text, as long as some get through.
 
 `ipc://PATH` on one machine: the path of a unix socket, 107 bytes at most on Linux and 103 on macOS. A lock on
 `PATH.lock` says who serves it, so that a second server is refused and a killed one is replaced. `tcp://HOST:PORT`
-for clients on other machines; IPv6 addresses stand in brackets. Workers connect by ipc. The protocol has no encryption
-and no passwords of its own: serve TCP only on networks you trust.
+for clients on other machines, and one more for drafters; IPv6 addresses stand in brackets. A server's own workers
+connect by ipc. Beyond this machine, and where it is asked for, ZeroMQ's CURVE encrypts, and lets in by key: its ZAP
+domains are `client` and `drafter`, one an endpoint. `connect` and `bind` refuse another machine's address without keys
+(docs/security.md). A drafter there says `Hello` like any other; its `vocabulary` has to be the cluster's. Who says
+something in another protocol version is answered once, in the server's: by `Shutdown` with both versions in a sentence,
+and by its header alone.
 """
 
 

@@ -28,6 +28,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", help="where clients connect, ipc://PATH or tcp://HOST:PORT; default: a fresh one")
     joining = "where drafters of other machines join, tcp://HOST:PORT (docs/security.md); default: nowhere"
     parser.add_argument("--workers-endpoint", metavar="ENDPOINT", help=joining)
+    advertise = "announce that endpoint on the local network"
+    parser.add_argument("--advertise", action="store_true", default=None, help=advertise)
     keyed = "ask for keys at these endpoints on loopback, too; beyond it they always are"
     parser.add_argument("--keyed", action="store_true", default=None, help=keyed)
     drain = f"how long SIGTERM waits for requests that run, default {DRAIN_SECONDS}; new ones are refused meanwhile"

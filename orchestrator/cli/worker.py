@@ -13,7 +13,7 @@ import socket
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.generate import add_server_key_flag
-from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine import blas, lan
 from outrider.orchestrator.machine.spawn import MODULES, child_environment, worker_command
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
@@ -22,13 +22,17 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.endpoints import parse, require_server
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keyring import Keyring
+from outrider.protocol.keys import parse_key
 from outrider.protocol.knock import knock
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     note = "a draft joins a running cluster; a target one that was started with --await-target"
     parser.add_argument("role", choices=list(MODULES), help=note)
-    parser.add_argument("--connect", metavar="ENDPOINT", required=True, help="the cluster's endpoint for workers")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--connect", metavar="ENDPOINT", help="the cluster's endpoint for workers")
+    find = "look on the local network for the server whose key is known (`outrider keys trust`)"
+    where.add_argument("--discover", action="store_true", help=find)
     add_server_key_flag(parser)
     parser.add_argument("--name", help="default: the role, this host and the process id")
     shard = "this is one of several ranks of the target, all started by mlx.launch"
@@ -47,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx, coreml or replay")
     if options.shard and (options.role == "draft" or settings.shards > 1):
         raise InvalidRequest("shard makes this a rank that mlx.launch has started; expected a target, and no shards")
+    if options.discover:
+        _discover(options)
     endpoint = str(parse(options.connect))
     if os.environ.get("MLX_RANK", "0") == "0":  # other ranks speak with rank 0 only
         require_server(endpoint)
@@ -62,6 +68,13 @@ def run(options: argparse.Namespace) -> int:
         command += _joining(options, pair)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end in order (WorkerLink)
     os.execve(command[0], command, blas.environment(child_environment(), settings.threads))
+
+
+def _discover(options: argparse.Namespace) -> None:
+    """Fills in what --connect and --server-key would say."""
+    asked = {server.key for server in Keyring(options.keys).servers()}
+    found = lan.find({parse_key(options.server_key)} if options.server_key is not None else asked)
+    options.connect, options.server_key = found.endpoint, found.key
 
 
 def _joining(options: argparse.Namespace, pair: ChosenPair) -> list[str]:

@@ -50,6 +50,7 @@ class LocalCluster:
     - `max_waiting` 256: how many may wait. `worker_timeout` 10: seconds of silence until a worker is given up.
     - `workers_endpoint`: where drafters of other machines join, tcp://HOST:PORT. `keys`: the folder of keys; None: that
       of `outrider keys`. `keyed` False: ask for keys also where only this machine reaches an endpoint.
+      `advertise` False: announce `workers_endpoint` on the local network.
     - `trace`: a file for a timeline. `simulate`: a latency profile to keep to. `log_level` "warning".
     - `log_format` "text", or "json": an object a line on stderr, from every process.
 

@@ -45,6 +45,7 @@ from outrider.protocol.errors import InvalidRequest
         ({"draft_model": "d"}, "no model beside it"),
         ({"model": "m", "draft_model": "d", "draft_backend": "ngram"}, "runs no draft model"),
         ({"draft_backend": "none", "mode": "ssd"}, "mode ssd needs a drafter"),
+        ({"advertise": True}, "expected workers_endpoint beside it"),
         ({"draft_backend": "replay"}, "no script"),
         ({"draft_backend": "ngram", "ngrams": False}, "drafts nothing"),
         *(
@@ -93,6 +94,7 @@ def test_every_setting_is_a_flag_that_says_the_same():
         simulate=Path("-m.json"), worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
         memory=False, shards=2,
         workers_endpoint="tcp://127.0.0.1:6", keys=Path("k"), keyed=True,
+        advertise=True,
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
     waiting = ServeSettings(await_target=True)

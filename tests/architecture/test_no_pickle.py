@@ -1,0 +1,64 @@
+"""Nothing that arrives is ever run: no module reads or writes pickles, or what contains them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.architecture.test_rooms import ROOT
+
+PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
+CALLS = {"send_pyobj", "recv_pyobj", "read_pickle", "to_pickle"}
+FOLDERS = (
+    "protocol", "grammar", "engine", "drafting", "target_worker", "draft_worker", "orchestrator", "server", "bench",
+    "outrider", "models", "launch",
+)  # fmt: skip
+
+
+def pickles(source: str) -> Iterator[str]:
+    """Where a module touches pickles, and loads of numpy's and torch's that would."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names) if {alias.name.split(".")[0] for alias in names} & PICKLES:
+                yield f"line {node.lineno}: import"
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in PICKLES:
+                yield f"line {node.lineno}: import"
+            case ast.Attribute(attr=name) if name in CALLS:
+                yield f"line {node.lineno}: {name}"
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")) if not _says(
+                node, "weights_only", True
+            ):
+                yield f"line {node.lineno}: torch.load"
+            case ast.keyword(arg="allow_pickle", value=ast.Constant(value=True)):
+                yield f"line {node.value.lineno}: allow_pickle"
+
+
+def _says(call: ast.Call, name: str, value: bool) -> bool:
+    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_module_knows_pickle(folder):
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
+    assert sources
+    assert not {str(path): found for path, source in sources.items() if (found := list(pickles(source)))}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import pickle", 1),
+        ("def f():\n from multiprocessing import reduction\n import marshal as m", 1),
+        ("from cloudpickle.x import y", 1),
+        ("socket.send_pyobj(1)", 1),
+        ("np.load(f, allow_pickle=True)", 1),
+        ("np.load(f)", 0),
+        ("torch.load(f)", 1),
+        ("torch.load(f, weights_only=False)", 1),
+        ("torch.load(f, weights_only=True)", 0),
+    ],
+)
+def test_the_rule_sees_what_it_names(source, found):
+    assert len(list(pickles(source))) == found

@@ -1,0 +1,71 @@
+"""Servers found on a network of this machine alone: by a key that is trusted, and by no other."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from outrider.orchestrator.machine import lan
+from outrider.orchestrator.machine.lan import Beacon, Found, find
+from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol.keys import make_pair
+from outrider.protocol.version import PROTOCOL_VERSION
+
+pytest.importorskip("zeroconf")
+
+OWN, OTHER = make_pair().public, make_pair().public
+HERE = ("127.0.0.1",)
+
+
+@pytest.fixture(scope="module")
+def beacon() -> Iterator[Beacon]:
+    try:
+        made = Beacon("tcp://127.0.0.1:45556", OWN)
+    except EndpointError as error:
+        pytest.skip(f"this machine has no multicast on loopback: {error}")
+    yield made
+    made.close()
+
+
+def test_a_server_is_found_by_its_key_and_not_by_announcing_itself(beacon: Beacon) -> None:
+    assert find({OWN, OTHER}, interfaces=HERE) == Found("tcp://127.0.0.1:45556", OWN, str(PROTOCOL_VERSION))
+    with pytest.raises(EndpointError, match=r"no server is here whose key is known, only tcp://127.0.0.1:45556"):
+        find({OTHER}, interfaces=HERE)
+
+
+def heard(monkeypatch: pytest.MonkeyPatch, *found: Found) -> None:
+    monkeypatch.setattr(lan, "_announced", lambda seconds, interfaces: list(found))
+
+
+def test_what_cannot_be_joined_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard(monkeypatch)
+    with pytest.raises(EndpointError, match=r"no server is announced here .* `outrider serve --advertise`"):
+        find({OWN})
+    heard(monkeypatch, Found("tcp://10.0.0.1:1", OWN, "1"), Found("tcp://10.0.0.2:1", OTHER, "1"))
+    with pytest.raises(EndpointError, match=r"several servers .* tcp://10.0.0.1:1 .* choose one by --connect"):
+        find({OWN, OTHER})
+    heard(monkeypatch, Found("tcp://10.0.0.1:1", OWN, "999"))
+    with pytest.raises(EndpointError, match=r"version 999, this side version 1; run the same release"):
+        find({OWN})
+
+
+def test_without_zeroconf_there_is_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "zeroconf":
+            raise ModuleNotFoundError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for use in (lambda: find({OWN}), lambda: Beacon("tcp://127.0.0.1:1", OWN)):
+        with pytest.raises(InvalidRequest, match=r"pip install 'outrider\[discovery\]'"):
+            use()
+
+
+def test_a_path_is_not_announced() -> None:
+    with pytest.raises(InvalidRequest, match="expected tcp://HOST:PORT"):
+        Beacon("ipc:///tmp/x", OWN)
