@@ -80,6 +80,20 @@ def test_one_request_fails_and_the_other_goes_on(
     assert not faults(answered(worker, link, [asked("next", [1, 3], sampling)]))
 
 
+def test_of_several_ranks_a_failure_is_told_once_all_have_answered() -> None:
+    """It may have failed for another's death; then this process has ended by the time that all would have answered."""
+
+    class Gone:
+        def assure(self) -> None:
+            raise SystemExit(5)
+
+    link, leader = FakeLink("target-0", deque()), Gone()
+    worker = TargetWorker(link, poisoned(ValueError("shapes")), leader=leader)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        answered(worker, link, [asked("doomed", [1, POISON])])
+    assert not faults(list(link.sent))
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=repr)
 def test_a_prompt_that_fails_is_one_requests_failure(fault: Exception | None) -> None:
     link = FakeLink("target-0", deque())
