@@ -3,9 +3,10 @@
     python -m outrider.bench.cuts                      # 30 cuts of half a second to 15 s, 2 ms there and back, 1 % lost
     python -m outrider.bench.cuts --cuts 6 --seconds 1,3
 
-Four requests are always in flight, as in `bench.chaos`; who drafts for them is on the other host alone. Needs root, for
-the namespaces. Prints how soon the drafter was back once the link was healed, and the longest wait for a chunk; the
-exit code is 1 where a text is another one, a request fails, or the drafter does not come back.
+Every other cut is somewhere on the way, where no end's system knows of it; the others pull the cable out of the
+drafter's host. Four requests are always in flight, as in `bench.chaos`; who drafts for them is on the other host alone.
+Needs root, for the namespaces. Prints how soon the drafter was back once the link was healed, and the longest wait for
+a chunk; the exit code is 1 where a text is another one, a request fails, or the drafter does not come back.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from outrider.protocol.errors import OutriderError, WorkerError
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of the link between `hosts` for so long, once so many more chunks have come."""
+    """Of the link between `hosts` for so long, once so many more chunks have come; `pulled` as in `TwoHosts.cut`."""
 
     hosts: TwoHosts
     seconds: float
+    pulled: bool
     after: int
 
     def __str__(self) -> str:
-        return f"cut for {self.seconds:g} s"
+        return f"{'pulled' if self.pulled else 'cut'} for {self.seconds:g} s"
 
     def fall(self, client: Client, growth: Growth) -> Struck:
         growth.wait(self.after)
         began = time.monotonic()
-        self.hosts.cut()
+        self.hosts.cut(self.pulled)
         growth.wait(1)
         pause_s = time.monotonic() - began
         time.sleep(max(self.seconds - pause_s, 0.0))
@@ -88,7 +90,8 @@ def run(options: argparse.Namespace) -> int:
         with far_cluster(hosts, max_active=AT_ONCE) as client:
             screen.show("what the texts are undisturbed")
             course = Course(client, texts, options.seed)
-            cuts = [Cut(hosts, lengths[n % len(lengths)], rng.randint(1, MOST_CHUNKS)) for n in range(count)]
+            kinds = [(length, pulled) for length in lengths for pulled in (False, True)]
+            cuts = [Cut(hosts, *kinds[n % len(kinds)], rng.randint(1, MOST_CHUNKS)) for n in range(count)]
             try:
                 course.run(cuts, screen)
             except OutriderError as error:

@@ -51,6 +51,7 @@ class TwoHosts:
 
     def __init__(self, seed: int = 0) -> None:
         self.here, self.there = Namespace(), Namespace()
+        self._shape = 0.0, 0.0
         self.by_netem = has_netem()
         self._link: Link = Cable(self.here, self.there, _NAMES) if self.by_netem else self._wire(seed)
         for host, name, address in zip((self.here, self.there), _NAMES, (ADDRESS, _THERE), strict=True):
@@ -62,7 +63,8 @@ class TwoHosts:
 
     def shape(self, rtt_ms: float = 0.0, loss: float = 0.0) -> None:
         """From now on packets take half of `rtt_ms` each way, and the share `loss` of them is lost, each way."""
-        self._link.shape(rtt_ms / 2, loss)
+        self._shape = rtt_ms / 2, loss
+        self._link.shape(*self._shape)
 
     def carried(self) -> Carried:
         """So far."""
@@ -72,12 +74,18 @@ class TwoHosts:
         )
         return Carried(there["bytes"], back["bytes"], there["packets"] + back["packets"])
 
-    def cut(self) -> None:
-        """Nothing gets through, and nobody is told: as when a cable is pulled somewhere on the way."""
-        self.there.ip("link", "set", _NAMES[1], "down")
+    def cut(self, pulled: bool = False) -> None:
+        """Nothing gets through from now on. `pulled`: the cable is out of the far host, whose system knows; else the
+        cut is somewhere on the way, and nobody does."""
+        if pulled:
+            self.there.ip("link", "set", _NAMES[1], "down")
+        else:
+            self._link.shape(self._shape[0], 1.0)
 
     def heal(self) -> None:
+        """After either cut."""
         self.there.ip("link", "set", _NAMES[1], "up")
+        self._link.shape(*self._shape)
 
     def close(self) -> None:
         self._link.close()
