@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -44,6 +45,7 @@ def main() -> None:
         server.should_exit = True
 
     threading.Thread(target=end_with_parent, daemon=True, name="parent").start()
+    gc.freeze()  # what is loaded by now stays: no collection has to look through it
     server.run(sockets=[socket.socket(fileno=order.listener)])
     if tracing is not None:
         tracing.close()
