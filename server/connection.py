@@ -14,6 +14,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outrider.server.door import is_anthropic
+from outrider.server.half_closed import HalfClosed, go_on
 from outrider.server.problems import Problem
 from outrider.server.witness import fresh_id
 
@@ -35,6 +36,7 @@ class Connection(H11Protocol):
 
     _waiting: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
+    _half_closed: HalfClosed | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -62,6 +64,20 @@ class Connection(H11Protocol):
         self._was_read()
         super().resume_writing()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays: for who has asked, and says only that nothing more will come."""
+        asked = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and not self.cycle.response_complete
+        if not asked or self.scheme == "https":  # TLS ends both ways at once
+            return False
+        self.transport.write(go_on(self.conn))
+        self._half_closed = HalfClosed(self.transport, self.loop)
+        return True
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._half_closed is not None and self.cycle.response_complete:  # nothing follows that was asked before
+            self.transport.close()
+
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         self.transport.abort()  # what is still unread after this time keeps nothing open
@@ -69,6 +85,8 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_came()
         self._was_read()
+        if self._half_closed is not None:
+            self._half_closed.end()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:

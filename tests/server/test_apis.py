@@ -439,6 +439,18 @@ def test_a_reader_who_leaves_ends_the_request(chat: House) -> None:
         assert chat.client.stats().finished == before + 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_reader_who_has_said_all_is_not_gone(chat: House, stream: bool, version: str) -> None:
+    """It closes its side while the text is made, and gets all of it."""
+    long = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 200, "stream": stream}
+    with raw(chat, json.dumps(long).encode(), version) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+    assert " 200 OK" in answer and '"length"' in answer
+    assert sum(answer.count(word) for word in ("tick ", "tock ", "tack ")) == 200
+
+
 def test_a_reader_who_takes_nothing_holds_nobody_up(chat: House) -> None:
     endless = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 300, "stream": True}
     with raw(chat, json.dumps(endless).encode()):
@@ -473,11 +485,11 @@ def test_a_caller_has_so_many_answers_at_once(chat: House, ai: openai.OpenAI) ->
     until(lambda: post(chat, "/v1/chat/completions", messages=HELLO).status_code == 200)
 
 
-def raw(house: House, body: bytes) -> socket.socket:
+def raw(house: House, body: bytes, version: str = "1.1") -> socket.socket:
     """A connection on which a chat was asked for, and nothing read."""
     host, _, port = house.url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)), timeout=30)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return connection
 

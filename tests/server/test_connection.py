@@ -156,6 +156,29 @@ def test_an_upgrade_that_is_not_known_is_passed_over(address: tuple[str, int]) -
     assert status(said(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n")) == 200
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_who_has_said_all_still_gets_what_was_asked(address: tuple[str, int], version: bytes) -> None:
+    """As `nc -N` asks: it closes its side behind the request. The connection ends with the last answer."""
+    one = b"POST /v1/completions HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n" % version
+    one += b"Content-Length: 2\r\n\r\n{}"
+    asked = one * (2 if version == b"1.1" else 1)
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(asked)
+        client.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")) == [
+        b"400" for _ in range(asked.count(b"POST"))
+    ]
+
+
+@pytest.mark.parametrize("asked", [b"", b"GET /heal", head(TEXT, b"Content-Length: 20") + b"{}"])
+def test_who_ends_in_the_middle_of_a_request_is_gone(address: tuple[str, int], asked: bytes) -> None:
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(asked)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(65536) == b""
+
+
 def test_who_takes_nothing_is_not_written_to_for_ever(address: tuple[str, int]) -> None:
     """A whole answer like a stream: what the system no longer holds is held here."""
     many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400
