@@ -70,13 +70,13 @@ def with_context(model: Path, tokens: int) -> Path:
     return model
 
 
-def fuzz(where: Site, folder: Path, seed: int, each: int, phases: str) -> list[str]:
-    """One run of schemathesis, so many requests to each path; what it found."""
+def fuzz(url: str, folder: Path, seed: int, each: int, phases: str) -> list[str]:
+    """One run of schemathesis, so many requests to each path of the server at `url`; what it found."""
     (folder / "schemathesis.toml").write_text(SETTINGS)
     report = folder / "report.json"
     ended = subprocess.run(
         python("-m", "schemathesis.cli", "--config-file", str(folder / "schemathesis.toml"), "run",
-               f"{where.url}/openapi.json", "--seed", str(seed), "--max-examples", str(each), "--phases", phases,
+               f"{url}/openapi.json", "--seed", str(seed), "--max-examples", str(each), "--phases", phases,
                "--checks", ",".join(CHECKS), "--request-timeout", str(ANSWER_S), "--suppress-health-check", "all",
                "--continue-on-failure", "--no-shrink", "--generation-database", "none", "--output-sanitize", "false",
                "--no-color", "--report", "json", "--report-json-path", str(report)),
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
             pid = where.process.pid
             while tally.count < wanted:
                 phases = "coverage,fuzzing,stateful" if seed == options.seed else "fuzzing"
-                found = fuzz(where, folder, seed, options.each, phases)
+                found = fuzz(where.url, folder, seed, options.each, phases)
                 where.process.check()
                 tally.faults += found
                 tally.statuses = statuses(where)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import anthropic
 import openai
 import pytest
 
 from outrider.orchestrator import LocalCluster
-from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.machine.http_process import Listener
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from tests.server.collector import Collector, collecting
-from tests.server.house import KEY, STREAMS, House, command, serving, wait_until_up
+from tests.server.house import KEY, STREAMS, House, command, serving
 from tests.server.scripted import write_scripted
 
 
@@ -28,17 +27,24 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def houses(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[tuple[House, House]]:
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chat model's folder."""
+    return write_scripted(tmp_path_factory.mktemp("scripted") / "chatty")
+
+
+@pytest.fixture(scope="session")
+def houses(
+    tmp_path_factory: pytest.TempPathFactory, scripted: Path, collector: Collector
+) -> Iterator[tuple[House, House]]:
     """That of the chat model, and that of the embedded pair; they start side by side."""
     folder = tmp_path_factory.mktemp("http")
-    chatty = write_scripted(folder / "chatty")
 
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
 
         def attached() -> House:
-            cluster = stack.enter_context(LocalCluster(model=chatty, draft_model=chatty))
+            cluster = stack.enter_context(LocalCluster(model=scripted, draft_model=scripted))
             return stack.enter_context(
-                serving(cluster, chatty, folder, max_streams_per_key=STREAMS, otlp_endpoint=collector.url)
+                serving(cluster.endpoint, scripted, folder, max_streams_per_key=STREAMS, otlp_endpoint=collector.url)
             )
 
         waiting = [pool.submit(attached), pool.submit(lambda: stack.enter_context(command(folder / "log")))]
@@ -77,11 +83,6 @@ def claude(chat: House) -> Iterator[anthropic.Anthropic]:
 @pytest.fixture(scope="session")
 def guarded(pair: House, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where the same cluster is served to who has the key."""
-    listener, folder = Listener(HttpSettings(port=0, api_keys=(KEY,))), tmp_path_factory.mktemp("guarded")
-    process = listener.serve(pair.client.endpoint, find_model(str(EMBEDDED_TARGET)), folder, "warning")
-    try:
-        wait_until_up(listener.url, process)
-        yield listener.url
-    finally:
-        process.close()
-        listener.close()
+    folder = tmp_path_factory.mktemp("guarded")
+    with serving(pair.client.endpoint, EMBEDDED_TARGET, folder, api_keys=(KEY,)) as house:
+        yield house.url

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from outrider.orchestrator import Client, LocalCluster
+from outrider.orchestrator import Client
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpProcess, Listener
 from outrider.orchestrator.machine.spawn import child_environment, python
@@ -34,13 +34,13 @@ class House:
 
 
 @contextmanager
-def serving(cluster: LocalCluster, model: Path, folder: Path, **settings: object) -> Iterator[House]:
-    """HTTP for a cluster that runs already."""
+def serving(endpoint: str, model: Path, folder: Path, **settings: object) -> Iterator[House]:
+    """HTTP for a cluster that runs already, and serves `endpoint`."""
     listener = Listener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
-    process = listener.serve(cluster.endpoint, find_model(str(model)), folder, "warning")
+    process = listener.serve(endpoint, find_model(str(model)), folder, "warning")
     try:
         wait_until_up(listener.url, process)
-        yield House(listener.url, cluster.client(), process)
+        yield House(listener.url, Client(endpoint), process)
     finally:
         process.close()
         listener.close()

@@ -1,0 +1,85 @@
+"""What is wrong is told so, and a text that is made meanwhile goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from outrider.bench.fuzz_http import fuzz
+from outrider.bench.scripted_model import ENDLESS
+from tests.server.house import House, serving
+
+HELLO = [{"role": "user", "content": "hi"}]
+LONG = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 1_000_000, "stream": True}
+CHAT = "/v1/chat/completions"
+TURN = "".join(ENDLESS[1:4])
+TOOL = {"type": "function", "function": {"name": "f"}}
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def schema(inner: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": inner}}
+
+
+WRONG: dict[str, tuple[dict[str, Any] | bytes, int]] = {
+    "malformed JSON": (b'{"messages": [', 400),
+    "invalid UTF-8": (b'{"messages": [{"role": "user", "content": "\xff"}]}', 400),
+    "a huge body": (b" " * (33 * 2**20), 413),
+    "a wrong type": ({"messages": HELLO, "temperature": "hot"}, 400),
+    "an unknown model": ({"messages": HELLO, "model": "gpt-5"}, 404),
+    "no messages": ({"messages": []}, 400),
+    "a template error": ({"messages": [*HELLO, {"role": "refused", "content": "x"}]}, 400),
+    "thousands of stop strings": ({"messages": HELLO, "stop": ["x"] * 5000}, 400),
+    "n of 1,000": ({"messages": HELLO, "n": 1000}, 400),
+    "a negative seed": ({"messages": HELLO, "seed": -1}, 400),
+    "contradictory tools": ({"messages": HELLO, "tools": [TOOL, TOOL], "tool_choice": "required"}, 400),
+    "a schema that can't be compiled": ({"messages": HELLO, "response_format": schema({"type": "nonsense"})}, 400),
+    "a schema that can't be met": ({"messages": HELLO, "response_format": schema(False)}, 400),
+}
+ASKED = json.dumps(LONG).encode()
+HALF = {
+    "nothing said": b"",
+    "headers that drip": HEAD,
+    "a body that does not come": HEAD + b"Content-Length: 100\r\n\r\n{",
+    "a reader who takes nothing": HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(ASKED), ASKED),
+}
+
+
+def words(lines: Iterator[str]) -> Iterator[str]:
+    """The text of a stream, as it comes."""
+    for line in lines:
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+
+
+def test_bad_input_disturbs_no_text_that_is_made_meanwhile(chat: House) -> None:
+    host, _, port = chat.url.removeprefix("http://").partition(":")
+    with ExitStack() as stack:
+        stream = stack.enter_context(httpx.stream("POST", f"{chat.url}{CHAT}", json=LONG, timeout=60))
+        told = words(stream.iter_lines())
+        said = next(text for text in told if text)
+        for half in HALF.values():
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            connection.sendall(half)
+        for name, (body, status) in WRONG.items():
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            headers = {"content-type": "application/json"}
+            refused = httpx.post(f"{chat.url}{CHAT}", content=content, headers=headers, timeout=60)
+            assert refused.status_code == status, (name, refused.text)
+            said += next(told)
+        assert chat.client.stats().active == 2  # the text, and that of who takes nothing
+        for _ in range(20):
+            said += next(told)
+    assert said == (TURN * len(said))[: len(said)] and len(said) > 20
+
+
+def test_random_requests_by_the_servers_own_description(chat: House, scripted: Path, tmp_path: Path) -> None:
+    """A short form of `python -m outrider.bench.fuzz_http`. Texts without an end are given up soon."""
+    with serving(chat.client.endpoint, scripted, tmp_path, request_timeout=1) as house:
+        assert fuzz(house.url, tmp_path, seed=1, each=2, phases="fuzzing") == []
