@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.server.mapping import speech
-from outrider.server.mapping.toolbox import MUST, Choice, Toolbox, function, toolbox
+from outrider.server.mapping.toolbox import ANY, MUST, Choice, Toolbox, function, toolbox
 from outrider.server.model.served import Conversation, ServedModel
 from outrider.server.problems import Refused
 from outrider.server.shapes.chat import ChatMessage, ChatRequest, Part, Tool, ToolChosen, ToolsAllowed
@@ -52,10 +52,8 @@ def box(model: ServedModel, asked: ChatRequest) -> Toolbox:
 def _choice(asked: ChatRequest) -> Choice:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
-        case None:
-            return Choice(one=one)
-        case str(kind):
-            return Choice(kind, one=one)
+        case None | str() as kind:
+            return Choice(kind or ANY, one=one)
         case ToolChosen(function=function):
             return Choice(MUST, (function.name,), one)
         case ToolsAllowed(allowed_tools=allowed):

@@ -6,7 +6,7 @@ from typing import Any
 
 from outrider.server.mapping import speech
 from outrider.server.mapping.form import Form, by_format
-from outrider.server.mapping.toolbox import MUST, Choice, Toolbox, function, toolbox
+from outrider.server.mapping.toolbox import ANY, MUST, Choice, Toolbox, function, toolbox
 from outrider.server.model.served import Conversation, ServedModel
 from outrider.server.problems import Refused
 from outrider.server.shapes.responses import Content, FunctionChosen, FunctionsAllowed, Item, ResponsesRequest
@@ -62,10 +62,8 @@ def box(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
 def _choice(asked: ResponsesRequest) -> Choice:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
-        case None:
-            return Choice(one=one)
-        case str(kind):
-            return Choice(kind, one=one)
+        case None | str() as kind:
+            return Choice(kind or ANY, one=one)
         case FunctionChosen(name=name):
             return Choice(MUST, (name,), one)
         case FunctionsAllowed(mode=mode, tools=allowed):

@@ -120,8 +120,8 @@ class StructuredOutputs(Given):
     choice: Choices | None = None
 
 
-class Sampling(Given):
-    """What requests of OpenAI's two older APIs have in common, and the fields that llama.cpp, vLLM and mlx-lm added."""
+class Generation(Given):
+    """What requests of all of OpenAI's APIs have in common, and the fields that llama.cpp, vLLM and mlx-lm added."""
 
     model: str | None = None
     temperature: Temperature | None = None
@@ -130,19 +130,24 @@ class Sampling(Given):
     min_p: MinP | None = None
     seed: Seed | None = None
     stop: Stop | Stops | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    max_tokens: MaxTokens | None = None
-    logit_bias: LogitBias | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    ignore_eos: bool | None = None
+    timeout: Timeout | None = None
+    stream: bool | None = None
+
+
+class Sampling(Generation):
+    """What those of the two older ones have beside it."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: MaxTokens | None = None
+    logit_bias: LogitBias | None = None
     presence_context_size: ContextSize | None = None
     frequency_context_size: ContextSize | None = None
     repetition_context_size: ContextSize | None = None
-    ignore_eos: bool | None = None
     speculation: Watched | None = None
-    timeout: Timeout | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: Object | None = Field(None, description="text, json_object or json_schema")
     grammar: str | None = Field(None, description="GBNF, or Lark's notation")

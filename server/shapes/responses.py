@@ -11,30 +11,18 @@ from outrider.server.shapes.base import (
     MOST_TOOLS,
     Answered,
     CachedTokens,
-    Given,
+    Generation,
     Loose,
     Object,
     Outrider,
     ReasoningTokens,
     Speculation,
-    Stop,
-    Stops,
     Timings,
     absent,
     many,
 )
 from outrider.server.shapes.chat import SpelledToken
-from outrider.server.shapes.ranges import (
-    MaxTokens,
-    MinP,
-    Penalty,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    Timeout,
-    TopK,
-    TopP,
-)
+from outrider.server.shapes.ranges import MaxTokens
 
 
 class Content(Loose):
@@ -81,32 +69,19 @@ class Reasoning(Loose):
     effort: str | None = None
 
 
-class ResponsesRequest(Given):
+class ResponsesRequest(Generation):
     """An input that is to be answered."""
 
-    model: str | None = None
     input: str | Annotated[list[Item], many(least=1)]
     instructions: str | None = None
     tools: Annotated[list[FunctionTool], many(MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChosen | FunctionsAllowed | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: MaxTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    seed: Seed | None = None
-    stop: Stop | Stops | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
     text: Object | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: Object | None = None
     speculation: Speculation | None = None
-    timeout: Timeout | None = None
     include: Annotated[list[str], many(MOST_TOOLS)] | None = Field(
         None, description="message.output_text.logprobs; others change nothing"
     )

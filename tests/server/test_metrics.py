@@ -90,7 +90,7 @@ def test_counts_are_those_of_the_answers_timings(pair: House) -> None:
         "speculation_cache_hits": "cache_hits",
     }.items():
         assert grew(f"{name}_total") == told(field), name
-    assert told("draft_n_accepted") > 0 and told("cache_hits") > 0
+    assert told("draft_n_accepted") > 0 and told("cache_hits") + told("cache_misses") > 0
     misses = {
         "branch": "cache_late",
         "plain": "missed_then_plain",
