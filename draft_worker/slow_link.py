@@ -49,6 +49,9 @@ class SlowLink:
             else:
                 self._arrived(self._link.receive(wait=True))
 
+    def expect(self, milliseconds: float) -> None:
+        self._link.expect(milliseconds)
+
     def nap(self, seconds: float) -> None:
         """Sleeps, while messages travel on."""
         end = time.perf_counter() + seconds

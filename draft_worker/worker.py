@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from outrider.draft_worker.usual import Operation, Usual
 from outrider.drafting.begin import begin, check_known
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.drafter import Drafter
@@ -55,6 +56,10 @@ class Link(Protocol):
     def send(self, message: Message) -> None: ...
 
     def receive(self, wait: bool) -> Message | None: ...
+
+    def expect(self, milliseconds: float) -> None:
+        """What is done next should take so long at most; 0: nobody knows."""
+        ...
 
 
 class _Unwanted(Exception):
@@ -104,6 +109,7 @@ class DraftWorker:
         self._drafting: dict[str, Drafting] = {}
         self._kept: deque[Message] = deque()  # looked at while a prompt was read
         self._stale = 0
+        self._usual = Usual()
         self._told_use = CacheUse()
 
     def run(self) -> None:
@@ -172,9 +178,16 @@ class DraftWorker:
         if self._memory is not None and not self._drafting:
             self._memory.restart()
 
+        self._link.expect(self._usual.expected_ms(Operation.READ))
+        read_ns = clock.now()
+
         def progress(done: int, total: int) -> None:
+            nonlocal read_ns
+            self._took(Operation.READ, read_ns)
             self._link.send(Prefilled(request=message.request, epoch=message.epoch, done=done, total=total))
             self._let_others_work(message.request)
+            self._link.expect(self._usual.expected_ms(Operation.READ))
+            read_ns = clock.now()
 
         try:
             work = begin(
@@ -304,14 +317,20 @@ class DraftWorker:
         owed = [drafting for drafting in working if drafting.owed and not drafting.work.far_behind]
         growing = [drafting for drafting in working if not drafting.owed and not drafting.work.far_behind]
         if owed:
+            self._link.expect(self._usual.expected_ms(Operation.CHAIN))
             self._draft(owed)
         if growing or reading:
+            self._link.expect(self._usual.expected_ms(Operation.GROW, *[Operation.READ] * bool(reading)))
             self._grow([*growing, *reading[:1]])
+
+    def _took(self, operation: Operation, started_ns: int) -> None:
+        self._usual.took(operation, (clock.now() - started_ns) / clock.MILLISECOND_NS)
 
     def _draft(self, owed: Sequence[Drafting]) -> None:
         started_ns = clock.now()
         found = self._together.continuations([d.work for d in owed], [d.newest.depth for d in owed])
         span = clock.since(started_ns)
+        self._took(Operation.CHAIN, started_ns)
         for drafting, drafted in zip(owed, found, strict=True):
             newest, drafting.owed = drafting.newest, False
             if isinstance(drafted, OutriderError):
@@ -335,6 +354,7 @@ class DraftWorker:
         active = sum(drafting.newest.verifying is not None for drafting in self._drafting.values())
         found = self._together.advance([drafting.work for drafting in growing], active)
         span = clock.since(started_ns)
+        self._took(Operation.GROW, started_ns)
         for drafting, ready in zip(growing, found, strict=True):
             newest = drafting.newest
             if isinstance(ready, OutriderError):

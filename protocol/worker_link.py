@@ -21,7 +21,7 @@ from types import FrameType
 
 import zmq
 
-from outrider.protocol import far
+from outrider.protocol import clock, far
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
 from outrider.protocol.endpoints import Tcp, connect, parse
 from outrider.protocol.errors import (
@@ -249,7 +249,8 @@ class WorkerLink:
                 return
             if isinstance(message, Ping):
                 self._pings += 1
-                socket.send_multipart(encode(Pong(self.name, message.serial, self._progress, self._expected_ms)))
+                pong = Pong(self.name, message.serial, self._progress, self._expected_ms, clock.now())
+                socket.send_multipart(encode(pong))
 
 
 def _decoded(frames: list[bytes] | None) -> list[Message]:

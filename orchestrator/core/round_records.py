@@ -38,7 +38,7 @@ class RoundRecords:
         self._asked_ns, self._missed = None, False
 
     def drafted(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
-        """Work of another machine's drafter, whose clock is its own, is left out."""
+        """Work of before the request, or of a time that cannot be, is left out."""
         work = message.work
         if not self._began_ns <= work.started_ns <= work.ended_ns <= now_ns:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.orchestrator.core.far_clock import FarClock
 from outrider.orchestrator.core.pulse import Pulse
 from outrider.orchestrator.core.trust import Trust
 from outrider.orchestrator.machine.spawn import SpawnedWorker
@@ -39,6 +40,7 @@ class Worker:
     trust: Trust = field(default_factory=Trust)
     key: str = ""
     unwelcome: str = ""
+    clock: FarClock = field(default_factory=FarClock)
 
     @property
     def entered(self) -> bool:

@@ -95,7 +95,7 @@ class WorkerPool:
         self._supervisor = Supervisor(self._places, settings, self.endpoint, run_dir, self.seconds_a_ping)
         self._arrived: list[Worker] = []
         self._going: dict[str, list[Message]] = {}
-        self._ping_serial = 0
+        self._ping_serial = self._pinged_ns = 0
         self._next_ping_ns = 0
         self._memory = physical()
         self._drafters, self._strangers = Allowance(DRAFTERS), Allowance(STRANGERS)
@@ -222,8 +222,8 @@ class WorkerPool:
                         log.info("dropped a stranger's %s", type(message).__name__)
                     case CacheReport(use=use):
                         worker.cache, self.news = use, True
-                    case Pong(serial=serial, progress=progress, expected_ms=expected_ms):
-                        worker.pulse.answered(progress, serial == self._ping_serial, expected_ms / 1000)
+                    case Pong():
+                        self._answered(worker, message)
                     case Loading(role=role, stage=stage):
                         self.stage, self.news, worker.pulse.unanswered = f"{role}: {stage}", True, 0
                     case Fault(request=None, message=why, dispensable=dispensable):
@@ -232,19 +232,26 @@ class WorkerPool:
                             worker.state, self.news = "refused", True
                     case _:
                         worker.worked = worker.worked or isinstance(message, Outcome | Branches | Drafted)
-                        yield worker.name, message
+                        yield worker.name, message if worker.spawned else worker.clock.here(message, clock.now())
 
     def ping(self, now_ns: int) -> None:
         if now_ns < self._next_ping_ns:
             return
         self._next_ping_ns = now_ns + int(self.seconds_a_ping * SECOND_NS)
         self._ping_serial += 1
+        self._pinged_ns = clock.now()
         for worker in self._places.all():
             worker.pulse.unanswered += 1
             if worker.key and not self._may_stay(worker.key):
                 worker.unwelcome = NOT_ALLOWED
             if worker.entered:
                 self._send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
+
+    def _answered(self, worker: Worker, pong: Pong) -> None:
+        is_newest = pong.serial == self._ping_serial
+        worker.pulse.answered(pong.progress, is_newest, pong.expected_ms / 1000)
+        if is_newest and pong.clock_ns:
+            worker.clock.told(self._pinged_ns, pong.clock_ns, clock.now())
 
     def arrivals(self) -> list[Worker]:
         """Workers that can be used from now on: new, started again, or heard again."""

@@ -86,7 +86,7 @@ class RoundRecord:
     `lookup`: what the speculation cache had for the outcome before, `source`: where the chain of `drafted` tokens came
     from, `accepted` of which held; the round made `tokens` final. `verify` is the target's forward. `decided`: from the
     outcome before until the orchestrator had sent the chain, or knew that the target had gone on with it; None: the
-    target went on by itself. `drafting`: what drafters of this machine did, as far as no record before has told it.
+    target went on by itself. `drafting`: what drafters did, as far as no record before has told it.
     """
 
     round: Serial

@@ -2,7 +2,7 @@
 
 These carry `request`, `epoch`, `round` and `base_len`. `base_len` is the number of committed tokens when the round's
 verify starts, so chain token i stands at absolute position base_len + i. Times are `time.monotonic_ns` of the sender's
-machine.
+machine; a Pong tells what that is.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from outrider.protocol.abilities import Abilities
 from outrider.protocol.fields import (
     Count,
     Name,
+    Nanoseconds,
     RequestId,
     Role,
     Serial,
@@ -92,13 +93,15 @@ class Ping:
 class Pong:
     """Worker's heartbeat thread -> orchestrator. `progress` grows while the worker moves, busy or waiting.
 
-    `expected_ms`: how long what it does now should take at most, until it moves again; 0: it does not know.
+    `expected_ms`: how long what it does now should take at most, until it moves again; 0: it does not know. `clock_ns`:
+    what time it is there, by the clock of its spans.
     """
 
     name: Name
     serial: Serial
     progress: Serial
     expected_ms: Count = 0
+    clock_ns: Nanoseconds = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,9 @@ class FakeLink:
             raise Idle
         return None
 
+    def expect(self, milliseconds: float) -> None:
+        """Nobody watches."""
+
 
 class Idle(Exception):
     """The draft worker would block."""

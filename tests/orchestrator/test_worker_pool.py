@@ -19,6 +19,7 @@ from outrider.orchestrator.core.trust import MOST_LIES
 from outrider.orchestrator.core.worker import Loss
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import clock
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
@@ -27,6 +28,7 @@ from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.kv import KvCost
 from outrider.protocol.messages import (
+    Branches,
     Close,
     Fault,
     Hello,
@@ -96,14 +98,15 @@ class Peer:
         """All that is there by now."""
         return [decode(self.hot.recv_multipart()) for _ in iter(lambda: self.hot.poll(50), 0)]
 
-    def answer(self, progress: int = 0, expected_ms: int = 0) -> None:
-        """Answers pings up to the latest, and waits until the pool has heard it."""
+    def answer(self, progress: int = 0, expected_ms: int = 0, ahead_ns: int | None = None) -> None:
+        """Answers pings up to the latest, and waits until the pool has heard it. `ahead_ns`: its clock, if it tells."""
         latest, serial = self.hall.pool._ping_serial, 0
         while serial < latest:
             ping = decode(self.beat.recv_multipart())
             assert isinstance(ping, Ping)
             serial = ping.serial
-            self.beat.send_multipart(encode(Pong("", serial, progress, expected_ms)))
+            clock_ns = 0 if ahead_ns is None else clock.now() + ahead_ns
+            self.beat.send_multipart(encode(Pong("", serial, progress, expected_ms, clock_ns)))
         worker = self.hall.pool._places.at(routing_id(self.incarnation))
         while worker is not None and worker.pulse.unanswered:
             assert self.hall.pool.socket.poll(WAIT_MS)
@@ -713,3 +716,41 @@ def test_what_a_worker_does_not_read_is_bounded_and_said_once(
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "a worker has 4 messages unread, as many as are kept; what follows is lost"
     ]
+
+
+# --- clocks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 7200])
+def test_what_a_drafter_of_another_machine_did_is_told_by_the_clock_here(hall: Hall, ahead_s: int) -> None:
+    hall.worker("target-0")
+    far, ahead_ns = Peer(hall, "draft", 77), ahead_s * SECOND_NS
+    assert far.hello("studio") == welcome("studio")
+
+    def worked(at_ns: int) -> Span:
+        """By the clock there; it took 5 ms."""
+        far.say(Branches("r", 0, 0, 1, 1, (), Span(at_ns + ahead_ns - 5_000_000, at_ns + ahead_ns)))
+        hall.settle()
+        _, message = hall.said[-1]
+        assert isinstance(message, Branches)
+        return message.work
+
+    before_ns = clock.now()
+    heard = worked(before_ns)
+    assert before_ns <= heard.ended_ns <= clock.now() and heard.ended_ns - heard.started_ns == 5_000_000
+    for ping in range(1, 4):
+        hall.pool.ping(ping * SECOND_NS)
+        far.answer(ping, ahead_ns=ahead_ns)
+    known = hall.pool._places.named("studio")
+    assert known is not None and known.clock.round_trip_ns > 0
+    did_ns = clock.now()
+    assert abs(worked(did_ns).ended_ns - did_ns) <= known.clock.round_trip_ns + 1000
+
+
+def test_the_clock_of_a_worker_that_was_started_here_is_the_clock_here(hall: Hall) -> None:
+    draft = hall.worker("draft-0")
+    hall.pool.ping(SECOND_NS)
+    draft.answer(1, ahead_ns=SECOND_NS)
+    draft.say(Branches("r", 0, 0, 1, 1, (), Span(5, 6)))
+    hall.settle()
+    assert hall.said[-1][1] == Branches("r", 0, 0, 1, 1, (), Span(5, 6))

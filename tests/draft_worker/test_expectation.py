@@ -1,0 +1,72 @@
+"""A drafter says how long what it does should take, so that one that hangs is told from one that works."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.draft_worker.usual import FADE, Operation, Usual
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.protocol.messages import Commit, Open
+from outrider.protocol.sampling import SamplingParams
+from tests.system.links import FakeLink, VirtualClock, answered
+
+FORWARD_MS, CHAIN = 40, 3
+TEXT = tuple(range(60))
+
+
+def test_the_longest_counts_and_fades() -> None:
+    usual = Usual()
+    assert usual.expected_ms(Operation.GROW) == 0.0
+    for milliseconds in (10.0, 50.0, 10.0, 10.0):
+        usual.took(Operation.GROW, milliseconds)
+    assert usual.expected_ms(Operation.GROW) == pytest.approx(50 * FADE**2)
+    assert usual.expected_ms(Operation.GROW, Operation.READ) == 0.0, "it has never read"
+
+
+def test_each_operation_is_announced_by_what_the_like_took_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    monkeypatch.setattr("outrider.protocol.clock.now", clock)
+    said: list[float] = []
+
+    class Watched(FakeLink):
+        def expect(self, milliseconds: float) -> None:
+            said.append(round(milliseconds))
+
+    class Slow:
+        def __init__(self) -> None:
+            self._inner = ReplayDrafter(Script((TEXT,), (0.9,), (0.5,), 100))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def open(self, tokens: Any, sampling: Any, progress: Any, constraint: Any) -> Any:
+            for done in range(1, 3):
+                clock.skip(100 * 1_000_000)
+                progress(done, 2)
+            tree = self._inner.open(tokens, sampling)
+            feed = tree.feed
+
+            def slowly(*fed: Any) -> Any:
+                clock.skip(FORWARD_MS * 1_000_000)
+                return feed(*fed)
+
+            tree.feed = slowly  # type: ignore[method-assign]
+            return tree
+
+    link = Watched("draft-0", deque())
+    worker = DraftWorker(link, Slow(), POLICIES["best-first"])  # type: ignore[arg-type]
+    opened = Open("r", 0, 0, np.array(TEXT[:5], np.int32), SamplingParams(), (), 2, 4, ())
+    answered(worker, link, [opened])
+    first, *pieces, grown = said[:4]
+    assert first == grown == 0 and all(100 <= piece < 120 for piece in pieces)
+    assert len(said) > 4 and all(FORWARD_MS - 5 <= expected < 60 for expected in said[4:])
+    said.clear()
+    for round_ in (1, 2):
+        answered(worker, link, [Commit("r", 0, round_, 5, (), None, CHAIN, 0)])
+    assert said[0] == 0 and (CHAIN - 1) * FORWARD_MS <= said[1] < 100

@@ -1,0 +1,90 @@
+"""Another machine's times come out on this machine's clock, as well as the quickest heartbeat knows it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider.orchestrator.core.far_clock import DRIFT, FarClock
+from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
+from outrider.protocol.messages import Branches, Resync, Span
+
+HOUR_NS = 3600 * SECOND_NS
+
+
+class Far:
+    """A machine whose clock is `ahead_ns` before ours at our 0, and drifts."""
+
+    def __init__(self, ahead_ns: int, drift: float = 0.0, seed: int = 0) -> None:
+        self.ahead_ns, self.drift, self.now_ns = ahead_ns, drift, 100 * HOUR_NS
+        self.clock = FarClock()
+        self._rng = random.Random(seed)
+
+    def theirs(self, ours_ns: int) -> int:
+        return int(ours_ns * (1 + self.drift)) + self.ahead_ns
+
+    def beat(self, there_ms: float, back_ms: float, seconds: float = 0.25) -> None:
+        asked_ns = self.now_ns
+        answered_ns = asked_ns + int(there_ms * MILLISECOND_NS)
+        self.now_ns = answered_ns + int(back_ms * MILLISECOND_NS)
+        self.clock.told(asked_ns, self.theirs(answered_ns), self.now_ns)
+        self.now_ns += int(seconds * SECOND_NS)
+
+    def error_ns(self) -> int:
+        """By how much a span that ended now would be told wrongly."""
+        told = self.clock.here(Branches("r", 0, 0, 1, 1, (), Span(0, self.theirs(self.now_ns))), self.now_ns)
+        assert isinstance(told, Branches)
+        return abs(told.work.ended_ns - self.now_ns)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("ahead_ns", [-50 * HOUR_NS, -SECOND_NS, 30 * MILLISECOND_NS, 5000 * HOUR_NS])
+def test_the_offset_is_known_to_half_of_the_shortest_round_trip(ahead_ns: int, seed: int) -> None:
+    rng, far = random.Random(seed), Far(ahead_ns)
+    shortest = 1e9
+    for _ in range(40):
+        there, back = 1 + rng.expovariate(0.2), 1 + rng.expovariate(0.2)
+        far.beat(there, back)
+        shortest = min(shortest, there + back)
+        assert far.error_ns() <= (shortest / 2 + 10 * DRIFT * 1000) * MILLISECOND_NS + 10
+
+
+@pytest.mark.parametrize("drift", [-0.9 * DRIFT, 0.9 * DRIFT])
+def test_a_clock_that_drifts_is_followed(drift: float) -> None:
+    far = Far(HOUR_NS, drift)
+    far.beat(0.1, 0.1)
+    for _ in range(4000):  # some 17 minutes, of slower answers
+        far.beat(3.0, 3.0)
+        assert far.error_ns() <= 10 * MILLISECOND_NS
+
+
+@pytest.mark.parametrize("jump_ns", [-2 * HOUR_NS, -SECOND_NS, SECOND_NS, 3 * HOUR_NS])
+def test_a_clock_that_jumps_is_believed_at_the_next_heartbeat(jump_ns: int) -> None:
+    far = Far(HOUR_NS)
+    far.beat(0.1, 0.1)
+    far.ahead_ns += jump_ns
+    far.beat(20.0, 20.0)
+    assert far.error_ns() <= 20 * MILLISECOND_NS
+
+
+def test_a_clock_that_may_be_the_same_is_the_same() -> None:
+    far = Far(0)
+    far.beat(0.1, 4.0)
+    assert far.clock.ahead_ns(far.now_ns) == 0 and far.error_ns() == 0
+
+
+def test_work_ends_before_it_is_heard_of_and_lasts_as_long_whatever_a_clock_says() -> None:
+    clock = FarClock()
+    for work in (Span(7, 12), Span(5 * HOUR_NS, 5 * HOUR_NS + 5)):
+        for _ in range(2):
+            told = clock.here(Branches("r", 0, 0, 1, 1, (), work), HOUR_NS)
+            assert isinstance(told, Branches)
+            assert 0 <= told.work.started_ns <= told.work.ended_ns <= HOUR_NS
+            assert told.work.ended_ns - told.work.started_ns == 5
+            clock.told(HOUR_NS - 10, HOUR_NS - 5, HOUR_NS)
+        clock = FarClock()
+
+
+def test_words_without_times_stay_as_they_are() -> None:
+    assert FarClock().here(Resync("r", 0), 5) == Resync("r", 0)
