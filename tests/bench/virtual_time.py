@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.fan_out import POLICIES
@@ -34,6 +34,8 @@ from tests.honest import HonestWorkers
 
 VOCAB = 4096
 PROMPT_TOKENS = 8
+Texts = Sequence[tuple[int, ...]]
+Deliver = Callable[[str, Message], None]
 # How long the target waits for a word about those who can't go on by themselves, seconds.
 GRACE = 0.001
 
@@ -71,38 +73,71 @@ class World:
         self.now, _, _, happen = heapq.heappop(self._events)
         happen()
 
-    def nap(self, seconds: float) -> None:
-        """Lets this much time pass and everything in it happen."""
-        end = self.now + seconds
-        while self._events and self._events[0][0] <= end:
-            self.step()
-        self.now = end
+
+class Idle(Exception):
+    """The draft worker would wait."""
 
 
-class Quiet(Exception):
-    """The draft worker waits and nothing will happen any more."""
+class VirtualDrafter:
+    """A draft worker, `way` seconds from the orchestrator, held to its own latency.
 
+    What a forward takes passes for it alone: it looks for news only between two, and what it says leaves when it ends.
+    """
 
-@dataclass
-class VirtualLink:
-    """The draft worker's link."""
+    def __init__(self, name: str, world: World, machine: Machine, texts: Texts, deliver: Deliver) -> None:
+        self.name, self.inbox = name, deque[Message]()
+        self.way = machine.profile.link_ms / 1000 + machine.hop
+        self._world, self._deliver = world, deliver
+        self._scheduled = False
+        profile = machine.profile
+        script = Script(tuple(texts), profile.acceptance, profile.bonus_ranks, VOCAB, seed=machine.seed)
+        pace = Pace(profile.draft, self._nap, world.clock)
+        drafter = PacedDrafter(ReplayDrafter(script), profile.name, pace, world.clock)
+        self._worker = DraftWorker(self, drafter, POLICIES[machine.fan_out])
 
-    world: World
-    way: float
-    deliver: Callable[[Message], None]
-    name: str = "draft-0"
-    inbox: deque[Message] = field(default_factory=deque)
+    def hear(self, message: Message) -> None:
+        """Sent now, it arrives after its way."""
+        self._world.after(self.way, lambda: self._arrived(message))
 
     def send(self, message: Message) -> None:
-        self.world.after(self.way, lambda: self.deliver(message))
+        self._world.after(self.way, lambda: self._deliver(self.name, message))
 
     def receive(self, wait: bool) -> Message | None:
-        self.world.nap(0.0)
-        while wait and not self.inbox:
-            if self.world.idle:
-                raise Quiet
-            self.world.step()
+        if wait and not self.inbox:
+            raise Idle
         return self.inbox.popleft() if self.inbox else None
+
+    def expect(self, milliseconds: float) -> None:
+        """Nobody watches."""
+
+    def _arrived(self, message: Message) -> None:
+        self.inbox.append(message)
+        self._wake(0.0)
+
+    def _wake(self, seconds: float) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._world.after(seconds, self._turn)
+
+    def _turn(self) -> None:
+        self._scheduled, began = False, self._world.now
+        with suppress(Idle):
+            self._worker.turn()
+            self._wake(0.0)
+        self._world.now = began
+
+    def _nap(self, seconds: float) -> None:
+        self._world.now += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a drafter runs. Drafters with one `seed` are one model: they err in the same places."""
+
+    profile: Profile
+    hop: float = 0.0
+    fan_out: str = "best-first"
+    seed: int = 0
 
 
 @dataclass
@@ -215,18 +250,19 @@ class VirtualCluster(HonestWorkers):
         hop_ms: float = 0.0,
         tunings: Sequence[Tuning] = (),
         memory: Sequence[Tuning] = (),
+        others: Sequence[Machine] = (),
     ) -> None:
+        """`others`: further drafters."""
         self.world = World()
         self._profile, self._hop = profile, hop_ms / 1000
         self._texts: dict[str, tuple[int, ...]] = {}
         self._told: list[ToFront] = []
         self._target = PacedTarget(self.world, profile, self._hop, lambda outcome: self._handle("target-0", outcome))
-        way = profile.link_ms / 1000 + self._hop
-        self._link = VirtualLink(self.world, way, lambda message: self._handle("draft-0", message))
-        script = Script(tuple(texts), profile.acceptance, profile.bonus_ranks, VOCAB)
-        pace = Pace(profile.draft, self.world.nap, self.world.clock)
-        drafter = PacedDrafter(ReplayDrafter(script), profile.name, pace, self.world.clock)
-        self._drafter = DraftWorker(self._link, drafter, POLICIES[fan_out])
+        machines = [Machine(profile, self._hop, fan_out), *others]
+        self._drafters = {
+            name: VirtualDrafter(name, self.world, machine, texts, self._handle)
+            for name, machine in zip((f"draft-{n}" for n in range(len(machines))), machines, strict=True)
+        }
         settings = RoundSettings(depth, branches, full_depth, ngrams, simulated=True)
         self.rounds = Rounds(self, settings, self._told.append, Trace(None), tunings, memory)
 
@@ -239,7 +275,7 @@ class VirtualCluster(HonestWorkers):
         return name == "target-0"
 
     def drafters(self) -> set[str]:
-        return {"draft-0"}
+        return set(self._drafters)
 
     def send_target(self, message: Message) -> None:
         text = self._texts.get(getattr(message, "request", ""), ())
@@ -249,7 +285,7 @@ class VirtualCluster(HonestWorkers):
         """Messages leave by the virtual clock."""
 
     def send_drafter(self, name: str, message: Message) -> None:
-        self.world.after(self._link.way, lambda: self._link.inbox.append(message))
+        self._drafters[name].hear(message)
 
     # --- what a caller sees ---------------------------------------------------------------------------------------
 
@@ -275,9 +311,8 @@ class VirtualCluster(HonestWorkers):
             for request, text in requests.items():
                 admit = Admit(request, text[:PROMPT_TOKENS], sampling, mode, frozenset())
                 self.rounds.begin(admit, self.world.now_ns())
-            with suppress(Quiet):
-                while True:
-                    self._drafter.turn()
+            while not self.world.idle:
+                self.world.step()
         return [self._ended(request, text, max_tokens, self._told[begun:]) for request, text in requests.items()]
 
     def _ended(self, request: str, text: Sequence[int], max_tokens: int, told: Sequence[ToFront]) -> Timings:
