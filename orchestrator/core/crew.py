@@ -108,6 +108,13 @@ class Crew:
             tempo.grew((now_ns - part.heard_ns) / MILLISECOND_NS)
         part.heard_ns, part.done = now_ns, message.final
 
+    def late(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
+        """A push for a round that has ended: how late it comes is all that it says."""
+        part = request.drafters[name]
+        if message.entries and message.round == part.round and part.asked_ns and not part.pushes:
+            self._tempos[name].began((now_ns - part.asked_ns) / MILLISECOND_NS)
+            part.pushes = 1
+
     def drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> None:
         """The chain of one that was asked for it, whether it is still waited for or not."""
         part = request.drafters[name]
@@ -133,7 +140,8 @@ class Crew:
         if self._evenly:
             return evenly(sorted(names), branches)
         tempos, within_ms = self._of(request), self._estimates.verify_ms(request.depth + 1)
-        ranks = dealt(tempos, request.cache.lead, branches, request.depth, within_ms)
+        models = {name: self._workers.model(name) for name in names}
+        ranks = dealt(tempos, models, request.cache.lead, branches, request.depth, within_ms)
         for name, tempo in tempos.items():
             if name not in ranks:
                 tempo.left_out += 1

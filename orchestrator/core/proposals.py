@@ -112,7 +112,7 @@ class Proposer:
             return self._without(request, committed, room, since_ms)
         hit = self.branch(request, found, room)
         longest = min(request.depth, room)
-        grows = cache.grows(found) and not hit.copied
+        grows = cache.grows(found) and found.drafter == cache.lead and not hit.copied
         if grows and worth_waiting(self.estimates, len(found.chain), longest, since_ms):
             return Linger(committed, self.estimates.depth_ms())
         return hit

@@ -254,6 +254,7 @@ class Rounds:
         self._ledger.branches(request, sender, message, now_ns)
         of_now = message.round == request.round and request.drafters[sender].is_awaited(message)
         if not of_now:
+            self._crew.late(request, sender, message, now_ns)
             self.stale += 1
             return
         self._crew.branches(request, sender, message, now_ns)

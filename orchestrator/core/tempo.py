@@ -6,7 +6,7 @@ milliseconds, of the orchestrator's own clock. Sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from outrider.orchestrator.core.averages import Average
 
@@ -15,6 +15,8 @@ SMOOTHING = 0.3
 TRIAL_ROUNDS = 32
 # Another leads only when it is quicker by so much: the one that leads has the chain under verification in its tree.
 LEADS = 0.9
+# Drafters share alike that bring at least so much of what the best of them brings in time.
+ALIKE = 0.75
 
 
 class Tempo:
@@ -59,9 +61,9 @@ class Tempo:
         self._lag_ms.add(max(milliseconds - (tokens - 1) * step, step))
 
     def overdue(self, milliseconds: float) -> None:
-        """Nothing came for so long."""
-        if self.is_known and milliseconds > self.lag_ms:
-            self._lag_ms.add(milliseconds)
+        """Nothing came for so long, and as long again is to be expected."""
+        if milliseconds > self.lag_ms:
+            self._lag_ms.add(2 * milliseconds)
 
     def tried_again(self) -> None:
         """After a time in which it was left out: what was known is old."""
@@ -83,6 +85,8 @@ class Tempo:
 
 
 Tempos = Mapping[str, Tempo]
+Models = Mapping[str, object]
+"""What each drafter runs: those of one model rank alike."""
 
 
 def quickest(tempos: Tempos, depth: int, lead: str = "") -> list[str]:
@@ -95,33 +99,28 @@ def quickest(tempos: Tempos, depth: int, lead: str = "") -> list[str]:
     return sorted(tempos, key=expected)
 
 
-def dealt(tempos: Tempos, lead: str, branches: int, depth: int, within_ms: float) -> dict[str, range]:
-    """Which of the `branches` likeliest outcomes each prepares, the quickest first: it has the likeliest, and leads.
+def dealt(tempos: Tempos, models: Models, lead: str, branches: int, depth: int, within_ms: float) -> dict[str, range]:
+    """Which ranks each prepares, the quickest first: it has the likeliest outcomes, and leads.
 
-    Each gets as much as it brings in time, so that who is too slow gets nothing, and is only tried now and then, on
-    outcomes behind all others': a trial takes nothing from anybody. The quickest is asked however slow it is.
+    The `branches` likeliest of a model's ranking are shared by its drafters that are about as good in time as their
+    best. One that brings less of the depth gets some behind those, which takes nothing from anybody; one that brings
+    nothing in time gets these only when its trial is due. The quickest of all is asked however slow it is.
     """
     order = quickest(tempos, depth, lead)
-    shares = [tempos[name].share(depth, within_ms) for name in order]
-    if not any(shares):
-        shares[0] = 1.0
-    found, given, part = {}, 0, 0.0
-    for name, share in zip(order, shares, strict=True):
-        part += share
-        until = round(branches * part / sum(shares))
-        if until > given:
-            found[name] = range(given, until)
-        given = until
-    return found | _trials(tempos, found, branches)
+    shares = {name: tempos[name].share(depth, within_ms) for name in order}
+    asked = [name for name in order if shares[name] or name == order[0] or tempos[name].is_due]
+    found: dict[str, range] = {}
+    for model in dict.fromkeys(models[name] for name in asked):
+        alike = [name for name in asked if models[name] == model]
+        best = max(shares[name] for name in alike)
+        good = [name for name in alike if shares[name] and shares[name] >= ALIKE * best] or alike[:1]
+        width, others = max(branches // len(alike), 1), [name for name in alike if name not in good]
+        found |= evenly(good, branches)
+        found |= {name: range(branches + n * width, branches + (n + 1) * width) for n, name in enumerate(others)}
+    return {name: found[name] for name in order if name in found}
 
 
-def evenly(names: list[str], branches: int) -> dict[str, range]:
-    """The same without a look at how quick they are."""
+def evenly(names: Sequence[str], branches: int) -> dict[str, range]:
+    """All ranks once, in the order of the names."""
     ends = [branches * index // len(names) for index in range(len(names) + 1)]
     return {name: range(first, last) for name, first, last in zip(names, ends, ends[1:], strict=False) if last > first}
-
-
-def _trials(tempos: Tempos, asked: Mapping[str, range], branches: int) -> dict[str, range]:
-    width = max(branches // len(tempos), 1)
-    due = [name for name, tempo in tempos.items() if name not in asked and tempo.is_due]
-    return {name: range(branches + n * width, branches + (n + 1) * width) for n, name in enumerate(due)}

@@ -153,6 +153,10 @@ class WorkerPool:
         worker = self._places.named(name)
         return worker.hello.vocab_size if worker and worker.hello else 0
 
+    def model(self, name: str) -> object:
+        worker = self._places.named(name)
+        return (worker.hello.vocab_size, worker.hello.parameters) if worker and worker.hello else None
+
     def has_target(self) -> bool:
         target = self._places.named(TARGET)
         return target is not None and target.entered

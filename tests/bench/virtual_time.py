@@ -85,7 +85,7 @@ class VirtualDrafter:
     """
 
     def __init__(self, name: str, world: World, machine: Machine, texts: Texts, deliver: Deliver) -> None:
-        self.name, self.inbox = name, deque[Message]()
+        self.name, self.model, self.inbox = name, machine.seed, deque[Message]()
         self.way = machine.profile.link_ms / 1000 + machine.hop
         self._world, self._deliver = world, deliver
         self._scheduled = False
@@ -273,6 +273,9 @@ class VirtualCluster(HonestWorkers):
 
     def is_target(self, name: str) -> bool:
         return name == "target-0"
+
+    def model(self, name: str) -> object:
+        return self._drafters[name].model
 
     def drafters(self) -> set[str]:
         return set(self._drafters)

@@ -18,7 +18,7 @@ def tempo(lag_ms: float, step_ms: float = 2.0) -> Tempo:
 
 
 def deal(lead: str = "", **tempos: Tempo) -> dict[str, range]:
-    return dealt(tempos, lead, BRANCHES, DEPTH, ROUND_MS)
+    return dealt(tempos, dict.fromkeys(tempos), lead, BRANCHES, DEPTH, ROUND_MS)
 
 
 def test_one_alone_prepares_all_however_slow_it_is() -> None:
@@ -31,9 +31,17 @@ def test_the_quickest_has_the_likeliest_and_those_in_time_share_evenly() -> None
     assert next(iter(found)) == "b"
 
 
-def test_who_brings_half_of_the_depth_in_time_gets_half_as_much() -> None:
-    found = deal(a=tempo(3.0), b=tempo(18.0))
-    assert found == {"a": range(8), "b": range(8, 12)}
+def test_who_brings_less_of_the_depth_takes_nothing_from_those_who_bring_it_all() -> None:
+    assert deal(a=tempo(3.0), b=tempo(18.0)) == {"a": range(12), "b": range(12, 18)}
+    assert deal(a=tempo(3.0), b=tempo(15.0)) == {"a": range(6), "b": range(6, 12)}, "a step less is about as good"
+
+
+def test_drafters_of_another_model_have_a_ranking_of_their_own() -> None:
+    models = {"a": 1, "b": 2, "c": 1, "d": 2}
+    found = dealt({name: tempo(3.0) for name in models}, models, "a", BRANCHES, DEPTH, ROUND_MS)
+    assert found == {"a": range(6), "c": range(6, 12), "b": range(6), "d": range(6, 12)}
+    found = dealt({"a": tempo(3.0), "b": tempo(25.0)}, models, "a", BRANCHES, DEPTH, ROUND_MS)
+    assert found == {"a": range(12)}
 
 
 def test_who_brings_nothing_in_time_is_not_asked_but_for_a_trial_behind_all_others() -> None:
