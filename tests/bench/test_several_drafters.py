@@ -1,4 +1,4 @@
-"""What a second drafter brings, on machines of round numbers in virtual time: more hits, and no loss from one that lags."""
+"""What a second drafter brings on machines of round numbers, in virtual time: more hits, no loss by one that lags."""
 
 from __future__ import annotations
 
