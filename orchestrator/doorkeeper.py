@@ -1,7 +1,8 @@
 """Serves an endpoint for so many connections at once: when all places are taken it stops listening until one leaves.
 
 ZeroMQ would accept until no file is left and then end the process. Who comes to a shut door waits in the system's own
-line and is let in, in turn. Knows connections; knows nothing of messages.
+line and is let in, in turn; at a port, which can't be shut, who is one too many is hung up on, and may try again. Knows
+connections; knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ class Door:
     @property
     def crowded(self) -> bool:
         return len(self.inside) >= CROWDED * self.most
+
+    def enter(self, descriptor: int) -> None:
+        """Somebody came in. At a port, which can't be shut, who is one too many is sent out again."""
+        self.inside.add(descriptor)
+        if len(self.inside) > self.most:
+            self.bound.hang_up(descriptor)
 
     def keep(self) -> None:
         """Shuts or opens it."""
@@ -73,7 +80,7 @@ class Doorkeeper:
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._at(event["endpoint"].decode()).inside.add(event["value"])
+                self._at(event["endpoint"].decode()).enter(event["value"])
             else:
                 for door in self.doors:
                     door.inside.discard(event["value"])

@@ -12,7 +12,7 @@ import ipaddress
 import os
 import re
 import socket as sockets
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
@@ -199,26 +199,25 @@ class Bound:
         self.claim = claim
         self._socket = socket
         self._listener = listener
-        self._listens_as: Any = b""  # an address in ZeroMQ's own spelling
-        self.listen()
+        socket.use_fd = os.dup(listener.fileno())
+        socket.bind(self.endpoint)
+        socket.use_fd = -1
 
     def listen(self) -> None:
         """Lets connections in, as it does from the start. Again does nothing."""
-        if not self._listens_as:
-            self._socket.use_fd = os.dup(self._listener.fileno())
-            self._socket.bind(self.endpoint)
-            self._socket.use_fd = -1
-            self._listens_as = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         if self.claim is not None:
             self.claim.open()
 
     def stop_listening(self) -> None:
-        """Whoever connects waits until `listen`; who is connected stays so."""
+        """Whoever connects waits until `listen`. Only at a path: ZeroMQ would leave a port with all who are inside."""
         if self.claim is not None:
             self.claim.shut()
-        elif self._listens_as:
-            self._socket.unbind(self._listens_as)
-            self._listens_as = b""
+
+    def hang_up(self, descriptor: int) -> None:
+        """Ends a connection that came in by this port. Its number may be another's by now, whose it is not to end."""
+        with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as one:
+            if self.claim is None and one.getsockname()[1:2] == self._listener.getsockname()[1:2]:
+                one.shutdown(sockets.SHUT_RDWR)
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket (messages not yet sent get `linger_ms`), then frees the endpoint. Again does nothing."""

@@ -24,11 +24,15 @@ class Visitors:
         self.door = Doorkeeper(self.server, endpoint, MOST)
 
     def come(self, many: int) -> list[socket.socket]:
-        return [self._one() for _ in range(many)]
+        return [self._one(socket.AF_UNIX, self.path) for _ in range(many)]
 
-    def _one(self) -> socket.socket:
-        one = socket.socket(socket.AF_UNIX)
-        one.connect(self.path)
+    def come_by_tcp(self, many: int, endpoint: str) -> list[socket.socket]:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        return [self._one(socket.AF_INET, (host, int(port))) for _ in range(many)]
+
+    def _one(self, family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
+        one = socket.socket(family)
+        one.connect(address)
         self.settle()
         return one
 
@@ -86,5 +90,28 @@ def test_who_is_inside_is_heard_while_the_door_is_shut(visitors: Visitors, endpo
         assert not visitors.server.poll(50)
         for one in came:
             one.close()
+        visitors.settle()
+        assert visitors.server.poll(10_000) and visitors.server.recv_multipart()[1] == b"at last"
+
+
+def test_a_crowd_at_a_port_is_sent_away_and_shuts_no_other_door(visitors: Visitors, endpoint: str) -> None:
+    far = visitors.door.open("tcp://127.0.0.1:0", MOST)
+    friend, near = (visitors.context.socket(zmq.DEALER) for _ in range(2))
+    friend.connect(far.endpoint)
+    visitors.settle()
+    with ExitStack() as stack:
+        came = [stack.enter_context(one) for one in visitors.come_by_tcp(3 * MOST, far.endpoint)]
+        assert visitors.inside <= MOST + 1 and visitors.door.crowded
+        assert sum(one.recv(99) == b"" or one.recv(99) == b"" for one in came[MOST:]) == 2 * MOST
+        near.connect(endpoint)
+        for one, word in ((near, b"at home"), (friend, b"still here")):
+            one.send(word)
+            assert visitors.server.poll(10_000) and visitors.server.recv_multipart()[1] == word
+        for one in came:
+            one.close()
+        visitors.settle()
+        late = visitors.context.socket(zmq.DEALER)
+        late.connect(far.endpoint)
+        late.send(b"at last")
         visitors.settle()
         assert visitors.server.poll(10_000) and visitors.server.recv_multipart()[1] == b"at last"
