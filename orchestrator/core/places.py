@@ -1,8 +1,9 @@
 """Who is in the cluster, by routing id: a place is given once, to one process, and names are the orchestrator's.
 
 A worker's routing id is its incarnation, which the orchestrator draws for those that it spawns and a drafter that joins
-draws for itself. Nobody can take a living worker's place: ZeroMQ leaves a routing id with whoever has it, and a name
-stays with its incarnation. Knows who is who; knows nothing of sockets or requests.
+draws for itself. Nobody can take a living worker's place: ZeroMQ leaves a routing id with whoever has it, beyond this
+machine with whoever comes with its key, and a name stays with its incarnation. Knows who is who; knows nothing of
+sockets or requests.
 """
 
 from __future__ import annotations
