@@ -7,7 +7,8 @@ holds its sender's name (`places`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import chain
 
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.speculation_cache import is_sound
@@ -17,6 +18,7 @@ from outrider.protocol.messages import Branches, Drafted, Fault, Message, Outcom
 TARGETS = (Outcome, Prefilled, Resync, Fault)
 DRAFTERS = (Branches, Drafted, Prefilled, Resync, Fault)
 
+flat = chain.from_iterable
 LATE = "late"
 LIES = {
     "role": "what no drafter may say",
@@ -99,16 +101,16 @@ def _misfit_branches(task: Task, message: Branches, vocab: int) -> str:
         return "unasked"
     if len(message.entries) > task.branches:
         return "length"
-    for entry in message.entries:
-        accepted = entry.committed[:-1]
-        if not entry.committed or accepted != task.verifying[: len(accepted)]:
-            return "unasked"
-        if len(entry.chain) > task.depth:
-            return "length"
-        if _foreign((entry.committed[-1], *entry.chain), vocab):
-            return "vocabulary"
-    return ""
+    committed = [entry.committed for entry in message.entries]
+    chains = [entry.chain for entry in message.entries]
+    prefixes = {task.verifying[:accepted] for accepted in range(len(task.verifying) + 1)}
+    if not all(committed) or not prefixes.issuperset([tokens[:-1] for tokens in committed]):
+        return "unasked"
+    if max(map(len, chains)) > task.depth:
+        return "length"
+    bonuses = [tokens[-1] for tokens in committed]
+    return "vocabulary" if _foreign(bonuses, vocab) or _foreign(flat(chains), vocab) else ""
 
 
-def _foreign(tokens: Sequence[int], vocab: int) -> bool:
+def _foreign(tokens: Iterable[int], vocab: int) -> bool:
     return max(tokens, default=0) >= vocab
