@@ -74,7 +74,9 @@ class Faults:
     def _signal(self, number: signal.Signals) -> list[int]:
         roles = self._rng.choice(ROLES)
         workers = self._client.stats().workers
-        pids = [worker.pid for worker in workers if worker.role in roles and worker.name in STARTED]
+        # Those of this cluster that run: another's process may have a dead one's id by now.
+        own = [worker for worker in workers if worker.name in STARTED and worker.state == "ready"]
+        pids = [worker.pid for worker in own if worker.role in roles]
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
