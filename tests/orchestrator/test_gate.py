@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket as sockets
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from outrider.orchestrator.gate import Gate, gate_for
 from outrider.orchestrator.settings import ServeSettings
@@ -21,6 +23,8 @@ from outrider.protocol.keys import ClientKeys, ServerKeys, make_pair
 from outrider.protocol.knock import knock
 
 WAIT_MS = 10_000
+MANY = int(os.environ.get("OUTRIDER_STRANGERS", "20"))
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 FRIEND, STRANGER = make_pair(), make_pair()
 
 
@@ -34,6 +38,7 @@ class Server:
         self.context: zmq.Context[Any] = zmq.Context()
         self.gate = Gate(self.context, self.ring)
         self.socket = self.context.socket(zmq.ROUTER)
+        self.monitor = self.socket.get_monitor_socket(FAILED)
         self.bound: Bound = bind(self.socket, "tcp://127.0.0.1:0", self.gate.keys(DRAFTER))
         self.endpoint = self.bound.endpoint
         self.came: list[zmq.Socket[Any]] = []
@@ -47,6 +52,12 @@ class Server:
         connect(self.came[-1], endpoint or self.endpoint, keys)
         self.came[-1].send(b"word")
 
+    def turned_away(self, many: int) -> None:
+        """Waits until so many handshakes have failed."""
+        for _ in range(many):
+            assert self.monitor.poll(WAIT_MS)
+            recv_monitor_message(self.monitor)
+
     def heard(self) -> list[bytes]:
         return self.socket.recv_multipart()[1:] if self.socket.poll(WAIT_MS) else []
 
@@ -58,6 +69,7 @@ class Server:
         return True
 
     def close(self) -> None:
+        self.socket.disable_monitor()
         self.bound.close()
         self.gate.close()
         self.context.destroy(linger=0)
@@ -83,8 +95,9 @@ def test_of_who_may_not_come_in_no_message_is_accepted(
     server: Server, who: Callable[[Server], ClientKeys | None], why: str
 ) -> None:
     keys = who(server)
-    for _ in range(20):
+    for _ in range(MANY):
         server.comes(keys)
+    server.turned_away(MANY)
     with pytest.raises(KeyFault, match=why):
         knock(server.endpoint, keys)
     server.comes(server.keys())
@@ -128,12 +141,13 @@ def test_of_a_recorded_session_that_is_said_again_no_message_is_accepted(server:
     assert server.heard() == [b"word"]
     recorder.close()
     assert b"CURVE" in recorder.said and b"INITIATE" in recorder.said and b"word" not in recorder.said
-    for _ in range(5):
+    for _ in range(MANY):
         with sockets.create_connection(("127.0.0.1", port.port)) as replaying:
             replaying.settimeout(WAIT_MS / 1000)
             replaying.sendall(recorder.said)
             while replaying.recv(65536):  # until the server hangs up
                 pass
+    server.turned_away(MANY)
     assert not server.socket.poll(200)
     server.comes(server.keys())
     assert server.heard() == [b"word"]
