@@ -14,7 +14,6 @@ import re
 import socket as sockets
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -30,12 +29,10 @@ Socket: TypeAlias = zmq.Socket[Any]
 MAX_PATH = zmq.IPC_PATH_MAX_LEN or 103
 """Bytes a unix socket's path may have on this system: 107 on Linux, 103 on macOS."""
 
-KNOCK_SECONDS = 0.2
 HANDSHAKE_MS = 10_000
 """Whoever connects and does not say so long what every ZeroMQ peer says first is hung up on."""
 BACKLOG = 128
 """Connections that the system keeps in line until they are accepted."""
-_NOBODY = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ENOTSOCK, errno.EACCES)
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253})")
 
 
@@ -145,47 +142,6 @@ def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> No
         socket.connect(str(where))
     except zmq.ZMQError as error:
         raise _refused(where, error) from None
-
-
-def require_server(endpoint: str) -> None:
-    """Knocks, where that is known at once: ZeroMQ itself waits for a server that may still come.
-
-    Raises:
-        EndpointError: it is certain that nobody can be reached there now. A server elsewhere is taken on trust, if its
-            host can be found.
-    """
-    where = parse(endpoint)
-    if isinstance(where, Tcp):
-        _find(where.host)
-    family, address = _knockable(where)
-    if address is None:
-        return
-    with sockets.socket(family) as probe:
-        probe.settimeout(KNOCK_SECONDS)
-        refusal = probe.connect_ex(address)
-    if refusal in _NOBODY:
-        why = os.strerror(refusal)
-        raise EndpointError(f"nobody serves {where} ({why}); expected an endpoint that `outrider serve` prints")
-
-
-@lru_cache
-def _find(host: str) -> None:
-    """Looks for the host's address; once it was found, that is taken to be so."""
-    try:
-        sockets.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
-        raise EndpointError(f"the host {host} can't be found ({error}); check its name, or write its address") from None
-
-
-def _knockable(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str, int] | None]:
-    match where:
-        case Ipc(path=path):
-            return sockets.AF_UNIX, path
-        case Tcp(host="::1", port=port):
-            return sockets.AF_INET6, ("::1", port)
-        case Tcp(host=host, port=port) if host == "localhost" or host.startswith("127."):
-            return sockets.AF_INET, (host, port)
-    return sockets.AF_INET, None
 
 
 class Bound:

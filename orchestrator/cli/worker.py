@@ -19,11 +19,11 @@ from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.pair.vocabulary import fingerprint
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.endpoints import parse, require_server
+from outrider.protocol.endpoints import parse
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import parse_key
-from outrider.protocol.knock import knock
+from outrider.protocol.knock import knock, require_server
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -19,11 +19,10 @@ from outrider.orchestrator.client.result import Chunk, GenerationResult, TokenLo
 from outrider.orchestrator.failure import as_error
 from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens
 from outrider.protocol import messages, values
-from outrider.protocol.endpoints import require_server
 from outrider.protocol.errors import EndpointError, InvalidRequest, OutriderError, ServerStopped
 from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import ClientKeys
-from outrider.protocol.knock import knock
+from outrider.protocol.knock import knock, require_server
 from outrider.protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, Started, StatsQuery
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
