@@ -325,6 +325,8 @@ class WorkerPool:
             return NOT_ALLOWED
         if key and hello.role == "target":
             return "its key is for drafters; expected a target's rank 0 on the server's machine, by its local endpoint"
+        if not all(text.isprintable() for text in (hello.backend, hello.model, hello.note, hello.files)):
+            return "it says of itself what can't be shown; expected printable text"
         ours, theirs = self.language, hello.vocabulary
         if theirs and ours.vocabulary and theirs != ours.vocabulary:
             return (

@@ -620,6 +620,13 @@ def test_a_drafter_that_joined_by_itself_is_not_started_by_anybody(hall: Hall) -
     assert hall.states()["studio"] == "lost" and "studio" not in hall.starts
 
 
+def test_what_a_stranger_says_of_itself_must_be_fit_to_be_shown(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
+    for incarnation, model in enumerate(("m\n2026 orchestrator ERROR all is lost", "\x1b[2J")):
+        refusal = Peer(hall, "draft", incarnation).hello("x", model=model)
+        assert isinstance(refusal, Shutdown) and "can't be shown" in refusal.reason
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
 # --- who lies -----------------------------------------------------------------------------------------------------
 
 
