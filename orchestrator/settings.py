@@ -32,6 +32,7 @@ _WORDS = {
     "log_level": LOG_LEVELS,
     "log_format": logs.FORMATS,
 }
+MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
 MAX_SHARDS = 64
 MAX_BRANCHES_ASKED = 256
@@ -53,9 +54,10 @@ class ServeSettings:
     None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts that have ended,
     where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the
     script of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
-    `draft_prefill`: who reads prompts for a drafter on
-    MLX (docs/coreml.md). `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft
-    worker that works ahead. `shards`: so many ranks of the target on this machine, each with a part of each layer.
+    `draft_prefill`: who reads prompts for a drafter on MLX (docs/coreml.md). `drafters`: so many processes draft and
+    share a round's outcomes; `branches` None: `BRANCHES` for each. `colocate`: the target drafts in its own process,
+    in turn with verifying, instead of a draft worker that works ahead. `shards`: so many ranks of the target on this
+    machine, each with a part of each layer.
     `await_target`: none is started; one that somebody else starts joins, from several machines maybe.
     `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
     is done without after a fifth of that. `memory`: carry over from run to run what `auto` learned of this pair on
@@ -72,6 +74,7 @@ class ServeSettings:
     draft_model: str | None = None
     draft_backend: str = "mlx"
     draft_prefill: str = "auto"
+    drafters: int = 1
     num_draft_tokens: int | None = None
     branches: int | None = None
     fan_out: str = "best-first"
@@ -106,6 +109,7 @@ class ServeSettings:
             if getattr(self, name) is not None or name == "threads":
                 self._keep(name, values.whole(name, getattr(self, name), 1, 1024))
         self._keep("shards", values.whole("shards", self.shards, 1, MAX_SHARDS))
+        self._keep("drafters", values.whole("drafters", self.drafters, 1, MAX_DRAFTERS))
         self._keep("max_waiting", values.whole("max_waiting", self.max_waiting, 0, 1_000_000))
         self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         if self.kv_memory is not None:
@@ -153,6 +157,11 @@ class ServeSettings:
         return self.has_draft_worker or self.colocate
 
     def _check_together(self) -> None:
+        if self.drafters > 1 and not self.has_draft_worker:
+            why = "colocate drafts" if self.colocate else f"draft_backend {self.draft_backend} works"
+            raise InvalidRequest(
+                f"drafters is {self.drafters}, and {why} in no process of its own; expected 1, or a drafter on its own"
+            )
         if self.colocate:
             self._check_colocated()
         if self.draft_model is not None and not self.needs_draft_model:
@@ -206,6 +215,7 @@ class Settings(TypedDict, total=False):
     draft_model: str | os.PathLike[str] | None
     draft_backend: str
     draft_prefill: str | os.PathLike[str]
+    drafters: int
     num_draft_tokens: int | None
     branches: int | None
     fan_out: str

@@ -60,6 +60,8 @@ class Totals(Collector):
         yield self._counter("worker_restarts", "How often the worker was started again", again, "worker", "role")
         lies = [((worker.name, lie.name), lie.count) for worker in workers for lie in worker.lies]
         yield self._counter("worker_lies", "Words of the worker that cannot be", lies, "worker", "kind")
+        trips = [((worker.name,), worker.round_trip_ms / 1000) for worker in workers if worker.round_trip_ms]
+        yield self._gauge("worker_round_trip_seconds", "From a ping to the worker's answer", trips, "worker")
         held = [((worker.name,), worker.cache.bytes) for worker in workers]
         yield self._gauge("prompt_cache_bytes", "What the worker remembers of texts that ended", held, "worker")
 
@@ -101,6 +103,8 @@ class Totals(Collector):
             ("spec_decode_num_accepted_tokens_per_pos", "Those that held, by place", totals.accepted_by_position),
         ):
             yield self._counter(name, told, [((str(place),), count) for place, count in enumerate(counts)], "position")
+        held = [((one.name,), one.count) for one in totals.draft_n_accepted_by]
+        yield self._counter("drafter_accepted_tokens", "Draft tokens that held, by whose they were", held, "worker")
         misses = {
             "branch": totals.cache_late,
             "copied": totals.missed_then_copied,

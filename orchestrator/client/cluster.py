@@ -31,6 +31,7 @@ class LocalCluster:
 
     - `model`, `draft_model`: Hugging Face ids or folders; neither: the embedded pair.
     - `draft_backend` "mlx": who drafts: mlx, coreml, replay, ngram or none. `replay`: the replay drafter's script.
+    - `drafters` 1: processes that draft and share a round's outcomes.
     - `draft_prefill` "auto": who reads prompts for a drafter on MLX: auto, mlx, coreml, or a package's folder.
     - `mode` "auto": ar, sd, ssd, or what is measured to be fastest; a request may ask for another.
     - `num_draft_tokens`, `branches`: tokens of a chain (K), outcomes prepared for in a round (B); None: 4 and 16, or

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Outcome, Timings
+from outrider.protocol.tallies import Tally
 
 # A request tells at most this many single turnarounds; the sums go on.
 MAX_TURNAROUNDS = 10_000
@@ -23,7 +24,8 @@ RECENT_ROUNDS = 64
 @dataclass(slots=True)
 class Entry:
     """One round: the lookup before it, by how many tokens the outcome had accepted, and where its chain came from;
-    then, once it has `ended_ns`, the tokens `kept` and its chain. `turnaround`: whether the wait before it was one."""
+    then, once it has `ended_ns`, the tokens `kept` and its chain, the first `own` of it `drafter`'s.
+    `turnaround`: whether the wait before it was one."""
 
     hit: int | None = None
     missed: int | None = None
@@ -32,6 +34,8 @@ class Entry:
     waits: int = 0
     kept: int = 0
     chain: int = 0
+    drafter: str = ""
+    own: int = 0
     accepted: int = 0
     verify_ns: int = 0
     idle_ns: int = 0
@@ -60,6 +64,7 @@ class Sums:
     hits_at: Counter[int] = field(default_factory=Counter)
     misses_at: Counter[int] = field(default_factory=Counter)
     after_misses: Counter[Source] = field(default_factory=Counter)
+    held_of: Counter[str] = field(default_factory=Counter)
 
     def add(self, entry: Entry, most: int) -> None:
         """A round, of whose tokens no more than `most` count; nor does a drafted token behind them."""
@@ -76,6 +81,8 @@ class Sums:
         self.hits_at.update([] if entry.hit is None else [entry.hit])
         self.misses_at.update([] if entry.missed is None else [entry.missed])
         self.after_misses.update([] if entry.missed is None or entry.late else [entry.source])
+        if entry.drafter:
+            self.held_of[entry.drafter] += min(accepted, entry.own)
         self.late += entry.late
         self.copied += entry.source is Source.NGRAM
         self.waits += entry.waits
@@ -126,6 +133,7 @@ class Account:
         """
         entry = self._entry(number)
         entry.kept, entry.chain, entry.accepted = kept, len(proposal.chain), outcome.accepted
+        entry.drafter, entry.own = proposal.drafter, len(proposal.chain) - proposal.copied
         entry.ended_ns = now_ns
         if not self.first_ns or read:
             self.first_ns = self.first_ns or now_ns
@@ -189,6 +197,7 @@ class Account:
             peak_bytes=sum(self._peaks.values()),
             resumed=self.resumed,
             rejoined=self.rejoined,
+            draft_n_accepted_by=tuple(Tally(name, count) for name, count in sorted(sums.held_of.items())),
         )
 
     def _entry(self, number: int) -> Entry:

@@ -63,6 +63,7 @@ class Core:
                 settings.simulate is not None,
                 settings.colocate,
                 each=settings.branches is None,
+                drafters=settings.drafters,
             ),
             outbox.put,
             self._trace,

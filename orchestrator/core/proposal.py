@@ -48,9 +48,9 @@ class Lookup(Enum):
 class Proposal:
     """What the next round verifies after the last committed token.
 
-    The last `copied` tokens are from the text. `q`: what the chain was drawn from, None where nothing was drawn.
-    `going_on`: the target goes on by itself after it, plainly or, `draft` tokens a round, with its own drafter, whose
-    chain comes with the outcome.
+    The last `copied` tokens are from the text, those before may be a `drafter`'s. `q`: what the chain was drawn from,
+    None where nothing was drawn. `going_on`: the target goes on by itself after it, plainly or, `draft` tokens a round,
+    with its own drafter, whose chain comes with the outcome.
     """
 
     chain: tuple[int, ...] = ()
@@ -60,6 +60,7 @@ class Proposal:
     copied: int = 0
     q: SparseQ | None = None
     draft: int = 0
+    drafter: str = ""
 
     def settled(self, outcome: Outcome) -> Proposal:
         """With the chain that was verified, which only the target knew if it drafted for itself."""

@@ -80,14 +80,15 @@ class Proposer:
     def branch(self, request: Request, found: Prepared, room: int, committed: tuple[int, ...] = ()) -> Proposal:
         """A branch as the chain to verify after `committed` tokens that are still to come, filled from the text."""
         chain = found.chain[: max(min(request.depth, room), 0)]
-        hit = Proposal(chain, Source.CACHE, Lookup.HIT, q=_first(found.q, chain))
+        hit = Proposal(chain, Source.CACHE, Lookup.HIT, q=_first(found.q, chain), drafter=found.drafter)
         return self._filled(request, hit, room, committed)
 
-    def drafted(self, request: Request, message: Drafted, room: int) -> Proposal:
+    def drafted(self, request: Request, drafter: str, message: Drafted, room: int) -> Proposal:
         """A just-in-time chain, filled from the text."""
         chain = message.chain[: max(min(request.depth, room), 0)]
         source = Source.DRAFTER if chain else Source.NONE
-        return self._filled(request, Proposal(chain, source, q=_first(message.q, chain)), room, ())
+        found = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
+        return self._filled(request, found, room, ())
 
     def as_it_is(self, request: Request, room: int) -> Proposal:
         """Instead of a wait that has ended: the branch that it was for, as deep as it has come, or nothing."""

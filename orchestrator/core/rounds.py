@@ -277,7 +277,7 @@ class Rounds:
             return
         self._ledger.drafted(request, sender, message, now_ns)
         self._planner.drafted(message, waiting, now_ns)
-        self._verify(request, self._proposer.drafted(request, message, self._room(request)), now_ns)
+        self._verify(request, self._proposer.drafted(request, sender, message, self._room(request)), now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
         """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""

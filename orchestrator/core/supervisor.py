@@ -24,7 +24,6 @@ from outrider.protocol.worker_link import INCARNATION_BITS
 
 log = logging.getLogger(__name__)
 
-DRAFT = "draft-0"
 STOP_GRACE_SECONDS = 5.0
 AWAITED_SECONDS = 600
 
@@ -48,8 +47,8 @@ class Supervisor:
         """Starts the worker processes; they report as they load."""
         if not self._settings.await_target:
             self._spawn("target", TARGET)
-        if self._settings.has_draft_worker:
-            self._spawn("draft", DRAFT)
+        for number in range(self._settings.drafters if self._settings.has_draft_worker else 0):
+            self._spawn("draft", f"draft-{number}")
 
     def losses(self, now_ns: int) -> list[Loss]:
         """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""

@@ -8,7 +8,8 @@ from outrider.orchestrator.core.far_clock import FarClock
 from outrider.orchestrator.core.pulse import Pulse
 from outrider.orchestrator.core.trust import Trust
 from outrider.orchestrator.machine.spawn import SpawnedWorker
-from outrider.protocol.clock import SECOND_NS
+from outrider.protocol import clock
+from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.kv import CacheUse
 from outrider.protocol.messages import Hello, WorkerStats
 
@@ -103,6 +104,8 @@ class Worker:
             self.cache,
             self.restarts,
             self.trust.tallies(),
+            self.clock.round_trip_ns / MILLISECOND_NS,
+            0.0 if self.spawned else self.clock.ahead_ns(clock.now()) / MILLISECOND_NS,
         )
 
     def __str__(self) -> str:

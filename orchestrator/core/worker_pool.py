@@ -255,6 +255,7 @@ class WorkerPool:
         is_newest = pong.serial == self._ping_serial
         worker.pulse.answered(pong.progress, is_newest, pong.expected_ms / 1000)
         if is_newest and pong.clock_ns:
+            self.news = self.news or not worker.clock.round_trip_ns
             worker.clock.told(self._pinged_ns, pong.clock_ns, clock.now())
 
     def arrivals(self) -> list[Worker]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import zip_longest
 
 from outrider.protocol.messages import Timings
+from outrider.protocol.tallies import Tally
 
 
 def add(total: Timings, one: Timings) -> Timings:
@@ -41,7 +43,15 @@ def add(total: Timings, one: Timings) -> Timings:
         peak_bytes=max(total.peak_bytes, one.peak_bytes),
         resumed=total.resumed + one.resumed,
         rejoined=total.rejoined + one.rejoined,
+        draft_n_accepted_by=_by_name(total.draft_n_accepted_by, one.draft_n_accepted_by),
     )
+
+
+def _by_name(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, ...]:
+    counts: Counter[str] = Counter()
+    for tally in (*left, *right):
+        counts[tally.name] += tally.count
+    return tuple(Tally(name, count) for name, count in sorted(counts.items()))
 
 
 def _each(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:

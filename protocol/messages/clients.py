@@ -130,7 +130,7 @@ class Timings:
     verify. `queue_ms`: until it was the request's turn. `peak_bytes` is the most memory that MLX has held in the target
     and in its drafters since the request began, or the first of those that ran with it, weights included. `resumed`:
     how often the text went on on another target, the one before having died; `rejoined`: how often a drafter was taken
-    back in the middle of it.
+    back in the middle of it. `draft_n_accepted_by`: how many of each drafter's tokens held.
     """
 
     prompt_n: Serial = 0
@@ -163,6 +163,7 @@ class Timings:
     peak_bytes: Serial = 0
     resumed: Count = 0
     rejoined: Count = 0
+    draft_n_accepted_by: tuple[Tally, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,8 @@ class WorkerStats:
     """One worker as the orchestrator sees it. `state` is starting, ready, refused, frozen, restarting or lost.
 
     `kv`: what a text takes there; `cache`: how its prompt cache is used; `restarts`: how often it was started again;
-    `lies`: how often it said what cannot be, by kind.
+    `lies`: how often it said what cannot be, by kind. `round_trip_ms`: from a ping to its answer; `clock_ahead_ms`: how
+    far its machine's clock is before this one's. 0: not known.
     """
 
     role: Role
@@ -222,6 +224,8 @@ class WorkerStats:
     cache: CacheUse = field(default_factory=CacheUse)
     restarts: Count = 0
     lies: tuple[Tally, ...] = ()
+    round_trip_ms: float = 0.0
+    clock_ahead_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

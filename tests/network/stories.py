@@ -31,9 +31,10 @@ _rng = np.random.default_rng(3)
 _TABLE = _rng.normal(size=(V, V)).astype(np.float32) * 1.5
 TARGET = markov(_TABLE)
 DRAFT = markov((0.7 * _TABLE + 0.6 * _rng.normal(size=(V, V))).astype(np.float32))
+ANOTHER = markov(_rng.normal(size=(V, V)).astype(np.float32))
 
 AT_ONCE = 4
-WORKERS = st.integers(0, 2)  # the target, then the drafters; of those that there are
+WORKERS = st.integers(0, 3)  # the target, then the drafters; of those that there are
 TIME = st.integers(0, 16)
 SPELL = st.integers(1, 25)  # ticks for which a link is cut or a worker stalls
 SHARES = st.sampled_from((0.0, 0.0, 0.03, 0.2))
@@ -87,7 +88,9 @@ class Stories(RuleBasedStateMachine):
 
     @initialize(
         seed=st.integers(0, 999),
-        drafters=st.integers(0, 2),
+        drafters=st.integers(0, 3),
+        paces=st.tuples(*[st.sampled_from((1, 1, 2, 9))] * 3),
+        another=st.booleans(),
         colocated=st.sampled_from((False, False, False, True)),
         depth=st.integers(1, 4),
         branches=st.sampled_from((1, 4, 12)),
@@ -99,7 +102,7 @@ class Stories(RuleBasedStateMachine):
         clock = VirtualClock()
         self._patch.setattr("outrider.protocol.clock.now", clock)
         clock.skip(10**9)
-        self.world = World(TARGET, DRAFT, Setting(**setting), clock)
+        self.world = World(TARGET, DRAFT, Setting(**setting), clock, ANOTHER)
         self._begun, self._sound = 0, True
 
     @contextmanager
@@ -167,7 +170,7 @@ class Stories(RuleBasedStateMachine):
         with self._step("stall", then):
             self.world.stall(self._worker(worker), ticks)
 
-    @rule(worker=st.sampled_from((0, 1, 1, 2, 1, 2)), then=TIME)
+    @rule(worker=st.sampled_from((0, 1, 1, 2, 1, 2, 3)), then=TIME)
     def kill(self, worker: int, then: int) -> None:
         with self._step("kill", then):
             self.world.kill(self._worker(worker))

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from outrider.draft_worker.worker import DraftWorker
@@ -89,12 +90,20 @@ class Watch:
 
     rounds: Rounds
 
-    def __init__(self, target: LoadedModel, draft: LoadedModel, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel,
+        clock: Callable[[], int],
+        others: Mapping[str, LoadedModel] = MappingProxyType({}),
+    ) -> None:
+        """`others`: the drafters that do not run `draft`."""
         self.judged: Counter[str] = Counter()
         self.requests: dict[str, Watched] = {}
         self.lied = False
         self._target, self._clock = target, clock
         self._fresh = FreshDrafter(draft)
+        self._others = {name: FreshDrafter(model) for name, model in others.items()}
         self._taken: set[tuple[str, int, int]] = set()
         self._told_before: dict[str, int] = {}
         self._stale_before, self._again = 0, False
@@ -219,17 +228,19 @@ class Watch:
             case Branches() if watched is not None:
                 self._span(name, message.work)
                 for entry in message.entries:
-                    self._is_fresh(watched, message.base_len, entry.committed, entry.chain)
+                    self._is_fresh(name, watched, message.base_len, entry.committed, entry.chain)
             case Drafted() if watched is not None:
                 self._span(name, message.work)
-                self._is_fresh(watched, message.base_len, (), message.chain)
+                self._is_fresh(name, watched, message.base_len, (), message.chain)
             case Outcome():
                 self._span(name, message.work)
         self.judged["failures"] += 1
 
-    def _is_fresh(self, watched: Watched, base_len: int, committed: tuple[int, ...], chain: tuple[int, ...]) -> None:
+    def _is_fresh(
+        self, name: str, watched: Watched, base_len: int, committed: tuple[int, ...], chain: tuple[int, ...]
+    ) -> None:
         text = [*watched.text.first(base_len), *committed]
-        said = self._fresh.says(text, len(chain), watched.admit.sampling)
+        said = self._others.get(name, self._fresh).says(text, len(chain), watched.admit.sampling)
         self._judge("fresh", list(chain) == said, f"{watched.admit.request}: {chain}, not {said} after {text}")
 
     def _span(self, name: str, work: Span) -> None:

@@ -41,7 +41,10 @@ NOTICED, RETURNED = 6, 12
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a cluster is made. `colocated`: the target drafts for itself, and there are no other drafters."""
+    """How a cluster is made. `colocated`: the target drafts for itself, and there are no other drafters.
+
+    `paces`: the n-th drafter gets on in one of so many ticks. `another`: the last of several runs another model.
+    """
 
     seed: int = 0
     drafters: int = 1
@@ -50,6 +53,8 @@ class Setting:
     branches: int = 6
     full_depth: bool = False
     ngrams: bool = True
+    paces: tuple[int, ...] = ()
+    another: bool = False
 
 
 @dataclass
@@ -91,14 +96,24 @@ class Node:
 
 
 class World(HonestWorkers):
-    """The cluster; `target` and `draft` are its models."""
+    """The cluster; `target` and `draft` are its models, and `another` the one that disagrees."""
 
-    def __init__(self, target: LoadedModel, draft: LoadedModel, setting: Setting, clock: VirtualClock) -> None:
+    def __init__(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel,
+        setting: Setting,
+        clock: VirtualClock,
+        another: LoadedModel | None = None,
+    ) -> None:
         self.setting = setting
         self.journal = Journal()
-        self.watch = Watch(target, draft, clock)
+        disagrees = f"draft-{setting.drafters - 1}" if setting.another and setting.drafters > 1 else ""
+        self._others = {disagrees: another} if another is not None and disagrees else {}
+        self.watch = Watch(target, draft, clock, self._others)
         self._target, self._draft, self._clock = target, draft, clock
         self._rng = random.Random(setting.seed)
+        self._is_calm = False
         self._going: dict[str, list[Message]] = {}
         self._coming: list[tuple[int, str, Node]] = []  # tick, what is noticed then, of whom
         self._weather: dict[str, Weather] = {}
@@ -119,6 +134,9 @@ class World(HonestWorkers):
     @property
     def target_abilities(self) -> Abilities:
         return abilities(self._target)
+
+    def model(self, name: str) -> object:
+        return name in self._others
 
     def notes(self) -> list[str]:
         return []
@@ -181,7 +199,7 @@ class World(HonestWorkers):
         self._hear(arrived)
         for node in self._alive():
             if not node.stopped:
-                node.turns(self._rng.choice((0, 1, 1, 2, 5)))
+                node.turns(self._rng.choice((0, 1, 1, 2, 5)) if self._gets_on(node.name) else 0)
                 self.watch.looks_at(node.worker, node.watched)
         self.rounds.on_time(self._clock())
         self.let_go()
@@ -226,8 +244,9 @@ class World(HonestWorkers):
         self._after(NOTICED, "lost", node)
 
     def calm(self) -> None:
-        """The weather gets good; what was cut, stalled or died comes back in its time."""
+        """The weather gets good, and all are quick; what was cut, stalled or died comes back in its time."""
         self.journal.write("calm")
+        self._is_calm = True
         for name in self.nodes:
             self.weather(name, CLEAR)
 
@@ -240,6 +259,12 @@ class World(HonestWorkers):
     def _moves(self) -> bool:
         """Whether anything is on its way; else time passes quickly."""
         return any(node.link.inbox or not all(way.is_empty for way in self._ways(node.name)) for node in self._alive())
+
+    def _gets_on(self, name: str) -> bool:
+        """Whether it is quick enough to do anything in this tick."""
+        drafters, paces = sorted(self.nodes, key=lambda known: (known == TARGET, known)), self.setting.paces
+        pace = dict(zip(drafters, paces, strict=False)).get(name, 1) if name != TARGET else 1
+        return self._is_calm or self.journal.tick % pace == 0
 
     def _hear(self, arrived: list[tuple[str, Message]]) -> None:
         """All at once, as the orchestrator's loop does; one after the other where one is said again."""
@@ -320,5 +345,5 @@ class World(HonestWorkers):
         if name == TARGET:
             own = Colocated(MlxDrafter(self._draft)) if self.setting.colocated else None
             return Node(name, link, TargetWorker(link, self._target, colocated=own))  # type: ignore[arg-type]
-        watched = WatchedDrafter(MlxDrafter(self._draft))
+        watched = WatchedDrafter(MlxDrafter(self._others.get(name, self._draft)))
         return Node(name, link, DraftWorker(link, watched, POLICIES["best-first"]), watched)

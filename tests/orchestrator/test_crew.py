@@ -189,3 +189,11 @@ def test_branches_that_were_never_asked_for_are_dropped_and_counted() -> None:
     made.rounds.handle("draft-1", Branches("r", 0, 5, len(PROMPT), 1, many[:1], NONE), 0)
     assert lies == [("draft-1", "length"), ("draft-1", "round")]
     assert made.rounds.stale == 2 and not len(made.rounds._requests["r"].cache)
+
+
+def test_the_timings_tell_whose_tokens_held() -> None:
+    made = cluster(2, branches=12)
+    timings = made.run(PROMPT, 100).timings
+    held = {tally.name: tally.count for tally in timings.draft_n_accepted_by}
+    assert set(held) <= {"draft-0", "draft-1", "draft-2"} and len(held) > 1
+    assert sum(held.values()) == timings.draft_n_accepted
