@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +121,7 @@ class Served:
         self.context.term()
 
 
-def test_a_drafter_knocks_before_it_loads_and_is_handed_its_keys(run: Run, tmp_path: Path) -> None:
+def test_a_drafter_knocks_before_it_loads_and_is_handed_its_keys(run: Run, tmp_path: Path, model_folder: Path) -> None:
     served = Served(tmp_path / "server")
     own, join = run("keys", "make")[1].strip(), ("worker", "draft", "--connect", served.bound.endpoint)
     try:
@@ -132,9 +133,11 @@ def test_a_drafter_knocks_before_it_loads_and_is_handed_its_keys(run: Run, tmp_p
         code, out, err = run(*join, "--server-key", served.gate.own.public)
         assert code == 99 and f"--server-key={served.gate.own.public}" in out and "--vocabulary" in out
         run("keys", "trust", "127.0.0.1", served.gate.own.public)
-        assert run(*join)[0] == 99
+        code, out, err = run(*join, "--draft-model", str(model_folder))  # which is all it needs
+        assert code == 99 and f"--model {model_folder}" in out
     finally:
         served.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # what the worker does when it can end in order
 
 
 def test_a_host_that_is_found_nowhere_is_told_by_clients(run: Run) -> None:
