@@ -100,7 +100,12 @@ class Crew:
 
     def branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
         """A push of one that was asked for it."""
-        part, tempo = request.drafters[name], self._tempos[name]
+        part = request.drafters[name]
+        if len(request.drafters) == 1:  # nobody to compare it with
+            part.done = message.final
+            part.pushes += 1
+            return
+        tempo = self._tempos[name]
         part.pushes += bool(message.entries)
         if message.entries and part.pushes == 1 and part.asked_ns:
             tempo.began((now_ns - part.asked_ns) / MILLISECOND_NS)

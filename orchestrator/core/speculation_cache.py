@@ -8,7 +8,7 @@ drafters fill one cache: where two have prepared the same outcome the deeper bra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outrider.orchestrator.core.cache_room import CacheRoom
@@ -114,11 +114,12 @@ class SpeculationCache:
         """Whether its drafter may still make it deeper."""
         return branch.drafter in self._awaited
 
-    def complete(self, depth: int) -> Iterator[tuple[tuple[int, ...], Prepared]]:
+    def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], Prepared]]:
         """Every outcome whose branch is as deep as it will be, with it."""
-        for committed, branch in self._branches.items():
-            if not self.grows(branch) or len(branch.chain) >= depth:
-                yield committed, branch
+        known = self._branches.items()
+        if self.final:
+            return known
+        return [(on, branch) for on, branch in known if not self.grows(branch) or len(branch.chain) >= depth]
 
     def pushes_until(self, accepted: int, chain_length: int) -> int:
         """How many more pushes of the lead may bring the first branches of this many accepted tokens; 0: they are here.
