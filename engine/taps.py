@@ -16,12 +16,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from outrider.engine.parts import backbone_of, final_norm
 from outrider.protocol.errors import ModelError
 
 Takes = Callable[[mx.array], None]
 """Is given the hidden rows of a part's tokens, [N, W], lazy."""
-
-_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm", "output_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +43,13 @@ class Taps:
         """Raises ModelError: the model has no such layer, no norm behind them, or its layers give no row a token."""
         self._points, self._fuse = points, fuse
         self._seen: dict[object, mx.array] | None = None
-        backbone, layers = _backbone(model)
+        backbone, layers = backbone_of(model)
         for number in points.layers:
             if not 0 <= number < len(layers):
                 raise ModelError(f"there is no layer {number} to tap: the model has {len(layers)}, from 0 on")
             _listen(layers[number], partial(self._note_layer, number))
         if points.before_norm or points.after_norm:
-            _listen(_final_norm(backbone), self._note_norm)
+            _listen(final_norm(backbone), self._note_norm)
         self._try(model)
 
     def forward(self, call: Callable[[], mx.array], parts: Sequence[tuple[int, Takes | None]]) -> mx.array:
@@ -121,23 +120,6 @@ def _listen(module: nn.Module, tell: Callable[[Any, Any], None]) -> None:
     if not issubclass(kind, _Tapped):
         module.__class__ = type(kind.__name__, (_Tapped, kind), {"__module__": kind.__module__})
     module._tell = tell
-
-
-def _backbone(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """The module that holds the model's layers, and all of them, wherever it is nested."""
-    first = next(iter(getattr(model, "layers", ())), None)
-    for module in model.modules():
-        for value in module.values():
-            if isinstance(value, list) and any(layer is first for layer in value):
-                return module, value
-    raise ModelError("the model keeps its layers in no list, so none of them can be tapped")
-
-
-def _final_norm(backbone: nn.Module) -> nn.Module:
-    for name in _NORMS:
-        if isinstance(backbone.get(name), nn.Module):
-            return backbone[name]
-    raise ModelError(f"the model has no final norm to tap; expected one of {', '.join(_NORMS)} beside its layers")
 
 
 def _wanted(parts: Sequence[tuple[int, Takes | None]]) -> list[int]:

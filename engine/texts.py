@@ -12,12 +12,11 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.engine import flat, head
-from outrider.engine.buffers import EARLY
-from outrider.engine.cache import KVState, window_of
-from outrider.engine.flat import FlatCache, Frame, Piece
+from outrider.engine import head
+from outrider.engine.cache import KVState
+from outrider.engine.flat import Piece
+from outrider.engine.flat_rows import FlatRows
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.taps import Takes, Taps
 
@@ -105,65 +104,15 @@ class Texts(Protocol):
         ...
 
 
-class FlatText:
-    """A row of the flat buffers."""
-
-    marks_freely = True
-    exact = True
-
-    def __init__(self, row: int) -> None:
-        self.row, self.length = row, 0
-
-    def mark(self) -> None:
-        """Any length can be returned to."""
-
-    def roll_back(self, length: int) -> None:
-        """What lies behind is overwritten by the next forward."""
-        self.length = min(length, self.length)
-
-
-class FlatTexts:
+class FlatTexts(FlatRows):
     """All texts in one buffer a layer, a row each, those in use in front."""
 
     together = True
 
     def __init__(self, model: nn.Module) -> None:
-        flat.install(model)
+        super().__init__(model)
         self._model, self._wanted = model, head.install(model)
-        self._frame = Frame()
-        made = make_prompt_cache(model)
-        self._caches = [
-            FlatCache(self._frame, window_of(cache), EARLY * number // len(made)) for number, cache in enumerate(made)
-        ]
-        self._texts: list[FlatText] = []
         self._taps: Taps | None = None
-
-    def open(self) -> FlatText:
-        self._texts.append(FlatText(len(self._texts)))
-        return self._texts[-1]
-
-    def close(self, text: FlatText) -> None:
-        """The last row moves into the gap; buffers that nobody uses are given back."""
-        last = self._texts.pop()
-        if last is not text:
-            for cache in self._caches:
-                cache.move(last.row, text.row, last.length)
-            last.row = text.row
-            self._texts[text.row] = last
-        if not self._texts:
-            for cache in self._caches:
-                cache.clear()
-
-    def save(self, text: FlatText, length: int) -> Saved:
-        saved = Saved(length, tuple(cache.saved(text.row, length) for cache in self._caches))
-        mx.eval(saved.layers)
-        return saved
-
-    def adopt(self, text: FlatText, start: Start) -> None:
-        for cache, (keys, values) in zip(self._caches, start.saved.columns(start.length), strict=True):
-            cache.adopt(text.row, keys, values)
-        text.length = start.length
-        mx.eval(self.state())
 
     def tap(self, taps: Taps) -> None:
         self._taps = taps
@@ -184,9 +133,6 @@ class FlatTexts:
         for feed in feeds:
             feed.text.length += feed.count
         return logits
-
-    def state(self) -> list[Any]:
-        return [cache.state for cache in self._caches]
 
     def _rows(self, feeds: Sequence[Feed], order: Sequence[int], pieces: Sequence[Piece]) -> mx.array | None:
         """Where the wanted logits stand in the flat row, feed after feed; None: all, as they stand."""

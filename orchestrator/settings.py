@@ -14,9 +14,10 @@ from typing import Any, TypedDict, cast
 from outrider.protocol import logs, values
 from outrider.protocol.endpoints import is_local, parse
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.heads import HEADS
 
 MODES = ("auto", "ar", "sd", "ssd")
-DRAFT_BACKENDS = ("mlx", "replay", "coreml", "ngram", "none")
+DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")
 # Those that can draw from their distribution, for residual sampling; n-grams and none need no word about it.
 DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 FAN_OUTS = ("best-first", "geometric", "uniform")
@@ -54,10 +55,11 @@ class ServeSettings:
     None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts that have ended,
     where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the
     script of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
-    `draft_prefill`: who reads prompts for a drafter on MLX (docs/coreml.md). `drafters`: so many processes draft and
-    share a round's outcomes; `branches` None: `BRANCHES` for each. `colocate`: the target drafts in its own process,
-    in turn with verifying, instead of a draft worker that works ahead. `shards`: so many ranks of the target on this
-    machine, each with a part of each layer.
+    `draft_backend`: who drafts; a head that reads the target (eagle3) does so in its process, and auto looks what
+    `draft_model` is. `draft_prefill`: who reads prompts for a drafter on MLX (docs/coreml.md). `drafters`: so many
+    processes draft and share a round's outcomes; `branches` None: `BRANCHES` for each. `colocate`: the target drafts in
+    its own process, in turn with verifying, instead of a draft worker that works ahead. `shards`: so many ranks of the
+    target on this machine, each with a part of each layer.
     `await_target`: none is started; one that somebody else starts joins, from several machines maybe.
     `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
     is done without after a fifth of that. `memory`: carry over from run to run what `auto` learned of this pair on
@@ -127,6 +129,8 @@ class ServeSettings:
             self._keep("num_draft_tokens", check_draft_tokens(self.num_draft_tokens))
         if self.branches is not None:
             self._keep("branches", check_branches(self.branches))
+        if self.drafts_by_head:
+            self._keep("colocate", True)
         self._check_together()
 
     def _keep(self, name: str, value: object) -> None:
@@ -145,6 +149,11 @@ class ServeSettings:
     def asks_for_keys(self, endpoint: str) -> bool:
         """Whether who comes to this endpoint has to show a key. Raises EndpointError when it is none."""
         return self.keyed or not is_local(parse(endpoint))
+
+    @property
+    def drafts_by_head(self) -> bool:
+        """Whether what drafts reads the target, and so lives in its process."""
+        return self.draft_backend in HEADS
 
     @property
     def has_draft_worker(self) -> bool:
@@ -179,7 +188,7 @@ class ServeSettings:
             raise InvalidRequest(
                 "await_target starts no target; expected shards where the target is started, or neither"
             )
-        if self.draft_prefill != "auto" and self.draft_backend != "mlx":
+        if self.draft_prefill != "auto" and self.draft_backend not in ("mlx", "auto"):
             raise InvalidRequest(
                 f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
             )
@@ -191,7 +200,7 @@ class ServeSettings:
             raise InvalidRequest("draft_backend replay has no script; expected replay to name the file it plays")
 
     def _check_colocated(self) -> None:
-        if self.draft_backend != "mlx":
+        if self.draft_backend not in ("mlx", "auto", *HEADS):
             raise InvalidRequest(
                 f"colocate drafts with MLX in the target's process, so draft_backend {self.draft_backend} has no place"
                 " there; leave out one of the two"
@@ -199,6 +208,11 @@ class ServeSettings:
         if self.draft_prefill not in ("auto", "mlx"):
             raise InvalidRequest(
                 f"draft_prefill {self.draft_prefill} is for a draft worker and colocate has none; leave one out"
+            )
+        if self.drafts_by_head and self.draft_model is None:
+            raise InvalidRequest(
+                f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
+                " for this model"
             )
         if self.model is not None and self.draft_model is None:
             raise InvalidRequest("colocate has no model to draft with; expected draft_model beside model, or neither")

@@ -67,12 +67,14 @@ def _serve(options: argparse.Namespace, crew: Crew | None) -> int:
     with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation) as link:
         try:
             link.send(Loading("target", "importing MLX"))
+            from outrider.drafting.heads import load as heads
             from outrider.drafting.mlx import MlxDrafter
             from outrider.engine import memory
             from outrider.engine.abilities import abilities
             from outrider.engine.loading import load
             from outrider.engine.pace import Pace
             from outrider.target_worker.colocated import Colocated
+            from outrider.target_worker.own_head import ColocatedHead
             from outrider.target_worker.worker import TargetWorker
 
             profile = Profile.read(options.simulate) if options.simulate else None
@@ -82,11 +84,16 @@ def _serve(options: argparse.Namespace, crew: Crew | None) -> int:
 
             model = crew.load(options.model, tell) if crew is not None else load(options.model, progress=tell)
             tell("trying what the model can do")
-            able, colocated = abilities(model), None
+            able = abilities(model)
+            colocated: Colocated | ColocatedHead | None = None
             texts = crew.texts(options.model, model) if crew is not None else None
             if options.draft_model:
                 try:
-                    colocated = Colocated(MlxDrafter.load(options.draft_model, tell))
+                    if options.draft_backend == "mlx":
+                        colocated = Colocated(MlxDrafter.load(options.draft_model, tell))
+                    else:
+                        head = heads.load(options.draft_backend, options.draft_model, model, tell, crew is None)
+                        colocated = ColocatedHead(head)
                 except CannotDraft as error:
                     able = Abilities(chains=False, why=str(error))
             if colocated is not None:  # each load has set the limits for its own weights alone
@@ -97,7 +104,8 @@ def _serve(options: argparse.Namespace, crew: Crew | None) -> int:
         except OutriderError as error:
             return link.failed(error)
         drafts = f"drafting in this process with {options.draft_model}" if colocated else ""
-        notes = [f"simulating {profile.name}" if profile else drafts, crew.note if crew is not None else ""]
+        doubt = colocated.drafter.note if colocated is not None else ""
+        notes = [f"simulating {profile.name}" if profile else drafts, doubt, crew.note if crew is not None else ""]
         hello = Hello(
             "target",
             options.name,
@@ -132,6 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default="target-0")
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft-model", help="a model that drafts in this process, in turn with the target")
+    kind = "what that is: mlx, a model of its own, or a head that reads the target: eagle3"
+    parser.add_argument("--draft-backend", default="mlx", help=kind)
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--shards", type=int, default=1, help="as many ranks on this machine, each a part of the model")
     parser.add_argument("--shard", action="store_true", help="this is one of the ranks that mlx.launch has started")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from outrider.drafting.begin import begin, check_known
 from outrider.drafting.calibration import Calibration
@@ -15,6 +16,9 @@ from outrider.drafting.drafter import Drafter, DrafterFault
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.together import Together
 from outrider.drafting.work_ahead import Continuation, WorkAhead
+from outrider.engine.loading import LoadedModel
+from outrider.engine.slots import Slot
+from outrider.engine.texts import Texts
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -30,6 +34,15 @@ class Colocated:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.together = Together(drafter)
+
+    def read(self, model: LoadedModel, texts: Texts) -> None:
+        """It reads tokens alone, nothing of the target."""
+
+    def part_of(
+        self, slot: Slot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
+    ) -> Callable[[], OwnDraft]:
+        """What opens its part of a request, which reads the text when it is first wanted."""
+        return lambda: self.open(slot.tokens, sampling, progress, constraint)
 
     def open(
         self,
@@ -106,13 +119,33 @@ class OwnDraft:
         return self._work.tree.column_tokens() if self._work is not None else []
 
 
+class Company(Protocol):
+    """Works for several requests in forwards that they share."""
+
+    def continuations(self, works: Sequence[Any], depths: Sequence[int]) -> Sequence[Continuation | OutriderError]:
+        """What follows each one's committed text, so many tokens of it; or why there is nothing."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A request's turn to draft up to `depth` tokens; `work` None: there is nothing to draft."""
 
-    together: Together
-    work: WorkAhead | None
+    together: Company
+    work: Any
     depth: int
+
+
+class Part(Protocol):
+    """What a drafter in this process knows of one request."""
+
+    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
+        """Its turn to draft `depth` tokens after the committed `tokens`, which begin with those of the turn before."""
+        ...
+
+    def close(self, spoilt: bool) -> None:
+        """It drafts no more; `spoilt`: by a failure."""
+        ...
 
 
 def propose(turns: Sequence[Turn]) -> list[Continuation | OutriderError]:

@@ -19,7 +19,7 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.guard import named_errors
 from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
 from outrider.protocol.sparse import SparseQ, one_hot
-from outrider.target_worker.colocated import OwnDraft, Turn, propose
+from outrider.target_worker.colocated import Part, Turn, propose
 
 ANSWERS_KEPT = 2  # the orchestrator may be one behind, when the target went on by itself
 
@@ -50,7 +50,7 @@ class Running:
 
     slot: Slot
     opened: Open
-    drafter: Callable[[], OwnDraft] | None = None
+    drafter: Callable[[], Part] | None = None
     answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))
     asked: Verify | None = None
     prepared: Prepare | None = None
@@ -65,7 +65,7 @@ class Running:
     over: bool = False
     awaits: Awaited | None = None
     cached: int = 0
-    _drafting: OwnDraft | None = None
+    _drafting: Part | None = None
     _proposed: tuple[Continuation | OutriderError, Span] | None = None
 
     @property

@@ -41,7 +41,8 @@ from outrider.protocol.messages import (
 from outrider.protocol.patience import FORGET_NS
 from outrider.protocol.worker_link import WorkerLink
 from outrider.target_worker.batch import Batch, Settled, now
-from outrider.target_worker.colocated import Colocated, OwnDraft
+from outrider.target_worker.colocated import Colocated, Part
+from outrider.target_worker.own_head import ColocatedHead
 from outrider.target_worker.prompts import Prompts
 from outrider.target_worker.ranks import Leader
 from outrider.target_worker.running import Running, opening
@@ -65,7 +66,7 @@ class TargetWorker:
         link: WorkerLink,
         model: LoadedModel,
         pace: Pace | None = None,
-        colocated: Colocated | None = None,
+        colocated: Colocated | ColocatedHead | None = None,
         texts: Texts | None = None,
         leader: Leader | None = None,
     ) -> None:
@@ -75,6 +76,8 @@ class TargetWorker:
         self._texts = texts or open_texts(model)
         self._batch = Batch(pace)
         self._colocated = colocated
+        if colocated is not None:
+            colocated.read(model, self._texts)
         self._prompts = Prompts(PromptCache(text_cost(self._texts)), model.context_length)
         self._told_use = CacheUse()
         self._compiler = Compiler(model.folder)
@@ -208,15 +211,13 @@ class TargetWorker:
     def _constraint(self, message: Open) -> Constraint | None:
         return self._compiler.constraint(message.sampling.grammar, message.eos, message.prompt_len)
 
-    def _drafter_of(self, message: Open, slot: Slot) -> Callable[[], OwnDraft] | None:
+    def _drafter_of(self, message: Open, slot: Slot) -> Callable[[], Part] | None:
         """What opens the own drafter's part of a request; while it reads a long text news are heard."""
         colocated = self._colocated
         if colocated is None:
             return None
         constraint = self._constraint(message)  # the slot's stands elsewhere in the text
-        return lambda: colocated.open(
-            slot.tokens, message.sampling, lambda done, total: self._listen(wait=False), constraint
-        )
+        return colocated.part_of(slot, message.sampling, lambda done, total: self._listen(wait=False), constraint)
 
     def _prepare(self, message: Prepare) -> None:
         running = self._running.get(message.request)

@@ -60,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
         if keys is not None:
             knock(endpoint, keys)
     pair = choose_pair(settings)
+    if options.role == "draft" and pair.settings.drafts_by_head:
+        raise InvalidRequest(f"{options.draft_model} is a head: it reads the target, and drafts in its process only")
     if options.role == "draft" and not pair.settings.has_draft_worker:
         raise InvalidRequest("no draft model is named; expected --draft-model, or neither that nor --model")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"

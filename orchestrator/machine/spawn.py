@@ -127,6 +127,7 @@ def worker_command(
         options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "auto" else []
     if role == "target" and settings.colocate:
         options += ["--draft-model", str(settings.draft_model)]
+        options += ["--draft-backend", settings.draft_backend] if settings.drafts_by_head else []
     if role == "target" and settings.shards > 1:
         options += ["--shards", str(settings.shards)]
     if settings.simulate is not None:

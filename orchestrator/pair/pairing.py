@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.pair.chat import chat_template
-from outrider.orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model
+from outrider.orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model, read_json
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.pair.vocabulary import require_same
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
+from outrider.protocol.heads import head_kind
 from outrider.protocol.profile import Profile
 
 
@@ -49,7 +50,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     if settings.model is None:
         target, draft = embedded_pair()
         names = (target, draft)
-    elif settings.draft_model is None and settings.draft_backend == "mlx":
+    elif settings.draft_model is None and settings.draft_backend in ("mlx", "auto"):
         settings = replace(settings, draft_backend="ngram")
         notes = ("no draft model is named (--draft-model), so drafts come from n-grams of the text alone",)
     if not settings.needs_draft_model:
@@ -58,6 +59,8 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     draft_files = find_model(names[1]) if names[1] is not None and settings.draft_backend != "replay" else None
     if settings.replay is not None and not settings.replay.is_file():
         raise ModelError(f"no such path: {settings.replay}; expected the replay drafter's script")
+    if draft_files is not None:
+        settings, draft_files = _recognised(settings, draft_files)
     folders = replace(
         settings,
         model=str(target_files.folder),
@@ -73,6 +76,18 @@ def read_pair(pair: ChosenPair) -> PairText:
         ModelError: a tokenizer can't be read, or the vocabularies differ; the message says how.
     """
     codec = load_codec(pair.target)
-    if pair.draft is not None:
+    if pair.draft is not None and not pair.settings.drafts_by_head:
         require_same(codec, load_codec(pair.draft))
     return PairText(pair, codec, chat_template(pair.target.folder))
+
+
+def _recognised(settings: ServeSettings, files: ModelFiles) -> tuple[ServeSettings, ModelFiles]:
+    """The backend that `auto` means for this draft. A head has the target's tokens and context, whatever it says."""
+    kind = head_kind(read_json(files.folder / "config.json"))
+    if settings.draft_backend == "auto":
+        settings = replace(settings, draft_backend=kind or "mlx")
+    if settings.drafts_by_head:
+        return settings, replace(files, vocab_size=None, context_length=None)
+    if kind is not None:
+        raise ModelError(f"{files.name} is a head that reads the target; expected draft_backend {kind} or auto for it")
+    return settings, files

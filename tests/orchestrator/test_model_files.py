@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -85,6 +86,25 @@ def test_backends_without_a_model_have_none():
 def test_a_replay_script_must_be_there(tmp_path):
     with pytest.raises(ModelError, match="replay drafter's script"):
         choose_pair(ServeSettings(draft_backend="replay", replay=tmp_path / "none.json"))
+
+
+EAGLE3 = [{"architectures": ["LlamaForCausalLMEagle3"]}, {"speculators_model_type": "eagle3"}]
+
+
+@pytest.mark.parametrize("config", EAGLE3)
+def test_auto_knows_a_head_from_a_model_by_its_config(tmp_path, config):
+    """A head has no tokenizer: its tokens are the target's, and so is its context."""
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    head = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(tmp_path), draft_backend="auto")
+    pair = choose_pair(head)
+    assert pair.settings.draft_backend == "eagle3" and pair.settings.colocate
+    assert pair.draft is not None and pair.draft.context_length is None
+    assert read_pair(pair).codec is not None
+    model = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(EMBEDDED_DRAFT), draft_backend="auto")
+    assert choose_pair(model).settings.draft_backend == "mlx"
+    with pytest.raises(ModelError, match="is a head that reads the target; expected draft_backend eagle3 or auto"):
+        choose_pair(replace(head, draft_backend="mlx"))
 
 
 @pytest.mark.parametrize("colocate", [False, True])

@@ -52,6 +52,8 @@ from outrider.protocol.errors import InvalidRequest
             ({"colocate": True, "draft_backend": b, "replay": Path("r")}, f"draft_backend {b} has no place")
             for b in ("coreml", "replay", "ngram", "none")
         ),
+        ({"draft_backend": "eagle3"}, "draft_backend eagle3 has no head to draft with; expected draft_model"),
+        ({"draft_backend": "eagle3", "model": "m", "draft_model": "d", "mode": "ssd"}, "take turns in one process"),
         ({"colocate": True, "simulate": Path("m.json")}, "colocate keeps to no latency profile"),
         ({"colocate": True, "mode": "ssd"}, "take turns in one process; expected mode sd, ar or auto"),
         ({"colocate": True, "model": "m"}, "no model to draft with; expected draft_model"),
@@ -98,8 +100,10 @@ def test_every_setting_is_a_flag_that_says_the_same():
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
     waiting = ServeSettings(await_target=True)
+    by_head = ServeSettings(model="m", draft_model="d", draft_backend="eagle3")
+    assert by_head.colocate and not by_head.has_draft_worker
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")
-    all_of_them = (said, colocated, prefilled, waiting)
+    all_of_them = (said, colocated, prefilled, waiting, by_head)
     assert all(any(getattr(s, f.name) != getattr(ServeSettings(), f.name) for s in all_of_them) for f in fields(said))
     parser = Parser(prog="x")
     serve.add_flags(parser)

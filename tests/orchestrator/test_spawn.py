@@ -56,6 +56,9 @@ def test_commands_say_what_the_settings_say():
     colocated = ServeSettings(model="/m", draft_model="/d", colocate=True)
     command = spawn.worker_command("target", "target-0", "ipc:///e", colocated)
     assert command[command.index("--draft-model") + 1] == "/d"
+    by_head = ServeSettings(model="/m", draft_model="/d", draft_backend="eagle3")
+    command = spawn.worker_command("target", "target-0", "ipc:///e", by_head)
+    assert command[command.index("--draft-backend") + 1] == "eagle3" and "/d" in command
     simulated = ServeSettings(model="/m", draft_model="/d", simulate=Path("/machine"))
     for role in ("target", "draft"):
         command = spawn.worker_command(role, "w", "ipc:///e", simulated)

@@ -1,0 +1,1 @@
+"""Drafters that read the target: small heads that make of its hidden rows what it will say next."""

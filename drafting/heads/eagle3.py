@@ -1,0 +1,202 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a layer over the fused rows of three of the target's layers.
+
+The forward of the official, SpecForge and speculators heads, for their differences are switches: where the residual
+begins, which norms stand before and behind. Names of weights are speculators'. Knows no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import initialize_rope
+
+from outrider.engine.flat import FlatCache, attention
+from outrider.engine.taps import TapPoints
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """Sizes and switches. `taps`: layers' outputs. `embeds`: it has an embedding of its own.
+
+    `norm_before_residual`: the residual of the first layer is the normed feature. `fc_norm`: each tapped row is normed
+    before they are fused, `input_norm`: all of them as one. `norm_output`: what stands in for a feature is normed.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    taps: tuple[int, ...]
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    context_length: int = 2048
+    embeds: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    fc_norm: bool = False
+    input_norm: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    """Over vectors of `width`, which may be wider than what it gives."""
+
+    def __init__(self, config: Eagle3Config, width: int) -> None:
+        super().__init__()
+        self._heads, self._kv_heads, self._dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.q_proj = nn.Linear(width, self._heads * self._dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, self._kv_heads * self._dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, self._kv_heads * self._dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(self._heads * self._dim, config.hidden_size, bias=config.attention_bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self._dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self._dim, eps=config.rms_norm_eps)
+        self.rope = initialize_rope(self._dim, config.rope_theta, False, config.rope_scaling, config.context_length)
+
+    def __call__(self, x: mx.array, mask: Any, cache: FlatCache) -> mx.array:
+        count = x.shape[1]
+        queries = self._by_head(self.q_proj(x), self._heads, "q_norm")
+        keys = self._by_head(self.k_proj(x), self._kv_heads, "k_norm")
+        values = self._by_head(self.v_proj(x), self._kv_heads)
+        queries, keys = self.rope(queries, offset=cache.offset), self.rope(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+        found = attention(queries, keys, values, cache=cache, scale=self._dim**-0.5, mask=mask)
+        out: mx.array = self.o_proj(found.swapaxes(1, 2).reshape(1, count, -1))
+        return out
+
+    def _by_head(self, x: mx.array, heads: int, norm: str = "") -> mx.array:
+        parted = x.reshape(1, x.shape[1], heads, self._dim)
+        return (self[norm](parted) if norm in self else parted).swapaxes(1, 2)
+
+
+class Layer(nn.Module):  # type: ignore[misc]
+    """A Llama layer; the `first` one sees the token's embedding beside the feature."""
+
+    def __init__(self, config: Eagle3Config, first: bool) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self._norm_before_residual = config.norm_before_residual
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        if first:
+            self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.self_attn = Attention(config, 2 * size if first else size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.mlp = Mlp(size, config.intermediate_size)
+
+    def __call__(self, x: mx.array, embedded: mx.array | None, mask: Any, cache: FlatCache) -> mx.array:
+        residual = x
+        if embedded is None:
+            seen = self.input_layernorm(x)
+        else:
+            normed = self.hidden_norm(x)
+            residual = normed if self._norm_before_residual else x
+            seen = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
+        h = residual + self.self_attn(seen, mask, cache)
+        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
+        return out
+
+
+class Mlp(nn.Module):  # type: ignore[misc]
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Eagle3(nn.Module):  # type: ignore[misc]
+    """A `Head`. `embed`: the target's embedding, for one without; `target_ids` [V_d]: its tokens' numbers there."""
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        embed: Callable[[mx.array], mx.array],
+        target_ids: mx.array | None = None,
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self._config, self._embed, self._target_ids = config, embed, Held(target_ids)
+        fused = len(config.taps) * config.target_hidden_size
+        if config.fc_norm:
+            self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.taps]
+        if config.input_norm:
+            self.input_norm = nn.RMSNorm(fused, eps=eps)
+        self.fc = nn.Linear(fused, size, bias=False)
+        if config.embeds:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.layers = [Layer(config, number == 0) for number in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+
+    @property
+    def points(self) -> TapPoints:
+        return TapPoints(self._config.taps)
+
+    @property
+    def context_length(self) -> int:
+        return self._config.context_length
+
+    @property
+    def bytes_per_pair(self) -> int:
+        config = self._config
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * self._dtype.size
+
+    def fuse(self, rows: mx.array) -> mx.array:
+        rows = rows.astype(self._dtype)
+        if "fc_norm" in self:
+            parts = mx.split(rows, len(self.fc_norm), axis=-1)
+            rows = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
+        fused: mx.array = self.fc(self.input_norm(rows) if "input_norm" in self else rows)
+        return fused
+
+    def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
+        embed = self.embed_tokens if "embed_tokens" in self else self._embed
+        embedded, x = embed(tokens).astype(self._dtype), features
+        mask = caches[0].make_mask(tokens.shape[1])
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            x = layer(x, embedded if number == 0 else None, mask, cache)
+        return x
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        own: mx.array = self.lm_head(self.norm(hidden)).astype(mx.float32)
+        ids = self._target_ids.array
+        if ids is None:
+            return own
+        whole = mx.full((own.shape[0], self._config.vocab_size), -mx.inf)
+        whole[:, ids] = own
+        return whole
+
+    def onward(self, hidden: mx.array) -> mx.array:
+        normed: mx.array = self.norm(hidden)
+        return normed if self._config.norm_output else hidden
+
+    @property
+    def _dtype(self) -> mx.Dtype:
+        dtype: mx.Dtype = self.fc.weight.dtype
+        return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An array that is none of a module's weights."""
+
+    array: mx.array | None

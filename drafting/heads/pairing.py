@@ -1,0 +1,83 @@
+"""Is a head fed what it was trained on? Tried when it is loaded, on a text that the target writes.
+
+Which row goes with which token, and how layers are counted, differs among formats and is wrong silently: nothing fails,
+the head only agrees less. So it is fed the right way and a few wrong ones, and how often it says the target's own next
+token is compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+import mlx.core as mx
+
+from outrider.drafting.heads.head import Head
+from outrider.drafting.heads.pairs import PairFeed, Pairs
+from outrider.engine.loading import LoadedModel
+from outrider.engine.slots import open_slots
+from outrider.engine.taps import Taps
+from outrider.engine.verify import verify
+from outrider.protocol.errors import ModelError
+from outrider.protocol.sampling import SamplingParams
+
+_LENGTH = 64
+_LEAST = 0.1  # a head of this target agrees far more often, and chance is far less
+_CLEARLY = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How often the head says the target's next token: as it is fed, and fed in other ways, by their names."""
+
+    own: float
+    others: dict[str, float]
+
+    @property
+    def doubt(self) -> str:
+        """What looks wrong, in a sentence; empty if nothing does."""
+        best = max(self.others, key=self.others.__getitem__, default="")
+        if best and self.others[best] > self.own + _CLEARLY:
+            return (
+                f"the head agrees with the target in {self.own:.0%} of the tokens of a trial, and in"
+                f" {self.others[best]:.0%} with {best}: its config.json may count otherwise; drafts will be poor"
+            )
+        if self.own < _LEAST:
+            return (
+                f"the head agrees with the target in {self.own:.0%} of the tokens of a trial; expected one that was"
+                " trained for this target: drafts will be poor"
+            )
+        return ""
+
+
+def agreement(head: Head, model: LoadedModel) -> Agreement:
+    """Writes a text with the target and lets the head foretell it."""
+    slot = open_slots(model, [[0]], [SamplingParams(temp=1.0, seed=1)])[0]
+    text = [0, *(verify(slot).bonus for _ in range(_LENGTH))]
+    own = _share(head, model, text)
+    others = {f"tokens {_away(by)}": _share(head, model, text, tokens=by) for by in (-1, 1)}
+    for by in (-1, 1):
+        try:
+            others[f"layers {_away(by)}"] = _share(head, model, text, layers=by)
+        except ModelError:  # there is no such layer
+            continue
+    return Agreement(own, others)
+
+
+def _away(by: int) -> str:
+    return "one further on" if by > 0 else "one further back"
+
+
+def _share(head: Head, model: LoadedModel, text: list[int], tokens: int = 0, layers: int = 0) -> float:
+    """How often it is right with tokens, or layers, so far from where they belong."""
+    points = replace(head.points, layers=tuple(number + layers for number in head.points.layers))
+    rows: list[mx.array] = []
+    logits = Taps(model.model, points, head.fuse).forward(
+        lambda: model.model(mx.array([text]))[0], [(len(text), rows.append)]
+    )
+    pairs = Pairs(head)
+    begin, end = 0, len(text) - 1 - max(tokens, 0)
+    behind = slice(begin + 1 + tokens, end + 1 + tokens)
+    hidden = pairs.hidden([PairFeed(pairs.open(), mx.array(text[behind], mx.int32), rows[0][begin:end])])
+    said, truth = mx.argmax(head.logits(hidden), axis=-1), mx.argmax(logits[behind], axis=-1)
+    return cast(float, (said == truth).mean().item())

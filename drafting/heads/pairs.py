@@ -1,0 +1,58 @@
+"""What a head remembers of all its texts, and one forward over pairs of many of them.
+
+Texts share forwards as the target's do, in rows of flat buffers. Knows pairs and hidden vectors; nothing of what is
+chosen by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from outrider.drafting.heads.head import Head
+from outrider.engine.flat import Piece
+from outrider.engine.flat_rows import FlatRows, FlatText
+
+_LONG = 32  # so many pairs attend by themselves, as a prompt's do: they would pad all others
+
+
+@dataclass(frozen=True, slots=True)
+class PairFeed:
+    """The next pairs of a text: tokens [N], maybe unread, each behind the token of its feature [N, W]."""
+
+    text: FlatText
+    tokens: mx.array
+    features: mx.array
+
+    @property
+    def count(self) -> int:
+        return int(self.features.shape[0])
+
+
+class Pairs(FlatRows):
+    """The texts of one head. A text's `length` counts its pairs."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._head = head
+
+    def forward(self, feeds: Sequence[PairFeed]) -> mx.array:
+        """Feeds them all, which stand in the order of their rows; the hidden vector of each one's last pair [R, H]."""
+        order = sorted(feeds, key=lambda feed: feed.count > _LONG)
+        hidden = self.hidden(order)
+        ends = np.cumsum([feed.count for feed in order]) - 1
+        last = dict(zip((feed.text.row for feed in order), ends.tolist(), strict=True))
+        return mx.take(hidden, mx.array([last[feed.text.row] for feed in feeds], mx.int32), axis=0)
+
+    def hidden(self, feeds: Sequence[PairFeed]) -> mx.array:
+        """The hidden vectors of all their pairs [T, H], one feed's after the other's, long ones behind short ones."""
+        self._frame.begin([Piece(f.text.row, f.text.length, f.count, f.count > _LONG) for f in feeds])
+        tokens = mx.concatenate([feed.tokens for feed in feeds])
+        features = mx.concatenate([feed.features for feed in feeds])
+        hidden = self._head(tokens[None], features[None], self._caches)[0]
+        for feed in feeds:
+            feed.text.length += feed.count
+        return hidden

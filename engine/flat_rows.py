@@ -1,0 +1,78 @@
+"""The rows of flat buffers, one a text: opened, closed, copied; what is fed into them is another's.
+
+Those in use stand in front, so that a forward sees a block of rows. Knows rows and lengths; nothing of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from outrider.engine import flat
+from outrider.engine.buffers import EARLY
+from outrider.engine.cache import window_of
+from outrider.engine.flat import FlatCache, Frame
+from outrider.engine.prompt_cache import Saved, Start
+
+
+class FlatText:
+    """A row of the flat buffers."""
+
+    marks_freely = True
+    exact = True
+
+    def __init__(self, row: int) -> None:
+        self.row, self.length = row, 0
+
+    def mark(self) -> None:
+        """Any length can be returned to."""
+
+    def roll_back(self, length: int) -> None:
+        """What lies behind is overwritten by the next forward."""
+        self.length = min(length, self.length)
+
+
+class FlatRows:
+    """One buffer a layer of `model`, for all its texts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        flat.install(model)
+        self._frame = Frame()
+        made = make_prompt_cache(model)
+        self._caches = [
+            FlatCache(self._frame, window_of(cache), EARLY * number // len(made)) for number, cache in enumerate(made)
+        ]
+        self._texts: list[FlatText] = []
+
+    def open(self) -> FlatText:
+        self._texts.append(FlatText(len(self._texts)))
+        return self._texts[-1]
+
+    def close(self, text: FlatText) -> None:
+        """The last row moves into the gap; buffers that nobody uses are given back."""
+        last = self._texts.pop()
+        if last is not text:
+            for cache in self._caches:
+                cache.move(last.row, text.row, last.length)
+            last.row = text.row
+            self._texts[text.row] = last
+        if not self._texts:
+            for cache in self._caches:
+                cache.clear()
+
+    def save(self, text: FlatText, length: int) -> Saved:
+        saved = Saved(length, tuple(cache.saved(text.row, length) for cache in self._caches))
+        mx.eval(saved.layers)
+        return saved
+
+    def adopt(self, text: FlatText, start: Start) -> None:
+        for cache, (keys, values) in zip(self._caches, start.saved.columns(start.length), strict=True):
+            cache.adopt(text.row, keys, values)
+        text.length = start.length
+        mx.eval(self.state())
+
+    def state(self) -> list[Any]:
+        return [cache.state for cache in self._caches]

@@ -1,0 +1,186 @@
+"""Random EAGLE-3 heads in each published layout, and their forward in numpy, which knows nothing of ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+H, HEADS, KV_HEADS, DIM, INNER, V, V_D, LAYERS = 48, 4, 2, 12, 40, 258, 90, 8
+TARGET = {"hidden_size": H, "num_hidden_layers": LAYERS, "max_position_embeddings": 512}
+EPS, THETA = 1e-5, 5000.0
+
+_SIZES = {
+    "hidden_size": H,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "intermediate_size": INNER,
+    "rms_norm_eps": EPS,
+    "rope_theta": THETA,
+    "num_hidden_layers": 1,
+    "vocab_size": V,
+    "model_type": "llama",
+}
+OFFICIAL = {**_SIZES, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": V_D}
+SPECULATORS = {
+    "speculators_model_type": "eagle3",
+    "architectures": ["Eagle3Speculator"],
+    "draft_vocab_size": V_D,
+    "transformer_layer_config": _SIZES,
+}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # name: (config, what the weights are like)
+    "SafeAI": (OFFICIAL, {}),
+    "SpecForge": ({**OFFICIAL, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}}, {"embeds": True}),
+    "SpecForge 3.1": ({**OFFICIAL, "norm_output": True}, {"fc_norm": True, "prefix": "model."}),
+    "speculators": (
+        {**SPECULATORS, "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [2, 4, 7]},
+        {"name": "layers.0.", "embeds": True},
+    ),
+    "speculators, deeper": (
+        {**SPECULATORS, "norm_before_fc": True},
+        {"name": "layers.0.", "input_norm": True, "layers": 2, "qk_norm": True, "bias": True},
+    ),
+    "whole vocabulary": ({**OFFICIAL, "draft_vocab_size": V}, {"vocab": V, "d2t": False}),
+}
+TAPS = {"SpecForge": (0, 3, 5), "speculators": (1, 3, 6)}
+OFFICIAL_TAPS = (1, LAYERS // 2 - 1, LAYERS - 4)
+
+
+def weights_of(
+    seed: int = 0,
+    *,
+    name: str = "midlayer.",
+    prefix: str = "",
+    embeds: bool = False,
+    fc_norm: bool = False,
+    input_norm: bool = False,
+    qk_norm: bool = False,
+    bias: bool = False,
+    layers: int = 1,
+    vocab: int = V_D,
+    d2t: bool = True,
+) -> dict[str, Array]:
+    """As a checkpoint has them."""
+    draws = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int) -> Array:
+        return (draws.standard_normal((rows, columns)) * 1.3 / columns**0.5).astype(np.float32)
+
+    def gains(count: int) -> Array:
+        return (1 + 0.3 * draws.standard_normal(count)).astype(np.float32)
+
+    found: dict[str, Array] = {
+        "fc.weight": matrix(H, 3 * H),
+        "norm.weight": gains(H),
+        "lm_head.weight": matrix(vocab, H),
+    }
+    if embeds:
+        found["embed_tokens.weight"] = matrix(V, H)
+    if fc_norm:
+        found |= {f"fc_norm.{i}.weight": gains(H) for i in range(3)}
+    if input_norm:
+        found["input_norm.weight"] = gains(3 * H)
+    for number in range(layers):
+        at = name if number == 0 else f"layers.{number}."
+        width = 2 * H if number == 0 else H
+        for norm in ("input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if number == 0 else [])):
+            found[f"{at}{norm}.weight"] = gains(H)
+        shapes = {"q": (HEADS * DIM, width), "k": (KV_HEADS * DIM, width), "v": (KV_HEADS * DIM, width), "o": (H, H)}
+        for key, shape in shapes.items():
+            found[f"{at}self_attn.{key}_proj.weight"] = matrix(*shape)
+            if bias:
+                found[f"{at}self_attn.{key}_proj.bias"] = 0.2 * gains(shape[0])
+        if qk_norm:
+            found |= {f"{at}self_attn.{key}_norm.weight": gains(DIM) for key in "qk"}
+        for key, shape in {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}.items():
+            found[f"{at}mlp.{key}_proj.weight"] = matrix(*shape)
+    if d2t:
+        ids = np.sort(draws.permutation(V)[:vocab])
+        found["d2t"] = (ids - np.arange(vocab)).astype(np.int64)
+        found["t2d"] = np.isin(np.arange(V), ids)
+    return {prefix + key if "d2t" not in key and "t2d" not in key else key: value for key, value in found.items()}
+
+
+def write(folder: Path, layout: str, seed: int = 0, **other: Any) -> Path:
+    """A checkpoint of this layout; `other` weights in place of its own, None for one that is missing."""
+    config, kind = LAYOUTS[layout]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {**weights_of(seed, **kind), **other}
+    arrays = {key: mx.array(value) for key, value in weights.items() if value is not None}
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    return folder
+
+
+class NumpyHead:
+    """The forward of a published head, by the papers' formulas, over all pairs at once and without a cache."""
+
+    def __init__(self, layout: str, embedding: Array, seed: int = 0) -> None:
+        self.config, kind = LAYOUTS[layout]
+        weights = weights_of(seed, **kind)
+        self.w = {key.removeprefix("model.").replace("midlayer.", "layers.0."): v for key, v in weights.items()}
+        self.embedding = self.w.get("embed_tokens.weight", embedding)
+        self.layers = kind.get("layers", 1)
+
+    def fuse(self, rows: Array) -> Array:
+        if "fc_norm.0.weight" in self.w:
+            parts = np.split(rows, 3, axis=-1)
+            rows = np.concatenate([_norm(p, self.w[f"fc_norm.{i}.weight"]) for i, p in enumerate(parts)], axis=-1)
+        if "input_norm.weight" in self.w:
+            rows = _norm(rows, self.w["input_norm.weight"])
+        return rows @ self.w["fc.weight"].T
+
+    def __call__(self, tokens: Array, features: Array) -> tuple[Array, Array]:
+        """Logits over the target's vocabulary, and what stands in for the next features: [T, V], [T, H]."""
+        x = features
+        for number in range(self.layers):
+            w = {k.removeprefix(f"layers.{number}."): v for k, v in self.w.items() if k.startswith(f"layers.{number}.")}
+            residual = x
+            seen = _norm(x, w["hidden_norm.weight"] if number == 0 else w["input_layernorm.weight"])
+            if number == 0:
+                residual = seen if self.config.get("norm_before_residual") else x
+                seen = np.concatenate([_norm(self.embedding[tokens], w["input_layernorm.weight"]), seen], axis=-1)
+            h = residual + _attention(w, seen)
+            inner = _norm(h, w["post_attention_layernorm.weight"])
+            gate = inner @ w["mlp.gate_proj.weight"].T
+            x = h + (gate / (1 + np.exp(-gate)) * (inner @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+        normed = _norm(x, self.w["norm.weight"])
+        own = normed @ self.w["lm_head.weight"].T
+        logits = np.full((len(own), V), -np.inf, np.float32)
+        logits[:, np.arange(own.shape[1]) + self.w.get("d2t", 0)] = own
+        return logits, normed if self.config.get("norm_output") else x
+
+
+def _norm(x: Array, weight: Array) -> Array:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS) * weight
+
+
+def _attention(w: dict[str, Array], x: Array) -> Array:
+    def heads(key: str, count: int) -> Array:
+        y = x @ w[f"self_attn.{key}_proj.weight"].T + w.get(f"self_attn.{key}_proj.bias", 0)
+        y = y.reshape(len(x), count, DIM).swapaxes(0, 1)
+        norm = w.get(f"self_attn.{key}_norm.weight")
+        return y if norm is None else _norm(y, norm)
+
+    queries, keys, values = _turned(heads("q", HEADS)), _turned(heads("k", KV_HEADS)), heads("v", KV_HEADS)
+    keys, values = keys.repeat(HEADS // KV_HEADS, axis=0), values.repeat(HEADS // KV_HEADS, axis=0)
+    scores = queries @ keys.swapaxes(1, 2) / DIM**0.5
+    scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    found = (weights / weights.sum(axis=-1, keepdims=True)) @ values
+    joint = found.swapaxes(0, 1).reshape(len(x), -1)
+    return joint @ w["self_attn.o_proj.weight"].T + w.get("self_attn.o_proj.bias", 0)
+
+
+def _turned(x: Array) -> Array:
+    """The rope of Llama: halves of a head turn together."""
+    half = DIM // 2
+    angles = np.arange(x.shape[1])[:, None] * THETA ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1)

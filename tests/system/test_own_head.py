@@ -1,0 +1,23 @@
+"""A head is named on the command line, drafts in the target's process and is told apart from a model by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.orchestrator import LocalCluster
+from outrider.protocol.sampling import SamplingParams
+from tests.target_worker.heads import markov_llama, write_feature_head
+
+
+def test_a_cluster_drafts_by_a_head_and_says_what_it_would_say_alone(tmp_path: Path) -> None:
+    target = markov_llama(tmp_path / "target")
+    head = write_feature_head(tmp_path / "head", target)
+    with LocalCluster(
+        model=tmp_path / "target", draft_model=head, draft_backend="auto", ngrams=False, memory=False
+    ) as cluster:
+        client = cluster.client()
+        for temp in (0.0, 0.8):
+            params = SamplingParams(max_tokens=24, temp=temp, seed=3, ignore_eos=True)
+            alone, by_head = (client.generate([40, 41, 42], params, mode=mode) for mode in ("ar", "sd"))
+            assert alone.token_ids == by_head.token_ids and len(alone.token_ids) == 24
+            assert by_head.timings.draft_n_accepted > (0 if temp else 8)

@@ -1,0 +1,133 @@
+"""A target whose next token follows from the last one, and EAGLE-3 heads that are made for it instead of trained.
+
+The target's layers add nothing, so its hidden rows are embeddings and its text is a chain of Markov's. `token_head`
+foretells it from the token alone, to any depth and in its very logits; `feature_head` from the target's row alone, one
+token deep; `random_head` says anything.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from outrider.drafting.heads.drafter import HeadDrafter
+from outrider.drafting.heads.eagle3 import Eagle3
+from outrider.drafting.heads.eagle3_files import build
+from outrider.engine.loading import LoadedModel, load
+from tests.tiny import VOCAB_SIZE, write_model
+
+H, LAYERS, KNOWN = 64, 4, 200
+_CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": H,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB_SIZE,
+    "draft_vocab_size": KNOWN,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def markov_llama(folder: Path, scale: float = 3.0) -> LoadedModel:
+    """A Llama in whose layers nothing is added."""
+    path = write_model(folder, "llama", 5, scale=scale, num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    weights = mx.load(str(path / "model.safetensors"))
+    assert isinstance(weights, dict)
+    for key in weights:
+        if key.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[key] = mx.zeros_like(weights[key])
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return load(path)
+
+
+def token_head(target: LoadedModel) -> Eagle3:
+    """Attention of each pair to itself, by the token's embedding, and the target's own last layers."""
+    ids = _known_ids()
+    weights = _nothing()
+    same = np.concatenate([np.eye(H), np.zeros((H, H))], axis=1)
+    for key, value in (("q", 6 * same), ("k", 6 * same), ("v", same), ("o", np.eye(H))):
+        weights[f"midlayer.self_attn.{key}_proj.weight"] = value
+    weights["norm.weight"] = np.array(target.model.model.norm.weight)
+    weights["lm_head.weight"] = np.array(target.model.lm_head(mx.eye(H))).T[ids]
+    weights["midlayer.hidden_norm.weight"] = np.zeros(H)  # of a normed feature nothing is left, in the residual either
+    return _built(weights, target, ids, norm_before_residual=True)
+
+
+def feature_head(target: LoadedModel) -> Eagle3:
+    """The most likely token after the most likely one, by the target's row alone."""
+    return _built(_feature_weights(target), target, np.arange(KNOWN))
+
+
+def _feature_weights(target: LoadedModel) -> dict[str, Array]:
+    weights = _nothing()
+    weights["fc.weight"] = np.concatenate([np.zeros((H, 2 * H)), np.eye(H)], axis=1)
+    logits = np.array(target.model(mx.arange(VOCAB_SIZE)[:, None])[:, 0])
+    after = logits.argmax(axis=-1)[logits.argmax(axis=-1)]
+    table = _embedding(target)
+    table = table / np.linalg.norm(table, axis=-1, keepdims=True)
+    rows = np.zeros((VOCAB_SIZE, H))
+    np.add.at(rows, after, table)
+    weights["lm_head.weight"] = rows[:KNOWN]
+    return weights
+
+
+def write_feature_head(folder: Path, target: LoadedModel) -> Path:
+    """The same, as a checkpoint."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    mx.save_safetensors(str(folder / "model.safetensors"), _arrays(_feature_weights(target), np.arange(KNOWN)))
+    return folder
+
+
+def random_head(target: LoadedModel, seed: int = 0) -> Eagle3:
+    draws = np.random.default_rng(seed)
+    weights = {key: value + draws.standard_normal(value.shape) * 0.3 for key, value in _nothing().items()}
+    return _built(weights, target, _known_ids())
+
+
+def drafter(head: Eagle3, target: LoadedModel) -> HeadDrafter:
+    return HeadDrafter(head, target.vocab_size, 0)
+
+
+def _known_ids() -> Array:
+    """The target's names of the head's tokens: in the middle some are missing."""
+    return np.sort(np.random.default_rng(1).permutation(VOCAB_SIZE)[:KNOWN])
+
+
+def _embedding(target: LoadedModel) -> Array:
+    return np.array(target.model.model.embed_tokens(mx.arange(VOCAB_SIZE)))
+
+
+def _nothing() -> dict[str, Array]:
+    """A head that adds nothing to anything."""
+    weights = {
+        "fc.weight": np.zeros((H, 3 * H)),
+        "norm.weight": np.ones(H),
+        "lm_head.weight": np.zeros((KNOWN, H)),
+        "midlayer.mlp.gate_proj.weight": np.zeros((32, H)),
+        "midlayer.mlp.up_proj.weight": np.zeros((32, H)),
+        "midlayer.mlp.down_proj.weight": np.zeros((H, 32)),
+    }
+    weights |= {f"midlayer.self_attn.{key}_proj.weight": np.zeros((H, 2 * H)) for key in "qkv"}
+    weights["midlayer.self_attn.o_proj.weight"] = np.zeros((H, H))
+    names = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    return weights | {f"midlayer.{name}.weight": np.ones(H) for name in names}
+
+
+def _built(weights: dict[str, Array], target: LoadedModel, ids: Array, **config: Any) -> Eagle3:
+    embed = target.model.model.embed_tokens
+    arrays = _arrays(weights, ids)
+    return build({**_CONFIG, **config}, arrays, target.config, target.vocab_size, lambda tokens: embed(tokens))
+
+
+def _arrays(weights: dict[str, Array], ids: Array) -> dict[str, mx.array]:
+    arrays = {key: mx.array(value.astype(np.float32)) for key, value in weights.items()}
+    return arrays | {"d2t": mx.array(ids - np.arange(len(ids)))}

@@ -1,0 +1,246 @@
+"""A head beside the target: the text is the target's own, chains come of true rows, whatever it does ends nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafting.heads.drafter import HeadDrafter, Line
+from outrider.drafting.heads.eagle3 import Eagle3
+from outrider.drafting.heads.follower import MOST_WAITING, Follower
+from outrider.drafting.heads.pairing import agreement
+from outrider.drafting.heads.pairs import Pairs
+from outrider.drafting.work_ahead import Continuation
+from outrider.engine.loading import LoadedModel
+from outrider.engine.open_texts import open_texts
+from outrider.engine.sampling import Sampler
+from outrider.engine.slots import Slot
+from outrider.engine.taps import Taps
+from outrider.engine.texts import FlatTexts
+from outrider.engine.verify import Ask, Reading, begin
+from outrider.protocol.messages import Open, Outcome, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.own_head import ColocatedHead
+from outrider.target_worker.worker import TargetWorker
+from tests.ahead import said
+from tests.system.links import FakeLink, answered
+from tests.target_worker.heads import drafter, feature_head, markov_llama, random_head, token_head
+
+LENGTH, DEPTH = 40, 3
+PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
+Heads = Callable[[LoadedModel], Eagle3]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int = 1) -> list[list[Outcome]]:
+    """The outcomes of so many requests at once, each of `LENGTH` tokens."""
+    opens = [
+        Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n if temp else None))
+        for n, prompt in enumerate(PROMPTS[:requests])
+    ]
+    link = FakeLink("target-0", deque(opens))
+    worker = TargetWorker(link, target, colocated=ColocatedHead(own) if own else None)  # type: ignore[arg-type]
+    found = answered(worker, link, ())
+    draft = DEPTH if own else 0
+    go = [Verify(o.request, 0, 1, len(o.tokens) + 1, (), going_on=True, draft=draft, room=LENGTH) for o in opens]
+    found += answered(worker, link, go)
+    assert all(isinstance(one, Outcome) for one in found), found
+    assert not own or len(own._pairs._texts) <= requests
+    return [[one for one in found if one.request == o.request] for o in opens]
+
+
+def texts(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
+    return [[t for a in one for t in [*(a.drafted or ())[: a.accepted], a.bonus]] for one in outcomes]
+
+
+def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
+    """Tokens of chains that held, a verify."""
+    rounds = [a for one in outcomes for a in one if a.drafted is not None]
+    return sum(a.accepted for a in rounds) / len(rounds)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("requests", [1, 4])
+@pytest.mark.parametrize("head", [token_head, feature_head, random_head])
+def test_the_text_is_the_targets_own(target: LoadedModel, head: Heads, temp: float, requests: int) -> None:
+    truth = texts(run(target, None, temp, requests))
+    outcomes = run(target, drafter(head(target), target), temp, requests)
+    assert texts(outcomes) == truth
+    assert any(a.drafted for one in outcomes for a in one)
+
+
+class Liar(HeadDrafter):
+    """Says nothing, garbage, tokens that nobody has, or the end of the text in the middle."""
+
+    def continuations(self, lines: Sequence[Line], depths: Sequence[int]) -> list[Continuation]:
+        draws = np.random.default_rng(sum(len(line.tokens) for line in lines))
+        kinds = [(), (3, 999_999, 5), (0, 0), tuple(draws.integers(0, 258, 3).tolist())]
+        return [Continuation(kinds[int(draws.integers(4))]) for _ in lines]
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("requests", [1, 4])
+def test_lies_change_no_text(target: LoadedModel, temp: float, requests: int) -> None:
+    liar = Liar(random_head(target), target.vocab_size, 0)
+    assert texts(run(target, liar, temp, requests)) == texts(run(target, None, temp, requests))
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_a_head_with_the_targets_logits_is_right_wherever_it_knows_the_token(target: LoadedModel, temp: float) -> None:
+    """At a temperature too: its noise is the target's, by the target's names of tokens."""
+    head = token_head(target)
+    known = set(head._target_ids.array.tolist())  # type: ignore[union-attr]
+    rounds = [a for one in run(target, drafter(head, target), temp, 4) for a in one if a.drafted]
+    missed = [a for a in rounds if a.accepted < len(a.drafted or ())]
+    assert len(rounds) > 20 and sum(a.accepted for a in rounds) > len(rounds)
+    assert sum(a.bonus in known for a in missed) <= 1  # its attention is to itself all but exactly
+
+
+def test_features_are_used_and_of_the_right_tokens(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token deep the head knows the text from the row alone; from none, or the row before it, it does not."""
+    fresh = accepted(run(target, drafter(feature_head(target), target), 0.0, 4))
+    zeroed = feature_head(target)
+    monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros((rows.shape[0], 64)))
+    stale = feature_head(target)
+    fuse = stale.fuse
+    monkeypatch.setattr(stale, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
+    assert fresh > 0.6
+    assert accepted(run(target, drafter(zeroed, target), 0.0, 4)) < 0.3
+    assert accepted(run(target, drafter(stale, target), 0.0, 4)) < fresh - 0.3
+
+
+def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: LoadedModel) -> None:
+    """Over many rounds, in company: what was drafted leaves nothing behind, and no row is lost or read twice."""
+    head = random_head(target)
+    own, held = drafter(head, target), open_texts(target)
+    assert isinstance(held, FlatTexts)
+    held.tap(Taps(target.model, head.points, head.fuse))
+    slots = [Slot(target, held, [50 + n, 60, *range(70, 90)], SamplingParams()) for n in range(3)]
+    followers = [own.follow(SamplingParams()) for _ in slots]
+    heard: list[list[mx.array]] = [[] for _ in slots]
+    for slot, follower, rows in zip(slots, followers, heard, strict=True):
+        slot.listener = lambda at, new, f=follower, r=rows: (f.hear(at, new), r.append(new))
+    begin([], [Reading(slot, 10) for slot in slots]).verdicts()
+    begin([], [Reading(slot, 11) for slot in slots]).verdicts()
+    draws = np.random.default_rng(7)
+    logits = np.array(target.model(mx.arange(258)[:, None])[:, 0]).argmax(axis=-1)
+    for number in range(16):
+        chains = []
+        for slot in slots:
+            chain, k = [], number % 4 if slot is slots[0] else int(draws.integers(4))
+            for place in range(3):
+                chain.append(int(logits[(chain or slot.tokens)[-1]]))
+                if place == k:
+                    chain[-1] = (chain[-1] + 1) % 258
+            chains.append((tuple(chain), k))
+        some = [n for n in range(3) if draws.random() < 0.8]
+        own.continuations(
+            [Line(followers[n], slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some]
+        )
+        verdicts = begin([Ask(slot, chain) for slot, (chain, _) in zip(slots, chains, strict=True)]).verdicts()
+        assert [said(v).accepted for v in verdicts] == [k for _, k in chains]
+    own.continuations([Line(f, s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
+    for slot, follower, rows in zip(slots, followers, heard, strict=True):
+        features = mx.concatenate(rows)
+        assert follower.length == len(slot.tokens) - 1 == features.shape[0]
+        fresh = Pairs(head)
+        again = Follower(fresh, Sampler(SamplingParams(), 258))
+        again.hear(0, features)
+        fresh.forward([again.catch_up(slot.tokens)])
+        for mine, true in zip(own._pairs._caches, fresh._caches, strict=True):
+            for a, b in zip(
+                mine.saved(follower.text.row, follower.length), true.saved(0, follower.length), strict=True
+            ):
+                assert float(mx.abs(a - b).max().item()) < 1e-3
+
+
+def test_who_misses_rows_begins_anew_behind_the_gap(target: LoadedModel) -> None:
+    own = drafter(random_head(target), target)
+    follower, text = own.follow(SamplingParams()), list(range(5, 45))
+
+    def chain(count: int) -> tuple[int, ...]:
+        return own.continuations([Line(follower, text[:count])], [2])[0].chain
+
+    follower.hear(0, mx.ones((9, 64)))
+    assert len(chain(10)) == 2 and follower.length == 9
+    assert chain(10) == () and chain(12) == ()  # nothing new, and not heard of
+    follower.hear(20, mx.ones((4, 64)))
+    assert len(chain(25)) == 2 and follower.length == 4
+    follower.close()
+    follower.hear(24, mx.ones((1, 64)))
+    assert chain(26) == () and not own._pairs._texts
+
+
+def test_of_a_long_stretch_without_drafts_the_newest_rows_are_kept(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = drafter(random_head(target), target)
+    follower = own.follow(SamplingParams())
+    text = [n % 250 for n in range(MOST_WAITING + 300)]
+    for at in range(0, len(text) - 1, 100):
+        follower.hear(at, mx.ones((min(100, len(text) - 1 - at), 64)))
+    assert MOST_WAITING // 2 <= follower.waiting <= MOST_WAITING
+    monkeypatch.setattr(Eagle3, "context_length", 1 << 20)
+    assert len(own.continuations([Line(follower, text)], [1])[0].chain) == 1
+    assert follower.length >= MOST_WAITING // 2
+
+
+def test_rows_beyond_the_heads_numbers_end_its_drafting_and_nothing_else(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = token_head(target)
+    monkeypatch.setattr(head, "fuse", lambda rows: mx.full((rows.shape[0], 64), mx.inf))
+    outcomes = run(target, drafter(head, target), 0.8, 4)
+    assert texts(outcomes) == texts(run(target, None, 0.8, 4))
+    assert not any(a.drafted for one in outcomes for a in one)
+    assert "are not numbers" in caplog.text and "goes on without" in caplog.text
+
+
+def test_one_that_fails_in_company_fails_alone(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = drafter(token_head(target), target)
+    followers = [own.follow(SamplingParams()) for _ in range(2)]
+    lines = [Line(follower, [5, 6, 7, 8]) for follower in followers]
+    followers[0].hear(0, mx.full((3, 64), mx.nan))
+    followers[1].hear(0, mx.zeros((3, 64)))
+    found = own.continuations(lines, [3, 3])
+    assert [len(one.chain) for one in found] == [0, 3]
+    followers[1].hear(3, mx.zeros((1, 64)))
+    assert len(own.continuations([Line(followers[1], [5, 6, 7, 8, 9])], [3])[0].chain) == 3
+
+
+def test_a_pairing_that_looks_wrong_is_said(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = agreement(feature_head(target), target)
+    assert right.own > max(right.others["tokens one further on"], right.others["tokens one further back"]) + 0.1
+    assert right.doubt == "" == agreement(token_head(target), target).doubt
+    assert "expected one that was trained for this target" in agreement(random_head(target), target).doubt
+    shifted = feature_head(target)
+    fuse = shifted.fuse
+    monkeypatch.setattr(shifted, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
+    assert "one further back" in agreement(shifted, target).doubt
+
+
+def test_residual_sampling_takes_a_heads_chain_as_certain(target: LoadedModel) -> None:
+    own = drafter(token_head(target), target)
+    follower = own.follow(SamplingParams(temp=0.8, seed=3, rule="residual"))
+    follower.hear(0, mx.zeros((3, 64)))
+    (found,) = own.continuations([Line(follower, [5, 6, 7, 8])], [3])
+    assert found.q is not None and found.q.fits(found.chain)
+
+
+def test_penalties_see_the_chain(target: LoadedModel) -> None:
+    own = drafter(token_head(target), target)
+    free, bound = own.follow(SamplingParams()), own.follow(SamplingParams(repetition_penalty=50.0))
+    for follower in (free, bound):
+        follower.hear(0, mx.zeros((3, 64)))
+    lines: list[Any] = [Line(free, [5, 6, 7, 8]), Line(bound, [5, 6, 7, 8])]
+    plain, other = own.continuations(lines, [18, 18])
+    assert len(set(other.chain) - {5, 6, 7, 8}) == 18 and other.chain != plain.chain
