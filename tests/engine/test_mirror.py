@@ -16,6 +16,7 @@ from outrider.engine.mirror import Follower, MirroredTexts
 from outrider.engine.open_texts import open_texts
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.ranks import Ranks
+from outrider.engine.taps import TapPoints, Taps
 from outrider.engine.texts import Feed
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ModelError, OutriderError
@@ -114,6 +115,14 @@ def test_a_follower_remembers_what_rank_0_remembers(tiny_model: Callable[..., Pa
     copies.clear()
     two.forward([Feed(lines[0], [9], 1)])
     assert not two.follower._copies
+
+
+def test_hidden_rows_are_read_on_rank_0_and_nobody_else_is_told_of_it(tiny_model: Callable[..., Path]) -> None:
+    two, rows = Two(tiny_model("llama")), list[mx.array]()
+    two.texts.tap(Taps(two.model.model, TapPoints((1,))))
+    two.forward([Feed(two.texts.open(), [5, 6, 7], 1, hidden=rows.append)])
+    two.check()
+    assert [r.shape for r in rows] == [(3, 64)] and mx.isfinite(rows[0]).all()
 
 
 def test_what_a_model_s_code_refuses_a_follower_survives(

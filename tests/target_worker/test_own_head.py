@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from outrider.drafting.heads.follower import MOST_WAITING, Follower
 from outrider.drafting.heads.pairing import agreement
 from outrider.drafting.heads.pairs import Pairs
 from outrider.drafting.work_ahead import Continuation
-from outrider.engine.loading import LoadedModel
+from outrider.engine.loading import LoadedModel, load
 from outrider.engine.open_texts import open_texts
 from outrider.engine.sampling import Sampler
 from outrider.engine.slots import Slot
@@ -56,6 +57,37 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
     assert all(isinstance(one, Outcome) for one in found), found
     assert not own or len(own._pairs._texts) <= requests
     return [[one for one in found if one.request == o.request] for o in opens]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text"])
+def test_other_families_say_their_own_text_too(tiny_model: Callable[..., Path], family: str) -> None:
+    """Recurrent ones, where rolled back tokens are fed again and their rows told once, and such with windows."""
+    other = load(tiny_model(family))
+    own = drafter(random_head(other), other)
+    outcomes = run(other, own, 0.8, 3)
+    assert texts(outcomes) == texts(run(other, None, 0.8, 3))
+    assert any(a.drafted for one in outcomes for a in one)
+
+
+def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel) -> None:
+    """What is committed without the head is heard all the same, and read when its turn comes."""
+    truth = texts(run(target, None, 0.0))[0]
+    opened = Open("r", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
+    link = FakeLink("target-0", deque([opened]))
+    own = drafter(token_head(target), target)
+    worker = TargetWorker(link, target, colocated=ColocatedHead(own))  # type: ignore[arg-type]
+    answered(worker, link, ())
+    running, start = worker._running["r"], len(PROMPTS[0])
+    for turn in range(6):
+        at = len(running.slot.tokens)
+        rest = truth[at - start :]
+        chain = (rest[0], (rest[1] + 1) % 258)
+        going_on = Verify("r", 0, running.round + 1, at, (), going_on=True, draft=3 * (turn % 3 == 0), room=5)
+        word = Verify("r", 0, running.round + 1, at, chain) if turn % 3 == 1 else going_on
+        answered(worker, link, [word])
+    assert running.slot.tokens[start:] == truth[: len(running.slot.tokens) - start]
+    follower = running._drafting.follower  # type: ignore[union-attr]
+    assert follower.length + follower.waiting == len(running.slot.tokens) - 1
 
 
 def texts(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
