@@ -1,7 +1,10 @@
-"""Where in an unmodified mlx-lm model its layers, its final norm and its embedding are."""
+"""Where in an unmodified mlx-lm model its layers, its final norm, its embedding and its output layer are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.protocol.errors import ModelError
@@ -26,6 +29,14 @@ def final_norm(backbone: nn.Module) -> nn.Module:
 
 def embedding(backbone: nn.Module) -> nn.Module:
     return _child(backbone, _EMBEDDINGS, "embedding to share")
+
+
+def output_layer(model: nn.Module, backbone: nn.Module) -> Callable[[mx.array], mx.array]:
+    """What makes logits of rows behind the final norm, in a model that does nothing else to them."""
+    own = model.get("lm_head")
+    if isinstance(own, nn.Module):
+        return lambda rows: own(rows)  # a module would become a part of whoever keeps it
+    return lambda rows: embedding(backbone).as_linear(rows)
 
 
 def _child(backbone: nn.Module, names: tuple[str, ...], what: str) -> nn.Module:

@@ -8,10 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-HEADS = ("eagle3",)
+HEADS = ("eagle3", "mtp")
+_SAME = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
-def head_kind(config: Mapping[str, Any]) -> str | None:
-    """The kind of head that a checkpoint with this config.json holds; None: a model, or what nobody knows here."""
+def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> str | None:
+    """The kind of head that a checkpoint with this config.json holds; None: a model, or what nobody knows here.
+
+    `target`: that of the model to draft for, which may have its own head (mtp) in its original repository.
+    """
     named = [str(config.get("speculators_model_type", "")), *map(str, config.get("architectures") or ())]
-    return next((kind for kind in HEADS if any(kind in name.lower() for name in named)), None)
+    if any("eagle3" in name.lower() for name in named):
+        return "eagle3"
+    own, its = _text(config), _text(target or {})
+    counts = [own.get(key) or 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers")]
+    return "mtp" if any(counts) and all(own.get(key) == its.get(key) for key in _SAME) else None
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("text_config") or config

@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default="target-0")
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft-model", help="a model that drafts in this process, in turn with the target")
-    kind = "what that is: mlx, a model of its own, or a head that reads the target: eagle3"
+    kind = "what that is: mlx, a model of its own, or a head that reads the target: eagle3, mtp"
     parser.add_argument("--draft-backend", default="mlx", help=kind)
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--shards", type=int, default=1, help="as many ranks on this machine, each a part of the model")

@@ -65,10 +65,10 @@ class Line:
 class HeadDrafter:
     """Drafts with `head` in the target's process. `note`: what a person should know about it."""
 
-    def __init__(self, head: Head, vocab_size: int, weight_bytes: int, note: str = "") -> None:
+    def __init__(self, head: Head, vocab_size: int, note: str = "") -> None:
         """`vocab_size`: the target's."""
         self.head, self.note = head, note
-        self.vocab_size, self.weight_bytes = vocab_size, weight_bytes
+        self.vocab_size, self.weight_bytes = vocab_size, head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
         self._pairs = Pairs(head)
 

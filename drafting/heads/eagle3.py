@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 
 from outrider.engine.flat import FlatCache, attention
@@ -154,6 +155,10 @@ class Eagle3(nn.Module):  # type: ignore[misc]
     @property
     def context_length(self) -> int:
         return self._config.context_length
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
 
     @property
     def bytes_per_pair(self) -> int:

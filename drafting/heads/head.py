@@ -28,6 +28,9 @@ class Head(Protocol):
     def context_length(self) -> int: ...
 
     @property
+    def weight_bytes(self) -> int: ...
+
+    @property
     def bytes_per_pair(self) -> int:
         """What it remembers of a pair."""
         ...

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
-from mlx.utils import tree_flatten
-
-from outrider.drafting.heads import eagle3_files
+from outrider.drafting.heads import eagle3_files, mtp_files
 from outrider.drafting.heads.drafter import HeadDrafter
+from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.pairing import agreement
 from outrider.engine.loading import LoadedModel, find
 from outrider.engine.parts import backbone_of, embedding
@@ -17,7 +17,13 @@ from outrider.protocol.guard import named_errors
 
 log = logging.getLogger(__name__)
 
-_READ = {"eagle3": eagle3_files.read}
+
+def _eagle3(folder: Path, target: LoadedModel) -> Head:
+    table = embedding(backbone_of(target.model)[0])
+    return eagle3_files.read(folder, target.config, target.vocab_size, lambda tokens: table(tokens))
+
+
+_READ: dict[str, Callable[[Path, LoadedModel], Head]] = {"eagle3": _eagle3, "mtp": mtp_files.read}
 
 
 def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None], tried: bool = True) -> HeadDrafter:
@@ -32,8 +38,7 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         folder = find(path, progress)
         progress(f"loading {path}")
         with named_errors(f"loading the head {path}"):
-            table = embedding(backbone_of(model.model)[0])
-            head = _READ[kind](folder, model.config, model.vocab_size, lambda tokens: table(tokens))
+            head = _READ[kind](folder, model)
             doubt = ""
             if tried:
                 progress("trying how head and target go together")
@@ -44,5 +49,4 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         raise CannotDraft(str(error)) from error
     if doubt:
         log.warning("%s", doubt)
-    weight_bytes = sum(value.nbytes for _, value in tree_flatten(head.parameters()))
-    return HeadDrafter(head, model.vocab_size, weight_bytes, doubt)
+    return HeadDrafter(head, model.vocab_size, doubt)

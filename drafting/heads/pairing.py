@@ -7,6 +7,7 @@ token is compared.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -16,7 +17,7 @@ from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.pairs import PairFeed, Pairs
 from outrider.engine.loading import LoadedModel
 from outrider.engine.slots import open_slots
-from outrider.engine.taps import Taps
+from outrider.engine.taps import TapPoints, Taps
 from outrider.engine.verify import verify
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
@@ -54,23 +55,30 @@ def agreement(head: Head, model: LoadedModel) -> Agreement:
     """Writes a text with the target and lets the head foretell it."""
     slot = open_slots(model, [[0]], [SamplingParams(temp=1.0, seed=1)])[0]
     text = [0, *(verify(slot).bonus for _ in range(_LENGTH))]
-    own = _share(head, model, text)
-    others = {f"tokens {_away(by)}": _share(head, model, text, tokens=by) for by in (-1, 1)}
-    for by in (-1, 1):
+    own = _share(head, model, text, head.points)
+    others = {f"tokens {_away(by)}": _share(head, model, text, head.points, by) for by in (-1, 1)}
+    for name, points in _other_points(head.points):
         try:
-            others[f"layers {_away(by)}"] = _share(head, model, text, layers=by)
+            others[name] = _share(head, model, text, points)
         except ModelError:  # there is no such layer
             continue
     return Agreement(own, others)
+
+
+def _other_points(points: TapPoints) -> Iterator[tuple[str, TapPoints]]:
+    for by in (-1, 1) if points.layers else ():
+        yield f"layers {_away(by)}", replace(points, layers=tuple(number + by for number in points.layers))
+    if points.before_norm != points.after_norm:
+        other = replace(points, before_norm=points.after_norm, after_norm=points.before_norm)
+        yield "rows from the other side of the norm", other
 
 
 def _away(by: int) -> str:
     return "one further on" if by > 0 else "one further back"
 
 
-def _share(head: Head, model: LoadedModel, text: list[int], tokens: int = 0, layers: int = 0) -> float:
-    """How often it is right with tokens, or layers, so far from where they belong."""
-    points = replace(head.points, layers=tuple(number + layers for number in head.points.layers))
+def _share(head: Head, model: LoadedModel, text: list[int], points: TapPoints, tokens: int = 0) -> float:
+    """How often it is right with rows from these points, and tokens so far from where they belong."""
     rows: list[mx.array] = []
     logits = Taps(model.model, points, head.fuse).forward(
         lambda: model.model(mx.array([text]))[0], [(len(text), rows.append)]

@@ -53,6 +53,8 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     elif settings.draft_model is None and settings.draft_backend in ("mlx", "auto"):
         settings = replace(settings, draft_backend="ngram")
         notes = ("no draft model is named (--draft-model), so drafts come from n-grams of the text alone",)
+    elif settings.draft_model is None and settings.draft_backend == "mtp":
+        names = (settings.model, settings.model)
     if not settings.needs_draft_model:
         names = (names[0], None)
     target_files = find_model(names[0] or "", weights=not settings.await_target)
@@ -60,7 +62,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     if settings.replay is not None and not settings.replay.is_file():
         raise ModelError(f"no such path: {settings.replay}; expected the replay drafter's script")
     if draft_files is not None:
-        settings, draft_files = _recognised(settings, draft_files)
+        settings, draft_files = _recognised(settings, draft_files, target_files)
     folders = replace(
         settings,
         model=str(target_files.folder),
@@ -81,13 +83,13 @@ def read_pair(pair: ChosenPair) -> PairText:
     return PairText(pair, codec, chat_template(pair.target.folder))
 
 
-def _recognised(settings: ServeSettings, files: ModelFiles) -> tuple[ServeSettings, ModelFiles]:
+def _recognised(settings: ServeSettings, files: ModelFiles, target: ModelFiles) -> tuple[ServeSettings, ModelFiles]:
     """The backend that `auto` means for this draft. A head has the target's tokens and context, whatever it says."""
-    kind = head_kind(read_json(files.folder / "config.json"))
+    kind = head_kind(*(read_json(model.folder / "config.json") for model in (files, target)))
     if settings.draft_backend == "auto":
         settings = replace(settings, draft_backend=kind or "mlx")
     if settings.drafts_by_head:
         return settings, replace(files, vocab_size=None, context_length=None)
-    if kind is not None:
+    if kind == "eagle3":
         raise ModelError(f"{files.name} is a head that reads the target; expected draft_backend {kind} or auto for it")
     return settings, files

@@ -107,6 +107,21 @@ def test_auto_knows_a_head_from_a_model_by_its_config(tmp_path, config):
         choose_pair(replace(head, draft_backend="mlx"))
 
 
+def test_a_models_own_head_is_in_its_folder_or_in_another_of_the_same_sizes(tmp_path, model_folder):
+    """A smaller model of the family has a head as well, and is a draft model all the same."""
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
+    own = choose_pair(ServeSettings(model=str(model_folder), draft_backend="mtp"))
+    assert own.settings.draft_model == own.settings.model and own.settings.colocate
+    named = {"model": str(model_folder), "draft_model": str(model_folder)}
+    assert choose_pair(ServeSettings(**named, draft_backend="auto")).settings.draft_backend == "mtp"
+    assert choose_pair(ServeSettings(**named)).settings.draft_backend == "mlx"
+    smaller = {**config, "mtp_num_hidden_layers": 1, "hidden_size": 64}
+    (model_folder / "config.json").write_text(json.dumps(smaller))
+    beside = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder), draft_backend="auto")
+    assert choose_pair(beside).settings.draft_backend == "mlx"
+
+
 @pytest.mark.parametrize("colocate", [False, True])
 def test_a_draft_that_means_something_else_is_refused(model_folder, colocate):
     tokenizer = json.loads((model_folder / "tokenizer.json").read_text())

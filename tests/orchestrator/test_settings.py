@@ -54,6 +54,7 @@ from outrider.protocol.errors import InvalidRequest
         ),
         ({"draft_backend": "eagle3"}, "draft_backend eagle3 has no head to draft with; expected draft_model"),
         ({"draft_backend": "eagle3", "model": "m", "draft_model": "d", "mode": "ssd"}, "take turns in one process"),
+        ({"draft_backend": "mtp"}, "mtp is a model's own head; expected model"),
         ({"colocate": True, "simulate": Path("m.json")}, "colocate keeps to no latency profile"),
         ({"colocate": True, "mode": "ssd"}, "take turns in one process; expected mode sd, ar or auto"),
         ({"colocate": True, "model": "m"}, "no model to draft with; expected draft_model"),
@@ -101,9 +102,10 @@ def test_every_setting_is_a_flag_that_says_the_same():
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
     waiting = ServeSettings(await_target=True)
     by_head = ServeSettings(model="m", draft_model="d", draft_backend="eagle3")
-    assert by_head.colocate and not by_head.has_draft_worker
+    by_own_head = ServeSettings(model="m", draft_backend="mtp")
+    assert by_own_head.colocate and by_head.colocate and not by_head.has_draft_worker
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")
-    all_of_them = (said, colocated, prefilled, waiting, by_head)
+    all_of_them = (said, colocated, prefilled, waiting, by_head, by_own_head)
     assert all(any(getattr(s, f.name) != getattr(ServeSettings(), f.name) for s in all_of_them) for f in fields(said))
     parser = Parser(prog="x")
     serve.add_flags(parser)

@@ -13,10 +13,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models import llama
 
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.eagle3 import Eagle3
 from outrider.drafting.heads.eagle3_files import build
+from outrider.drafting.heads.head import Head
+from outrider.drafting.heads.mtp import Mtp, MtpForm
+from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
 from tests.tiny import VOCAB_SIZE, write_model
 
@@ -93,8 +97,21 @@ def random_head(target: LoadedModel, seed: int = 0) -> Eagle3:
     return _built(weights, target, _known_ids())
 
 
-def drafter(head: Eagle3, target: LoadedModel) -> HeadDrafter:
-    return HeadDrafter(head, target.vocab_size, 0)
+def mtp_head(target: LoadedModel) -> Mtp:
+    """A random one of the target's kind."""
+    mx.random.seed(4)
+    args, model = target.model.args, target.model
+    block = llama.TransformerBlock(args)
+    head = Mtp(
+        MtpForm(after_norm=True, embedding_first=True), H, 1e-5, block,
+        lambda tokens: model.model.embed_tokens(tokens), lambda rows: model.lm_head(rows), 1024,
+    )  # fmt: skip
+    positions.install(head)
+    return head
+
+
+def drafter(head: Head, target: LoadedModel) -> HeadDrafter:
+    return HeadDrafter(head, target.vocab_size)
 
 
 def _known_ids() -> Array:

@@ -14,6 +14,8 @@ import pytest
 from outrider.drafting.heads.drafter import HeadDrafter, Line
 from outrider.drafting.heads.eagle3 import Eagle3
 from outrider.drafting.heads.follower import MOST_WAITING, Follower
+from outrider.drafting.heads.head import Head
+from outrider.drafting.heads.load import load as load_head
 from outrider.drafting.heads.pairing import agreement
 from outrider.drafting.heads.pairs import Pairs
 from outrider.drafting.work_ahead import Continuation
@@ -29,12 +31,13 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.own_head import ColocatedHead
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
+from tests.drafting.mtp_heads import model_of, written
 from tests.system.links import FakeLink, answered
-from tests.target_worker.heads import drafter, feature_head, markov_llama, random_head, token_head
+from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, random_head, token_head
 
 LENGTH, DEPTH = 40, 3
 PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
-Heads = Callable[[LoadedModel], Eagle3]
+Heads = Callable[[LoadedModel], Head]
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,18 @@ def test_other_families_say_their_own_text_too(tiny_model: Callable[..., Path], 
     outcomes = run(other, own, 0.8, 3)
     assert texts(outcomes) == texts(run(other, None, 0.8, 3))
     assert any(a.drafted for one in outcomes for a in one)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mimo"])
+def test_with_its_own_head_a_model_says_its_own_text(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    other = load(model_of(tiny_model, family))
+    own = load_head("mtp", str(written(tmp_path, family)), other, lambda stage: None)
+    outcomes = run(other, own, 0.8, 3)
+    assert texts(outcomes) == texts(run(other, None, 0.8, 3))
+    assert any(a.drafted for one in outcomes for a in one)
+    assert own.weight_bytes > 0 and "trained for this target" in own.note
 
 
 def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel) -> None:
@@ -102,7 +117,7 @@ def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
-@pytest.mark.parametrize("head", [token_head, feature_head, random_head])
+@pytest.mark.parametrize("head", [token_head, feature_head, random_head, mtp_head])
 def test_the_text_is_the_targets_own(target: LoadedModel, head: Heads, temp: float, requests: int) -> None:
     truth = texts(run(target, None, temp, requests))
     outcomes = run(target, drafter(head(target), target), temp, requests)
@@ -122,7 +137,7 @@ class Liar(HeadDrafter):
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
 def test_lies_change_no_text(target: LoadedModel, temp: float, requests: int) -> None:
-    liar = Liar(random_head(target), target.vocab_size, 0)
+    liar = Liar(random_head(target), target.vocab_size)
     assert texts(run(target, liar, temp, requests)) == texts(run(target, None, temp, requests))
 
 
@@ -150,9 +165,10 @@ def test_features_are_used_and_of_the_right_tokens(target: LoadedModel, monkeypa
     assert accepted(run(target, drafter(stale, target), 0.0, 4)) < fresh - 0.3
 
 
-def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: LoadedModel) -> None:
+@pytest.mark.parametrize("made", [random_head, mtp_head])
+def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: LoadedModel, made: Heads) -> None:
     """Over many rounds, in company: what was drafted leaves nothing behind, and no row is lost or read twice."""
-    head = random_head(target)
+    head = made(target)
     own, held = drafter(head, target), open_texts(target)
     assert isinstance(held, FlatTexts)
     held.tap(Taps(target.model, head.points, head.fuse))
