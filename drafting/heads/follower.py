@@ -27,6 +27,7 @@ class Follower:
         self._pairs = pairs
         self._text: FlatText | None = None
         self._waiting: list[mx.array] = []
+        self.waiting = 0  # how many features are to be read
         self._next = 0  # the position whose feature is to come
         self._closed = False
 
@@ -38,15 +39,12 @@ class Follower:
             self._begin_anew()
         self._waiting.append(features)
         self._next = position + features.shape[0]
+        self.waiting += features.shape[0]
         if self.waiting > MOST_WAITING:
-            newest = mx.concatenate(self._waiting)[-MOST_WAITING // 2 :]
+            newest = mx.contiguous(mx.concatenate(self._waiting)[-MOST_WAITING // 2 :])
+            mx.async_eval(newest)  # type: ignore[no-untyped-call]  # else it holds on to the older ones
             self._begin_anew()
-            self._waiting = [newest]
-
-    @property
-    def waiting(self) -> int:
-        """How many features are to be read."""
-        return sum(features.shape[0] for features in self._waiting)
+            self._wait_for(newest)
 
     @property
     def text(self) -> FlatText:
@@ -74,12 +72,12 @@ class Follower:
             self._pairs.forward([self._feed(tokens, waiting[:PIECE])])
             mx.eval(self._pairs.state())
             waiting = waiting[PIECE:]
-            self._waiting = [waiting]
+            self._wait_for(waiting)
         return self._feed(tokens, waiting)
 
     def has_read(self) -> None:
         """What `catch_up` gave has been fed."""
-        self._waiting = []
+        self._waiting, self.waiting = [], 0
 
     def _feed(self, tokens: Sequence[int], features: mx.array) -> PairFeed:
         begin = self._next - self.waiting + 1
@@ -94,4 +92,7 @@ class Follower:
     def _begin_anew(self) -> None:
         if self._text is not None:
             self._pairs.close(self._text)
-        self._text, self._waiting = None, []
+        self._text, self._waiting, self.waiting = None, [], 0
+
+    def _wait_for(self, features: mx.array) -> None:
+        self._waiting, self.waiting = [features], int(features.shape[0])

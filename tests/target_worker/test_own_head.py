@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,21 @@ from tests.drafting.mtp_heads import model_of, written
 from tests.system.links import FakeLink, answered
 from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, random_head, token_head
 
-LENGTH, DEPTH = 40, 3
+LENGTH, DEPTH = 28, 3
 PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
 Heads = Callable[[LoadedModel], Head]
+Alone = Callable[[float, int], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+@pytest.fixture(scope="module")
+def alone(target: LoadedModel) -> Alone:
+    """What so many requests say at a temperature without a drafter."""
+    return cache(lambda temp, requests: texts(run(target, None, temp, requests)))
 
 
 def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int = 1) -> list[list[Outcome]]:
@@ -84,9 +92,9 @@ def test_with_its_own_head_a_model_says_its_own_text(
     assert own.weight_bytes > 0 and "trained for this target" in own.note
 
 
-def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel) -> None:
+def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel, alone: Alone) -> None:
     """What is committed without the head is heard all the same, and read when its turn comes."""
-    truth = texts(run(target, None, 0.0))[0]
+    truth = alone(0.0, 1)[0]
     opened = Open("r", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
     own = drafter(token_head(target), target)
@@ -118,8 +126,10 @@ def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
 @pytest.mark.parametrize("head", [token_head, feature_head, random_head, mtp_head])
-def test_the_text_is_the_targets_own(target: LoadedModel, head: Heads, temp: float, requests: int) -> None:
-    truth = texts(run(target, None, temp, requests))
+def test_the_text_is_the_targets_own(
+    target: LoadedModel, alone: Alone, head: Heads, temp: float, requests: int
+) -> None:
+    truth = alone(temp, requests)
     outcomes = run(target, drafter(head(target), target), temp, requests)
     assert texts(outcomes) == truth
     assert any(a.drafted for one in outcomes for a in one)
@@ -136,9 +146,9 @@ class Liar(HeadDrafter):
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
-def test_lies_change_no_text(target: LoadedModel, temp: float, requests: int) -> None:
+def test_lies_change_no_text(target: LoadedModel, alone: Alone, temp: float, requests: int) -> None:
     liar = Liar(random_head(target), target.vocab_size)
-    assert texts(run(target, liar, temp, requests)) == texts(run(target, None, temp, requests))
+    assert texts(run(target, liar, temp, requests)) == alone(temp, requests)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
@@ -243,12 +253,12 @@ def test_of_a_long_stretch_without_drafts_the_newest_rows_are_kept(
 
 
 def test_rows_beyond_the_heads_numbers_end_its_drafting_and_nothing_else(
-    target: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = token_head(target)
     monkeypatch.setattr(head, "fuse", lambda rows: mx.full((rows.shape[0], 64), mx.inf))
     outcomes = run(target, drafter(head, target), 0.8, 4)
-    assert texts(outcomes) == texts(run(target, None, 0.8, 4))
+    assert texts(outcomes) == alone(0.8, 4)
     assert not any(a.drafted for one in outcomes for a in one)
     assert "are not numbers" in caplog.text and "goes on without" in caplog.text
 
