@@ -71,6 +71,8 @@ class Programme:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
+    if pair.settings.drafts_by_head:
+        raise InvalidRequest("bench has no heads among its ways yet; expected a draft_backend that is no head")
     if pair.settings.colocate:
         raise InvalidRequest("bench runs SD colocated beside all the other ways; leave colocate out")
     if not pair.settings.ngrams:

@@ -26,10 +26,11 @@ def _eagle3(folder: Path, target: LoadedModel) -> Head:
 _READ: dict[str, Callable[[Path, LoadedModel], Head]] = {"eagle3": _eagle3, "mtp": mtp_files.read}
 
 
-def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None], tried: bool = True) -> HeadDrafter:
+def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None], alone: bool = True) -> HeadDrafter:
     """The head of this kind at a path or Hugging Face id, for `model`; its `note` tells where that looks wrong.
 
-    `tried`: on a text of the model's; not of one that several ranks share, whose forwards are all ranks' affair.
+    `alone`: the model is whole in this process. With one that several ranks share a head is not tried, for forwards
+    are all ranks' affair, and one that needs the target's output layer finds a part of it only.
 
     Raises:
         CannotDraft: there is none, or it can't draft for this target.
@@ -38,9 +39,11 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         folder = find(path, progress)
         progress(f"loading {path}")
         with named_errors(f"loading the head {path}"):
+            if kind == "mtp" and not alone:
+                raise CannotDraft("a model's own head needs all of its output layer; expected no shards, or eagle3")
             head = _READ[kind](folder, model)
             doubt = ""
-            if tried:
+            if alone:
                 progress("trying how head and target go together")
                 doubt = agreement(head, model).doubt
     except CannotDraft:

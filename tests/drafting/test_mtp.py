@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from outrider.drafting.heads.load import load as load_head
 from outrider.drafting.heads.mtp_files import read
 from outrider.drafting.heads.pairs import PairFeed, Pairs
 from outrider.engine.loading import LoadedModel, load
@@ -62,5 +63,7 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(target: Callable[[str], Lo
     ):
         with pytest.raises(CannotDraft, match=sentence):
             read(written(tmp_path, "qwen3_5", **other), model)
+    with pytest.raises(CannotDraft, match="expected no shards, or eagle3"):
+        load_head("mtp", str(tmp_path), model, lambda stage: None, alone=False)
     with pytest.raises(CannotDraft, match="heads of llama models are not known here"):
         read(tmp_path, target("llama"))
