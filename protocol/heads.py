@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 HEADS = ("eagle3", "mtp")
+OWN_HEAD = ("mtp.", "model.mtp_layers.")
+"""What the names of a model's own head's tensors begin with, in its original repository."""
 _SAME = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 

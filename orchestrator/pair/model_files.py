@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.protocol.errors import ModelError
+from outrider.protocol.heads import OWN_HEAD
 
 PACKAGE = Path(__file__).absolute().parents[2]
 """The package `outrider`: in a checkout its rooms are links to the folders beside it."""
@@ -47,6 +49,22 @@ def find_model(name: str, weights: bool = True) -> ModelFiles:
     path = Path(name).expanduser()
     folder = path if path.exists() else _from_hub(name, weights)
     return _described(name, folder, weights)
+
+
+def find_own_head(name: str) -> ModelFiles:
+    """The files of a model whose own head is wanted: of a repository only the shards that the head lies in, if any.
+
+    Raises:
+        ModelError: as `find_model`.
+    """
+    if Path(name).expanduser().exists():
+        return find_model(name)
+    described = find_model(name, weights=False)
+    places = read_json(described.folder / "model.safetensors.index.json").get("weight_map", {})
+    shards = sorted({str(file) for key, file in places.items() if key.startswith(OWN_HEAD)})
+    if places and not shards:
+        return described  # who loads it says that there is none; the model can do without
+    return _described(name, _from_hub(name, True, shards), weights=True)
 
 
 def embedded_pair() -> tuple[str, str]:
@@ -101,14 +119,15 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _from_hub(name: str, weights: bool) -> Path:
+def _from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Path:
+    """`shards`: those that are wanted of its weights; none: all."""
     if name.startswith((".", "/", "~")) or not _REPOSITORY.fullmatch(name):
         raise ModelError(f"no such path: {name}; expected a model's folder or a Hugging Face id such as org/name")
     from huggingface_hub import snapshot_download  # deferred: a local model needs none of it
 
-    patterns = [*_DESCRIPTION, *_CODE, *(_WEIGHTS if weights else ())]
+    patterns = [*_DESCRIPTION, *_CODE, *((shards or _WEIGHTS) if weights else ())]
     cached = _cached(name, patterns)
-    if cached is not None and (not weights or _has_all_weights(cached)):
+    if cached is not None and (not weights or _has_weights(cached, shards)):
         return cached
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
@@ -126,7 +145,9 @@ def _cached(name: str, patterns: list[str]) -> Path | None:
         return None
 
 
-def _has_all_weights(folder: Path) -> bool:
+def _has_weights(folder: Path, shards: Sequence[str]) -> bool:
+    if shards:
+        return all((folder / shard).is_file() for shard in shards)
     index = read_json(folder / "model.safetensors.index.json")
     names = set(index.get("weight_map", {}).values()) or {"model.safetensors"}
     return all((folder / str(file)).is_file() for file in names) or (not index and any(folder.glob("*.safetensors")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.pair.chat import chat_template
-from outrider.orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model, read_json
+from outrider.orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model, find_own_head, read_json
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.pair.vocabulary import require_same
 from outrider.orchestrator.settings import ServeSettings
@@ -58,11 +58,14 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     if not settings.needs_draft_model:
         names = (names[0], None)
     target_files = find_model(names[0] or "", weights=not settings.await_target)
-    draft_files = find_model(names[1]) if names[1] is not None and settings.draft_backend != "replay" else None
+    draft_files = None
+    if names[1] is not None and settings.draft_backend != "replay":
+        settings = _recognised(settings, names[1], target_files)
+        draft_files = find_own_head(names[1]) if settings.draft_backend == "mtp" else find_model(names[1])
+        if settings.drafts_by_head:  # its tokens and its context are the target's, whatever it says
+            draft_files = replace(draft_files, vocab_size=None, context_length=None)
     if settings.replay is not None and not settings.replay.is_file():
         raise ModelError(f"no such path: {settings.replay}; expected the replay drafter's script")
-    if draft_files is not None:
-        settings, draft_files = _recognised(settings, draft_files, target_files)
     folders = replace(
         settings,
         model=str(target_files.folder),
@@ -83,13 +86,12 @@ def read_pair(pair: ChosenPair) -> PairText:
     return PairText(pair, codec, chat_template(pair.target.folder))
 
 
-def _recognised(settings: ServeSettings, files: ModelFiles, target: ModelFiles) -> tuple[ServeSettings, ModelFiles]:
-    """The backend that `auto` means for this draft. A head has the target's tokens and context, whatever it says."""
-    kind = head_kind(*(read_json(model.folder / "config.json") for model in (files, target)))
+def _recognised(settings: ServeSettings, draft: str, target: ModelFiles) -> ServeSettings:
+    """The backend that `auto` means for this draft. Raises ModelError: it is a head, and asked for as a model."""
+    folders = (find_model(draft, weights=False).folder, target.folder)
+    kind = head_kind(*(read_json(folder / "config.json") for folder in folders))
     if settings.draft_backend == "auto":
-        settings = replace(settings, draft_backend=kind or "mlx")
-    if settings.drafts_by_head:
-        return settings, replace(files, vocab_size=None, context_length=None)
-    if kind == "eagle3":
-        raise ModelError(f"{files.name} is a head that reads the target; expected draft_backend {kind} or auto for it")
-    return settings, files
+        return replace(settings, draft_backend=kind or "mlx")
+    if kind == "eagle3" and not settings.drafts_by_head:
+        raise ModelError(f"{draft} is a head that reads the target; expected draft_backend {kind} or auto for it")
+    return settings

@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, embedded_pair, find_model
+from outrider.orchestrator.pair.model_files import (
+    EMBEDDED_DRAFT,
+    EMBEDDED_TARGET,
+    embedded_pair,
+    find_model,
+    find_own_head,
+)
 from outrider.orchestrator.pair.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
@@ -105,6 +111,26 @@ def test_auto_knows_a_head_from_a_model_by_its_config(tmp_path, config):
     assert choose_pair(model).settings.draft_backend == "mlx"
     with pytest.raises(ModelError, match="is a head that reads the target; expected draft_backend eagle3 or auto"):
         choose_pair(replace(head, draft_backend="mlx"))
+
+
+def test_of_a_repository_with_the_head_only_its_shards_are_fetched(tmp_path, monkeypatch):
+    asked = []
+    places = {"model.layers.0.norm.weight": "model-1.safetensors", "mtp.fc.weight": "model-2.safetensors"}
+
+    def fetched(name, allow_patterns, local_files_only=False):
+        if local_files_only:
+            raise ValueError("nothing here yet")
+        asked.append([pattern for pattern in allow_patterns if "safetensors" in pattern])
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        (tmp_path / "model-2.safetensors").write_bytes(b"")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    assert find_own_head("org/name").folder == tmp_path.resolve()
+    assert asked == [[], ["model-2.safetensors"]]
+    del places["mtp.fc.weight"]
+    assert find_own_head("org/name").folder == tmp_path.resolve() and asked[2:] == [[]]
 
 
 def test_a_models_own_head_is_in_its_folder_or_in_another_of_the_same_sizes(tmp_path, model_folder):
