@@ -51,17 +51,17 @@ def main() -> int:
         except OutriderError as error:
             return link.failed(error)
         hello = Hello(
-            "draft",
-            options.name,
-            link.incarnation,
-            os.getpid(),
-            drafter.backend,
-            options.model,
-            drafter.vocab_size,
-            drafter.context_length,
-            drafter.parameters,
-            drafter.weight_bytes,
-            drafter.note,
+            role="draft",
+            name=options.name,
+            incarnation=link.incarnation,
+            pid=os.getpid(),
+            backend=drafter.backend,
+            model=options.model,
+            vocab_size=drafter.vocab_size,
+            context_length=drafter.context_length,
+            parameters=drafter.parameters,
+            weight_bytes=drafter.weight_bytes,
+            note=drafter.note,
             kv=drafter.prompt_cache.cost,
             vocabulary=options.vocabulary,
         )

@@ -107,20 +107,20 @@ def _serve(options: argparse.Namespace, crew: Crew | None) -> int:
         doubt = colocated.drafter.note if colocated is not None else ""
         notes = [f"simulating {profile.name}" if profile else drafts, doubt, crew.note if crew is not None else ""]
         hello = Hello(
-            "target",
-            options.name,
-            link.incarnation,
-            os.getpid(),
-            "mlx",
-            options.model,
-            model.vocab_size,
-            model.context_length,
-            model.parameters,
-            model.weight_bytes * (leader.here if leader is not None else 1),
-            "; ".join(filter(None, notes)),
-            able,
-            worker.kv,
-            digest(model.folder) if model.folder is not None else "",
+            role="target",
+            name=options.name,
+            incarnation=link.incarnation,
+            pid=os.getpid(),
+            backend="mlx",
+            model=options.model,
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            parameters=model.parameters,
+            weight_bytes=model.weight_bytes * (leader.here if leader is not None else 1),
+            note="; ".join(filter(None, notes)),
+            abilities=able,
+            kv=worker.kv,
+            files=digest(model.folder) if model.folder is not None else "",
         )
         while True:
             try:

@@ -43,7 +43,8 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cluster")
     group.add_argument("--model", metavar="ID|PATH", help="target: a Hugging Face id or folder; default: embedded pair")
     group.add_argument("--draft-model", metavar="ID|PATH", help="a small model of the same family")
-    group.add_argument("--draft-backend", metavar="|".join(DRAFT_BACKENDS), help=f"default {_DEFAULTS.draft_backend}")
+    drafts = f"who drafts: {', '.join(DRAFT_BACKENDS)}; default {_DEFAULTS.draft_backend}"
+    group.add_argument("--draft-backend", metavar="NAME", help=drafts)
     group.add_argument("--drafters", type=int, metavar="N", help="processes that draft, default 1; they share outcomes")
     group.add_argument("--draft-prefill", metavar="auto|mlx|coreml|PACKAGE", help="who reads an mlx drafter's prompts")
     group.add_argument("--colocate", action="store_true", default=None, help="draft in the target's process")

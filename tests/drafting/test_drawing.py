@@ -133,6 +133,9 @@ class Wire:
     def receive(self, wait: bool) -> Message | None:
         return self.inbox.pop(0) if self.inbox else None
 
+    def expect(self, milliseconds: float) -> None:
+        pass
+
 
 def said(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> list[Any]:
     """What a worker says of this kind when it is told to work ahead, then for the continuation."""
