@@ -39,7 +39,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return load_served("chatty", write_scripted(tmp_path_factory.mktemp("bad") / "chatty"), ("chatty",))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ask(chatty: ServedModel) -> Ask:
     return asking(chatty)
 
