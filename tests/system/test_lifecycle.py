@@ -205,7 +205,7 @@ def test_a_signal_in_the_middle_of_a_text_is_an_error_for_its_client(serve: Call
 def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Callable[..., Serving]) -> None:
     server = serve("--draft-backend", "ngram")
     client, other = Client(server.endpoint), Client(server.endpoint)
-    stream = client.stream(PROMPT, replace(LONG, max_tokens=600))
+    stream = client.stream(PROMPT, replace(LONG, max_tokens=300))
     chunks = iter(stream)
     next(chunks)
     server.process.send_signal(signal.SIGTERM)
@@ -220,7 +220,7 @@ def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Cal
     until(refused, "new requests are refused")
     for _ in chunks:
         pass
-    assert len(stream.result.token_ids) == 600
+    assert len(stream.result.token_ids) == 300
     assert server.process.wait(LIMIT) == 0
 
 

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,17 +79,23 @@ def disturbed(
     return [results[place] for place in range(len(samplings))]
 
 
+def undisturbed(client: Client, samplings: Sequence[SamplingParams]) -> list[GenerationResult]:
+    """The target's own texts, at once."""
+    with ThreadPoolExecutor(len(samplings)) as threads:
+        return list(threads.map(lambda sampling: client.generate(PROMPT, sampling, mode="ar"), samplings))
+
+
 @pytest.fixture(scope="module")
 def whole(cluster: LocalCluster) -> dict[str, GenerationResult]:
-    return {name: cluster.client().generate(PROMPT, sampling, mode="ar") for name, sampling in TEXTS.items()}
+    return dict(zip(TEXTS, undisturbed(cluster.client(), list(TEXTS.values())), strict=True))
 
 
 def test_a_drafter_that_is_killed_comes_back_into_the_same_texts(cluster: LocalCluster) -> None:
     client, before = cluster.client(), worker(cluster.client(), "draft").restarts
     long = [replace(sampling, max_tokens=400) for sampling in (GREEDY, SAMPLED)]
     results = disturbed(cluster, long, "ssd", "draft", signal.SIGKILL)
-    for sampling, result in zip(long, results, strict=True):
-        assert result.token_ids == client.generate(PROMPT, sampling, mode="ar").token_ids
+    for alone, result in zip(undisturbed(client, long), results, strict=True):
+        assert result.token_ids == alone.token_ids
         assert result.timings.rejoined >= 1 and "speculation: draft-0 drafts again" in result.notes
         assert any("draft worker draft-0 ended with code -9" in note for note in result.notes)
     assert worker(client, "draft").restarts > before
