@@ -20,10 +20,10 @@ from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, end_with_parent
-from outrider.target_worker.local_ranks import RANK, LocalRanks
+from outrider.target_worker.ranks.local import RANK, LocalRanks
 
 if TYPE_CHECKING:
-    from outrider.target_worker.crew import Crew
+    from outrider.target_worker.ranks.rank_zero import RankZero
 
 log = logging.getLogger(__name__)
 
@@ -52,18 +52,18 @@ def _as_rank(options: argparse.Namespace) -> int:
             local = LocalRanks(options.shards, [*sys.argv[1:], "--shard"], inherited)
             stack.callback(local.kill)
         from outrider.engine.ranks import join
-        from outrider.target_worker.crew import Crew
-        from outrider.target_worker.follower import follow
+        from outrider.target_worker.ranks.follow import follow
+        from outrider.target_worker.ranks.rank_zero import RankZero
 
         ranks = join()
         if ranks.rank > 0:
             return follow(ranks, options.model)
-        crew = Crew(ranks, local)
-        stack.callback(crew.close)
-        return _serve(options, crew)
+        rank_zero = RankZero(ranks, local)
+        stack.callback(rank_zero.close)
+        return _serve(options, rank_zero)
 
 
-def _serve(options: argparse.Namespace, crew: Crew | None) -> int:
+def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
     with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation) as link:
         try:
             link.send(Loading("target", "importing MLX"))
@@ -82,30 +82,31 @@ def _serve(options: argparse.Namespace, crew: Crew | None) -> int:
             def tell(stage: str) -> None:
                 link.send(Loading("target", stage))
 
-            model = crew.load(options.model, tell) if crew is not None else load(options.model, progress=tell)
+            model = rank_zero.load(options.model, tell) if rank_zero is not None else load(options.model, progress=tell)
             tell("trying what the model can do")
             able = abilities(model)
             colocated: Colocated | ColocatedHead | None = None
-            texts = crew.texts(options.model, model) if crew is not None else None
+            texts = rank_zero.texts(options.model, model) if rank_zero is not None else None
             if options.draft_model:
                 try:
                     if options.draft_backend == "mlx":
                         colocated = Colocated(MlxDrafter.load(options.draft_model, tell))
                     else:
-                        head = heads.load(options.draft_backend, options.draft_model, model, tell, crew is None)
+                        head = heads.load(options.draft_backend, options.draft_model, model, tell, rank_zero is None)
                         colocated = ColocatedHead(head)
                 except CannotDraft as error:
                     able = Abilities(chains=False, why=str(error))
             if colocated is not None:  # each load has set the limits for its own weights alone
                 memory.set_limits(model.weight_bytes + colocated.drafter.weight_bytes)
             pace = Pace(profile.target, complain=lambda why: link.send(Remark(link.name, why))) if profile else None
-            leader = crew.leader if crew is not None else None
+            leader = rank_zero.leader if rank_zero is not None else None
             worker = TargetWorker(link, model, pace, colocated, texts, leader)
         except OutriderError as error:
             return link.failed(error)
         drafts = f"drafting in this process with {options.draft_model}" if colocated else ""
         doubt = colocated.drafter.note if colocated is not None else ""
-        notes = [f"simulating {profile.name}" if profile else drafts, doubt, crew.note if crew is not None else ""]
+        of_ranks = rank_zero.note if rank_zero is not None else ""
+        notes = [f"simulating {profile.name}" if profile else drafts, doubt, of_ranks]
         hello = Hello(
             role="target",
             name=options.name,

@@ -21,7 +21,7 @@ from outrider.protocol.messages import Span
 from outrider.target_worker.running import Running, draft_together
 
 # A piece of a prompt lengthens a forward that others decode in by about this share of it, for each prompt that waits.
-READING_SHARE = 1.0
+READING_SHARE = 0.5
 SMALLEST_PIECE = 16
 # A piece is so many times the last one at most: what a token takes is known from few forwards, some of them disturbed.
 GROWTH = 2

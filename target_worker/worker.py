@@ -44,7 +44,7 @@ from outrider.target_worker.batch import Batch, Settled, now
 from outrider.target_worker.colocated import Colocated, Part
 from outrider.target_worker.own_head import ColocatedHead
 from outrider.target_worker.prompts import Prompts
-from outrider.target_worker.ranks import Leader
+from outrider.target_worker.ranks.leader import Leader
 from outrider.target_worker.running import Running, opening
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import WorkerError
 from outrider.target_worker.certificate import Claim, certify
-from outrider.target_worker.local_ranks import free_ports
+from outrider.target_worker.ranks.local import free_ports
 
 LIMIT = 120.0
 PROMPT = "def fibonacci(n):"

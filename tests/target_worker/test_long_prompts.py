@@ -1,4 +1,4 @@
-"""Long prompts beside those who decode are read in pieces, in tokens: a forward lasts a step longer for each of them.
+"""Long prompts beside those who decode are read in pieces, in tokens: a forward lasts half a step longer for each.
 
 The clock is a machine's whose forwards take BASE_MS and EACH_MS a token.
 """
@@ -99,12 +99,12 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
 @pytest.mark.parametrize("each_ms", [0.25, 0.1, 4.0])
 @pytest.mark.parametrize("newcomers", [1, 2])
-def test_a_piece_takes_about_as_long_as_a_step_for_each_who_reads(start: Start, each_ms: float, newcomers: int) -> None:
+def test_a_piece_takes_about_half_a_step_for_each_who_reads(start: Start, each_ms: float, newcomers: int) -> None:
     found = start(each_ms).read(*"abc"[:newcomers])
     beside = [(asks, read) for asks, read in found if read]
     assert sum(read for _, read in beside) == newcomers * (LONG - 1)
     assert all(asks >= DECODING for asks, _ in beside)  # nobody is left out of a forward for it
-    most = max(newcomers * step_ms(each_ms) / each_ms, SMALLEST_PIECE)
+    most = max(newcomers * step_ms(each_ms) / each_ms / 2, SMALLEST_PIECE)
     assert max(read for _, read in beside) <= 1.1 * most
     assert max(read for _, read in beside) >= 0.9 * most  # nor is the newcomer kept waiting for nothing
 
@@ -118,7 +118,7 @@ def test_with_nobody_else_a_prompt_is_read_as_fast_as_it_can_be(start: Start) ->
 def test_while_more_wait_than_decode_prompts_come_first(start: Start) -> None:
     beside = [read for _, read in start(0.25).read(*"abcdefghi") if read]
     assert beside[:2] == [PREFILL, PREFILL]  # then the first is read, and no more wait than decode
-    assert max(beside[2:]) <= 1.1 * 8 * step_ms(0.25) / 0.25
+    assert max(beside[2:]) <= 1.1 * 8 * step_ms(0.25) / 0.25 / 2
 
 
 def test_who_waits_for_a_word_decodes_too(start: Start) -> None:
@@ -127,7 +127,7 @@ def test_who_waits_for_a_word_decodes_too(start: Start) -> None:
     machine.say(*(Halt(str(name), 0) for name in range(DECODING)), turns=20)
     beside = machine.read("a")
     assert {asks for asks, _ in beside[:-1]} == {0}
-    assert max(read for _, read in beside) <= 1.1 * step_ms(0.25) / 0.25
+    assert max(read for _, read in beside) <= 1.1 * step_ms(0.25) / 0.25 / 2
 
 
 def test_a_forward_that_seemed_quick_makes_no_long_piece(start: Start) -> None:

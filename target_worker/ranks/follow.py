@@ -35,7 +35,7 @@ from outrider.protocol.messages import (
     TextForward,
 )
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.target_worker.ranks import Member
+from outrider.target_worker.ranks.member import Member
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from outrider.engine.mirror import MirroredTexts
 from outrider.engine.open_texts import open_texts
 from outrider.engine.ranks import Ranks
 from outrider.engine.texts import Texts
-from outrider.target_worker.follower import rank_found, rank_hello
-from outrider.target_worker.local_ranks import LocalRanks
-from outrider.target_worker.ranks import Leader
+from outrider.target_worker.ranks.follow import rank_found, rank_hello
+from outrider.target_worker.ranks.leader import Leader
+from outrider.target_worker.ranks.local import LocalRanks
 
 
-class Crew:
+class RankZero:
     """Rank 0 of `ranks`; `local`: those that it started itself."""
 
     def __init__(self, ranks: Ranks, local: LocalRanks | None) -> None:

@@ -1,15 +1,8 @@
-"""The ranks of one target: how rank 0 and the others find each other, what they say, and what ends all of them.
-
-Rank 0 tells where it listens through the collective, so that whatever started the ranks need not know; from then on
-they speak by ZeroMQ. A rank that waits in a collective hears nothing, not even that another has died: a second thread
-watches a connection between the two, and ends the process with it. Knows nothing of texts.
-"""
+"""Rank 0's end of the line: who is let in, what all are told, and whether all have done it."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import secrets
 import socket
 import threading
@@ -20,76 +13,12 @@ import zmq
 
 from outrider.engine.ranks import Ranks
 from outrider.protocol.codec import decode_all, encode_all
-from outrider.protocol.errors import ModelError, OutriderError, WorkerError
+from outrider.protocol.errors import ModelError, WorkerError
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, RankHello, Shutdown, Welcome
+from outrider.target_worker.ranks.line import FAREWELL_MS, Line, name_of, own_address
 
 ANSWER_MS = 10_000
-FAREWELL_MS = 5_000
 STRANGER_SECONDS = 5.0
-# A host that is gone without a word is missed after 2 s of silence and four questions, a second each.
-IDLE = getattr(socket, "TCP_KEEPIDLE", 0x10)  # macOS has it by another name
-KEPT_ALIVE = {IDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 4}
-
-log = logging.getLogger(__name__)
-
-
-def own_address() -> str:
-    """Where other ranks reach this host: what the launcher said, else what it is called."""
-    for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
-        if name in os.environ:
-            return os.environ[name].partition(":")[0]
-    with suppress(OSError, ValueError, LookupError):
-        with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as file:
-            first = json.load(file)[0]
-        return str(first if isinstance(first, str) else first[0]).rpartition(":")[0]
-    return socket.gethostbyname(socket.gethostname())
-
-
-class Line:
-    """A rank's end of what is between ranks: a socket for words, and a connection whose end is another rank's.
-
-    `when_lost` is done before this process ends with another rank.
-    """
-
-    def __init__(self, kind: int, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
-        self.ranks = ranks
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(kind)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        key, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._key, self._socket.curve_publickey = key.decode(), key
-        self._lifelines: list[socket.socket] = []
-        self._ending, self._when_lost = False, when_lost
-
-    def end(self) -> None:
-        """From now on nobody minds who goes."""
-        self._ending = True
-
-    def close(self) -> None:
-        self.end()
-        self._socket.close()
-        for lifeline in self._lifelines:
-            with suppress(OSError):
-                lifeline.shutdown(socket.SHUT_RDWR)
-
-    def _watch(self, lifeline: socket.socket) -> None:
-        """From now on the end of this connection ends this process, whatever its first thread waits for."""
-        lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEPT_ALIVE.items():
-            lifeline.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._lifelines.append(lifeline)
-        threading.Thread(target=self._wait_for_end, args=(lifeline,), daemon=True, name="rank").start()
-
-    def _wait_for_end(self, lifeline: socket.socket) -> None:
-        with lifeline, suppress(OSError):
-            lifeline.recv(1)
-        if not self._ending:
-            self._lose()
-
-    def _lose(self) -> None:
-        log.error("rank %d of %d lost another rank; all ranks end", self.ranks.rank, self.ranks.size)
-        self._when_lost()
-        os._exit(WorkerError.exit_code)
 
 
 class Leader(Line):
@@ -165,7 +94,7 @@ class Leader(Line):
         """All ranks hear these, in this order."""
         frames = encode_all(messages)
         for rank in range(1, self.ranks.size):
-            self._socket.send_multipart([_name(rank), *frames])
+            self._socket.send_multipart([name_of(rank), *frames])
 
     def assure(self) -> None:
         """Returns when all ranks are there and have done what they were told; else all end.
@@ -199,53 +128,6 @@ class Leader(Line):
             yield message
 
 
-class Member(Line):
-    """Another rank's end."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        """Waits until all ranks have come so far."""
-        super().__init__(zmq.DEALER, ranks)
-        address, port, door, key, secret = json.loads(ranks.told(b""))
-        self._socket.setsockopt(zmq.IDENTITY, _name(ranks.rank))
-        self._socket.curve_serverkey = key.encode()
-        self._socket.connect(f"tcp://{address}:{port}")
-        try:
-            lifeline = socket.create_connection((address, door))
-            lifeline.sendall(bytes.fromhex(secret))
-        except OSError as error:
-            raise WorkerError(f"rank 0 can't be reached at {address} ({error}); expected hosts that reach it") from None
-        self._watch(lifeline)
-
-    def enter(self, own: RankHello) -> None:
-        """Returns when all ranks may load; where rank 0 finds that they don't go together this process ends."""
-        self.say(own)
-        if not isinstance(self.hear()[0], Welcome):
-            raise SystemExit(0)
-
-    def say(self, message: Message) -> None:
-        self._socket.send_multipart(encode_all([message]))
-
-    def hear(self) -> list[Message]:
-        """What rank 0 tells next; waits."""
-        return decode_all(self._socket.recv_multipart())
-
-    def close(self) -> None:
-        """Ends as rank 0 has told."""
-        self.end()
-        if not self._socket.closed:
-            self.say(Shutdown())
-        super().close()
-
-    def failed(self, error: OutriderError) -> int:
-        """Rank 0 hears why this one can't go on, and has a while to tell; the code to exit with."""
-        log.error("%s", error)
-        self.end()
-        self.say(Fault(_name(self.ranks.rank).decode(), None, str(error)))
-        self._socket.poll(FAREWELL_MS)
-        self.close()
-        return error.exit_code
-
-
 def unlike(own: RankHello, other: RankHello) -> str | None:
     """Why this rank can't be one of rank 0's; None when it can."""
     for what, mine, theirs in (
@@ -261,7 +143,3 @@ def unlike(own: RankHello, other: RankHello) -> str | None:
 def what_it_is(hello: Hello) -> tuple[object, ...]:
     """What all ranks have to agree about."""
     return hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes, hello.abilities, hello.note
-
-
-def _name(rank: int) -> bytes:
-    return str(rank).encode()
