@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -15,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.chaos import Course, Strike
+from outrider.bench.chaos import AT_ONCE, Course, Strike
+from outrider.bench.faults import Faults
+from outrider.bench.mixed import Load
 from outrider.bench.random_identity import DIFFERENT
+from outrider.bench.soak import settled
 from outrider.orchestrator import Client, GenerationResult, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.machine.spawn import child_environment, python
@@ -142,6 +146,22 @@ def test_chaos_for_a_moment(cluster: LocalCluster) -> None:
     course.run([Strike(("draft", "target"), signal.SIGKILL, 8), Strike(("draft",), signal.SIGSTOP, 3)], Screen())
     assert len(course.strikes) == 2 and len(course.found) >= 4
     assert not [one for one in course.found if one.verdict == DIFFERENT]
+
+
+def test_mixed_load_for_a_moment(cluster: LocalCluster) -> None:
+    client = cluster.client(timeout=LIMIT)
+    load, faults = Load(client, 4, 0), Faults(cluster, random.Random("for a moment"))
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        load.begin(threads)
+        try:
+            for _ in range(5):
+                faults.one()
+        finally:
+            load.end()
+    until_ready(client)
+    assert not load.failed and len(load.found) >= AT_ONCE and faults.happened.total() == 5
+    assert not [one for one in load.found if one.verdict == DIFFERENT]
+    assert settled(cluster).kv.reserved == 0
 
 
 def test_a_drafter_that_joined_and_was_given_up_joins_again(cluster: LocalCluster) -> None:
