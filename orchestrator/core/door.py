@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from itertools import chain
 
 from outrider.orchestrator.core.request import Request
-from outrider.orchestrator.core.speculation_cache import is_sound
 from outrider.orchestrator.core.told import Task, Tasks, Told
 from outrider.protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
 
@@ -77,10 +76,18 @@ def _lie(tasks: Tasks, message: Branches | Drafted | Prefilled | Resync | Fault,
     fitting = [task for task in found if task.base_len == message.base_len]
     if not fitting:
         return "base_len"
-    if not is_sound(message):
+    if not _is_sound(message):
         return "q"
     lies = [_misfit(task, message, vocab) for task in fitting]
     return "" if "" in lies else lies[-1]
+
+
+def _is_sound(message: Branches | Drafted) -> bool:
+    """Whether its q, if it has one, can be what its chains were drawn from; nothing can be verified with another."""
+    if message.q is None:
+        return True
+    chains = [message.chain] if isinstance(message, Drafted) else [entry.chain for entry in message.entries]
+    return message.q.fits([token for chain in chains for token in chain])
 
 
 def _misfit(task: Task, message: Branches | Drafted, vocab: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outrider.orchestrator.core.cache_room import CacheRoom
-from outrider.protocol.messages import Branches, Drafted
+from outrider.protocol.messages import Branches
 from outrider.protocol.sparse import SparseQ
 
 _TOKEN_BYTES = 40  # a number and its place in a tuple
@@ -25,14 +25,6 @@ class Prepared:
     chain: tuple[int, ...]
     q: SparseQ | None = None
     drafter: str = ""
-
-
-def is_sound(message: Branches | Drafted) -> bool:
-    """Whether its q, if it has one, can be what its chains were drawn from; nothing can be verified with another."""
-    if message.q is None:
-        return True
-    chains = [message.chain] if isinstance(message, Drafted) else [entry.chain for entry in message.entries]
-    return message.q.fits([token for chain in chains for token in chain])
 
 
 class SpeculationCache:

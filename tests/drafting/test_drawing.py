@@ -21,6 +21,7 @@ from outrider.protocol.messages import Branches, Commit, Drafted, Message, Open
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
 from tests.alone import advanced, continued
+from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
 
 V = 12
@@ -121,33 +122,15 @@ def test_there_is_no_chain_without_room(begin: Callable[[tuple[int, ...]], WorkA
 # --- the worker -----------------------------------------------------------------------------------------------------
 
 
-class Wire:
-    name = "draft-0"
-
-    def __init__(self, *messages: Message) -> None:
-        self.inbox, self.sent = list(messages), []
-
-    def send(self, message: Message) -> None:
-        self.sent.append(message)
-
-    def receive(self, wait: bool) -> Message | None:
-        return self.inbox.pop(0) if self.inbox else None
-
-    def expect(self, milliseconds: float) -> None:
-        pass
-
-
 def said(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> list[Any]:
     """What a worker says of this kind when it is told to work ahead, then for the continuation."""
     tokens = np.array(PROMPT, np.int32)
-    wire = Wire(Open("r", 0, 0, tokens, sampling, depth=2, branches=6, verifying=()))
-    worker = DraftWorker(wire, drafter, POLICIES["uniform"])
-    for _ in range(8):
-        worker.turn()
-    wire.inbox.append(Commit("r", 0, 1, len(PROMPT) + 1, (3,), None, 3, 6))
-    for _ in range(2):
-        worker.turn()
-    return [message for message in wire.sent if isinstance(message, kind)]
+    link = FakeLink("draft-0")
+    worker = DraftWorker(link, drafter, POLICIES["uniform"])
+    opening = Open("r", 0, 0, tokens, sampling, depth=2, branches=6, verifying=())
+    found = answered(worker, link, [opening], turns=8)
+    found += answered(worker, link, [Commit("r", 0, 1, len(PROMPT) + 1, (3,), None, 3, 6)], turns=2)
+    return [message for message in found if isinstance(message, kind)]
 
 
 @pytest.mark.parametrize("kind", [Branches, Drafted])
