@@ -6,21 +6,17 @@ reason why a head can't be used is one sentence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
+from outrider.drafting.heads.checkpoint import Weights, fill, read_config, read_weights, refuse_quantised
 from outrider.drafting.heads.eagle3 import Eagle3, Eagle3Config
 from outrider.engine import positions
 from outrider.protocol.errors import CannotDraft
-from outrider.protocol.guard import first_line
 from outrider.protocol.heads import head_kind
-
-Weights = dict[str, mx.array]
 
 
 def read(folder: Path, target: Mapping[str, Any], vocab_size: int, embed: Callable[[mx.array], mx.array]) -> Eagle3:
@@ -29,7 +25,7 @@ def read(folder: Path, target: Mapping[str, Any], vocab_size: int, embed: Callab
     Raises:
         CannotDraft: it is no head of this kind, not whole, or one for another target.
     """
-    config, weights = _config(folder), _weights(folder)
+    config, weights = read_config(folder), read_weights(folder)
     return build(config, weights, target, vocab_size, embed, str(folder))
 
 
@@ -44,8 +40,7 @@ def build(
     """The same from what was read. Raises CannotDraft."""
     if head_kind(config) != "eagle3":
         raise CannotDraft(f"{name} is no EAGLE-3 head by its config.json; expected its architectures to say Eagle3")
-    if "quantization" in config or any(key.endswith(".scales") for key in weights):
-        raise CannotDraft(f"{name} is quantised; expected the head as it was published, which is small enough")
+    refuse_quantised(config, weights, name)
     weights = {_renamed(key): value for key, value in weights.items()}
     d2t, _ = weights.pop("d2t", None), weights.pop("t2d", None)
     target = target.get("text_config") or target
@@ -53,33 +48,9 @@ def build(
     ids = _target_ids(d2t, settings, vocab_size, name)
     _check_size(settings, target, name)
     head = Eagle3(settings, embed, ids)
-    _fill(head, weights, name)
+    fill(head, weights, name)
     positions.install(head)
     return head
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CannotDraft(f"{folder / 'config.json'} can't be read ({first_line(error)}); expected a head's") from error
-    if not isinstance(config, dict):
-        raise CannotDraft(f"{folder / 'config.json'} holds no settings; expected those of a head")
-    return config
-
-
-def _weights(folder: Path) -> Weights:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        other = ", as safetensors: pytorch_model.bin has to be converted" if any(folder.glob("*.bin")) else ""
-        raise CannotDraft(f"{folder} holds no weights; expected those of a head{other}")
-    weights: Weights = {}
-    try:
-        for file in files:
-            weights |= cast(Weights, mx.load(str(file)))
-    except (RuntimeError, ValueError, OSError) as error:
-        raise CannotDraft(f"{folder} can't be read ({first_line(error)}); fetch the head again") from error
-    return weights
 
 
 def _renamed(key: str) -> str:
@@ -173,23 +144,3 @@ def _check_size(settings: Eagle3Config, target: Mapping[str, Any], name: str) ->
         )
     if not settings.embeds and settings.hidden_size != size:
         raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")
-
-
-def _fill(head: Eagle3, weights: Weights, name: str) -> None:
-    """Puts the weights in, in a format that computes well: float16 overflows where heads are trained in bfloat16."""
-    wanted = dict(tree_flatten(head.parameters()))
-    missing = sorted(set(wanted) - set(weights))
-    if missing:
-        raise CannotDraft(f"{name} lacks {', '.join(missing[:3])}; expected all of a head's tensors, fetch it again")
-    for key, shape in ((key, wanted[key].shape) for key in wanted):
-        if weights[key].shape != shape:
-            raise CannotDraft(f"{name}: {key} is {weights[key].shape}, expected {shape} by config.json and this target")
-    on_cpu = mx.default_device().type == mx.cpu
-    own = weights["fc.weight"].dtype
-    dtype = mx.float32 if on_cpu else mx.bfloat16 if own == mx.float16 else own
-    chosen = [(key, weights[key].astype(dtype)) for key in wanted]
-    head.load_weights(chosen)
-    mx.eval(head.parameters())
-    sound = mx.stack([mx.isfinite(value).all() for _, value in chosen])
-    if not sound.all().item():
-        raise CannotDraft(f"{name} holds weights that are not numbers; expected those of a trained head")

@@ -1,0 +1,81 @@
+"""A head's files: its config.json, its tensors, and these put into a module. Every failure is one sentence.
+
+Knows no layout: which tensors a kind has, and by which names, is that kind's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.guard import first_line
+
+Weights = dict[str, mx.array]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Raises CannotDraft."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CannotDraft(f"{folder / 'config.json'} can't be read ({first_line(error)}); expected a head's") from error
+    if not isinstance(config, dict):
+        raise CannotDraft(f"{folder / 'config.json'} holds no settings; expected those of a head")
+    return config
+
+
+def read_weights(folder: Path) -> Weights:
+    """All tensors of a folder. Raises CannotDraft."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        other = ", as safetensors: pytorch_model.bin has to be converted" if any(folder.glob("*.bin")) else ""
+        raise CannotDraft(f"{folder} holds no weights; expected those of a head{other}")
+    weights: Weights = {}
+    try:
+        for file in files:
+            weights |= cast(Weights, mx.load(str(file)))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CannotDraft(f"{folder} can't be read ({first_line(error)}); fetch the head again") from error
+    return weights
+
+
+def refuse_quantised(config: Mapping[str, Any], weights: Weights, name: str) -> None:
+    """Raises CannotDraft: it is quantised."""
+    if "quantization" in config or any(key.endswith(".scales") for key in weights):
+        raise CannotDraft(f"{name} is quantised; expected the head as it was published, which is small enough")
+
+
+def fill(head: nn.Module, weights: Weights, name: str, exact: Container[str] = ()) -> None:
+    """Puts the weights in, all in the format of most of them; `exact` ones stay float32.
+
+    Raises:
+        CannotDraft: some are missing, of another shape, or no numbers.
+    """
+    wanted = dict(tree_flatten(head.parameters()))
+    missing = sorted(set(wanted) - set(weights))
+    if missing:
+        raise CannotDraft(f"{name} lacks {', '.join(missing[:3])}; expected all of a head's tensors, fetch it again")
+    for key, shape in ((key, wanted[key].shape) for key in wanted):
+        if weights[key].shape != shape:
+            raise CannotDraft(f"{name}: {key} is {weights[key].shape}, expected {shape} by config.json and this target")
+    dtype = _computed_in(max((weights[key] for key in wanted), key=lambda weight: weight.nbytes).dtype)
+    chosen = [(key, weights[key].astype(mx.float32 if key in exact else dtype)) for key in wanted]
+    head.load_weights(chosen)
+    mx.eval(head.parameters())
+    sound = mx.stack([mx.isfinite(value).all() for _, value in chosen])
+    if not sound.all().item():
+        raise CannotDraft(f"{name} holds weights that are not numbers; expected those of a trained head")
+
+
+def _computed_in(stored: mx.Dtype) -> mx.Dtype:
+    """What computes well: float16 overflows where heads are trained in bfloat16."""
+    if mx.default_device().type == mx.cpu:
+        return mx.float32
+    return mx.bfloat16 if stored == mx.float16 else stored
