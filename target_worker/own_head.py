@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider.drafting.heads.drafter import HeadDrafter, Line
+from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.follower import Follower
+from outrider.drafting.heads.line import Line
 from outrider.engine.loading import LoadedModel
 from outrider.engine.slots import Slot
 from outrider.engine.taps import Taps

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from outrider.drafting.heads.pairs import PairFeed, Pairs
+from outrider.drafting.heads.pairs import PairFeed, Reader
 from outrider.engine.flat_rows import FlatText
 from outrider.engine.sampling import Sampler
 
@@ -22,9 +22,9 @@ PIECE = 512
 class Follower:
     """One text's features. `sampler` chooses what is drafted for it."""
 
-    def __init__(self, pairs: Pairs, sampler: Sampler) -> None:
+    def __init__(self, texts: Reader, sampler: Sampler) -> None:
         self.sampler = sampler
-        self._pairs = pairs
+        self._texts = texts
         self._text: FlatText | None = None
         self._waiting: list[mx.array] = []
         self.waiting = 0  # how many features are to be read
@@ -50,7 +50,7 @@ class Follower:
     def text(self) -> FlatText:
         """Its place among the head's texts."""
         if self._text is None:
-            self._text = self._pairs.open()
+            self._text = self._texts.open()
         return self._text
 
     @property
@@ -69,8 +69,8 @@ class Follower:
         """
         waiting = mx.concatenate(self._waiting)
         while waiting.shape[0] > PIECE:
-            self._pairs.forward([self._feed(tokens, waiting[:PIECE])])
-            mx.eval(self._pairs.state())
+            self._texts.read(self._feed(tokens, waiting[:PIECE]))
+            mx.eval(self._texts.state())
             waiting = waiting[PIECE:]
             self._wait_for(waiting)
         return self._feed(tokens, waiting)
@@ -91,7 +91,7 @@ class Follower:
 
     def _begin_anew(self) -> None:
         if self._text is not None:
-            self._pairs.close(self._text)
+            self._texts.close(self._text)
         self._text, self._waiting, self.waiting = None, [], 0
 
     def _wait_for(self, features: mx.array) -> None:

@@ -1,14 +1,18 @@
 """The interface of a head: what reads the target's hidden rows. A new kind of head is one file that offers it.
 
-A head is fed *pairs*: the *feature* of a token (made of the target's hidden row there) and the token behind it. It
-answers each with a hidden vector of its own, which makes the logits of the token after, and stands in for the feature
-that is not known yet where tokens are drafted behind one another. It remembers pairs as keys and values. It knows
-nothing of texts, sampling or requests.
+A head is fed *pairs*: the *feature* of a token (made of the target's hidden row there) and the token behind it. What it
+makes of them is a hidden vector a token to draft, and of that the token's logits. It remembers what it was fed as keys
+and values. It knows nothing of texts, sampling or requests.
+
+There are three kinds. A `StepHead` drafts one token behind its last pair, and goes on with its own vector in place of
+the feature that is not known yet. A `MaskedHead` is fed the same pairs, and pairs of a mask behind them, so that one
+forward drafts several tokens. A `BlockHead` reads the features alone, and drafts by a block of masks behind the last
+token, whose rows all see each other.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -39,14 +43,63 @@ class Head(Protocol):
         """Features [R, W] of tapped rows [R, points * D], cheap enough to be made in the target's forward."""
         ...
 
-    def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
-        """Hidden vectors [1, T, H] of pairs: tokens [1, T], features [1, T, W]."""
-        ...
-
     def logits(self, hidden: mx.array) -> mx.array:
         """[R, V] of hidden vectors [R, H]; -inf for tokens that it does not know."""
         ...
 
+
+class PairHead(Head, Protocol):
+    """Answers each pair with the hidden vector of the token behind it."""
+
+    def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
+        """Hidden vectors [1, T, H] of pairs: tokens [1, T], features [1, T, W]."""
+        ...
+
+
+@runtime_checkable
+class StepHead(PairHead, Protocol):
+    """Drafts one token after another."""
+
     def onward(self, hidden: mx.array) -> mx.array:
         """What stands in for the feature of the token that hidden vectors [R, H] have drafted: [R, W]."""
+        ...
+
+
+@runtime_checkable
+class MaskedHead(PairHead, Protocol):
+    """Drafts up to `depth` tokens at once: one behind its last pair, one behind each pair of a mask."""
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def mask_token(self) -> int: ...
+
+    @property
+    def mask_feature(self) -> mx.array:
+        """[1, W]."""
+        ...
+
+
+@runtime_checkable
+class BlockHead(Head, Protocol):
+    """Drafts up to `depth` tokens at once, as a block behind the features of all tokens before it."""
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def mask_token(self) -> int: ...
+
+    @property
+    def from_anchor(self) -> bool:
+        """Whether the block's first row, the last token's, drafts the first token; else the mask behind it does."""
+        ...
+
+    def read(self, features: mx.array, caches: list[FlatCache]) -> None:
+        """Remembers features [1, T, W]."""
+        ...
+
+    def block(self, tokens: mx.array, caches: list[FlatCache]) -> mx.array:
+        """Hidden vectors [1, T, H] of blocks: each its text's last token and masks, [1, T]."""
         ...

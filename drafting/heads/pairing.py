@@ -14,7 +14,7 @@ from typing import cast
 import mlx.core as mx
 
 from outrider.drafting.heads.head import Head
-from outrider.drafting.heads.pairs import PairFeed, Pairs
+from outrider.drafting.heads.ways import way_of
 from outrider.engine.loading import LoadedModel
 from outrider.engine.slots import open_slots
 from outrider.engine.taps import TapPoints, Taps
@@ -83,9 +83,8 @@ def _share(head: Head, model: LoadedModel, text: list[int], points: TapPoints, t
     logits = Taps(model.model, points, head.fuse).forward(
         lambda: model.model(mx.array([text]))[0], [(len(text), rows.append)]
     )
-    pairs = Pairs(head)
     begin, end = 0, len(text) - 1 - max(tokens, 0)
     behind = slice(begin + 1 + tokens, end + 1 + tokens)
-    hidden = pairs.hidden([PairFeed(pairs.open(), mx.array(text[behind], mx.int32), rows[0][begin:end])])
-    said, truth = mx.argmax(head.logits(hidden), axis=-1), mx.argmax(logits[behind], axis=-1)
+    foretold = way_of(head).foretell(mx.array(text[behind], mx.int32), rows[0][begin:end])
+    said, truth = mx.argmax(foretold, axis=-1), mx.argmax(logits[behind], axis=-1)
     return cast(float, (said == truth).mean().item())

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafting.heads.head import Head
+from outrider.drafting.heads.head import PairHead
 from outrider.engine.flat import Piece
 from outrider.engine.flat_rows import FlatRows, FlatText
 
@@ -32,12 +33,31 @@ class PairFeed:
         return int(self.features.shape[0])
 
 
+class Reader(Protocol):
+    """What a head remembers of its texts."""
+
+    def open(self) -> FlatText: ...
+
+    def close(self, text: FlatText) -> None: ...
+
+    def read(self, feed: PairFeed) -> None:
+        """Pairs that nothing is drafted behind. Lazy."""
+        ...
+
+    def state(self) -> list[Any]:
+        """What to evaluate."""
+        ...
+
+
 class Pairs(FlatRows):
     """The texts of one head. A text's `length` counts its pairs."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: PairHead) -> None:
         super().__init__(head)
         self._head = head
+
+    def read(self, feed: PairFeed) -> None:
+        self.hidden([feed])
 
     def forward(self, feeds: Sequence[PairFeed]) -> mx.array:
         """Feeds them all, which stand in the order of their rows; the hidden vector of each one's last pair [R, H]."""

@@ -12,10 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.heads.drafter import HeadDrafter, Line
+from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.eagle3 import Eagle3
 from outrider.drafting.heads.follower import MOST_WAITING, Follower
 from outrider.drafting.heads.head import Head
+from outrider.drafting.heads.line import Line
 from outrider.drafting.heads.load import load as load_head
 from outrider.drafting.heads.pairing import agreement
 from outrider.drafting.heads.pairs import Pairs
@@ -66,7 +67,7 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
     go = [Verify(o.request, 0, 1, len(o.tokens) + 1, (), going_on=True, draft=draft, room=LENGTH) for o in opens]
     found += answered(worker, link, go)
     assert all(isinstance(one, Outcome) for one in found), found
-    assert not own or len(own._pairs._texts) <= requests
+    assert not own or len(own.texts._texts) <= requests
     return [[one for one in found if one.request == o.request] for o in opens]
 
 
@@ -214,7 +215,7 @@ def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: 
         again = Follower(fresh, Sampler(SamplingParams(), 258))
         again.hear(0, features)
         fresh.forward([again.catch_up(slot.tokens)])
-        for mine, true in zip(own._pairs._caches, fresh._caches, strict=True):
+        for mine, true in zip(own.texts._caches, fresh._caches, strict=True):
             for a, b in zip(
                 mine.saved(follower.text.row, follower.length), true.saved(0, follower.length), strict=True
             ):
@@ -235,7 +236,7 @@ def test_who_misses_rows_begins_anew_behind_the_gap(target: LoadedModel) -> None
     assert len(chain(25)) == 2 and follower.length == 4
     follower.close()
     follower.hear(24, mx.ones((1, 64)))
-    assert chain(26) == () and not own._pairs._texts
+    assert chain(26) == () and not own.texts._texts
 
 
 def test_of_a_long_stretch_without_drafts_the_newest_rows_are_kept(
