@@ -14,7 +14,7 @@ from typing import Any, TypedDict, cast
 from outrider.protocol import logs, values
 from outrider.protocol.endpoints import is_local, parse
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.heads import HEADS
+from outrider.protocol.heads import HEADS, OF_TARGET
 
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")
@@ -55,7 +55,7 @@ class ServeSettings:
     None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts that have ended,
     where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the
     script of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
-    `draft_backend`: who drafts; a head that reads the target (eagle3, mtp) does so in its process; mtp is in the
+    `draft_backend`: who drafts; a head that reads the target (`protocol.heads`) does so in its process; mtp is in the
     model's own folder unless `draft_model` names another; auto looks what `draft_model` is. `draft_prefill`: who reads
     prompts for a drafter on MLX (docs/coreml.md). `drafters`: so many processes draft and share a round's outcomes;
     `branches` None: `BRANCHES` for each. `colocate`: the target drafts in its own process, in turn with verifying,
@@ -210,14 +210,16 @@ class ServeSettings:
             raise InvalidRequest(
                 f"draft_prefill {self.draft_prefill} is for a draft worker and colocate has none; leave one out"
             )
-        if self.draft_backend == "mtp" and self.model is None:
-            raise InvalidRequest("draft_backend mtp is a model's own head; expected model, the original with that head")
-        if self.draft_backend == "eagle3" and self.draft_model is None:
+        if self.draft_backend in OF_TARGET and self.model is None:
+            raise InvalidRequest(
+                f"draft_backend {self.draft_backend} is a model's own head; expected model, the original with that head"
+            )
+        if self.drafts_by_head and self.draft_backend not in OF_TARGET and self.draft_model is None:
             raise InvalidRequest(
                 f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
                 " for this model"
             )
-        if self.model is not None and self.draft_model is None and self.draft_backend != "mtp":
+        if self.model is not None and self.draft_model is None and self.draft_backend not in OF_TARGET:
             raise InvalidRequest("colocate has no model to draft with; expected draft_model beside model, or neither")
         if self.simulate is not None:
             raise InvalidRequest("colocate keeps to no latency profile; expected simulate or colocate, not both")

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-HEADS = ("eagle3", "mtp")
+HEADS = ("eagle3", "mtp", "redrafter")
+OF_TARGET = ("mtp",)
+"""Those that a target's own repository may hold; the others lie in one of their own."""
 OWN_HEAD = ("mtp.", "model.mtp_layers.")
 """What the names of a model's own head's tensors begin with, in its original repository."""
 _SAME = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -22,6 +24,8 @@ def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None
     named = [str(config.get("speculators_model_type", "")), *map(str, config.get("architectures") or ())]
     if any("eagle3" in name.lower() for name in named):
         return "eagle3"
+    if "recurrent_drafting" in str(config.get("model_type", "")):
+        return "redrafter"
     own, its = _text(config), _text(target or {})
     counts = [own.get(key) or 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers")]
     return "mtp" if any(counts) and all(own.get(key) == its.get(key) for key in _SAME) else None

@@ -17,6 +17,7 @@ from outrider.protocol import logs
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
+from outrider.protocol.heads import HEADS
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, end_with_parent
@@ -141,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default="target-0")
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft-model", help="a model that drafts in this process, in turn with the target")
-    kind = "what that is: mlx, a model of its own, or a head that reads the target: eagle3, mtp"
+    kind = "what that is: mlx, a model of its own, or a head that reads the target: " + ", ".join(HEADS)
     parser.add_argument("--draft-backend", default="mlx", help=kind)
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--shards", type=int, default=1, help="as many ranks on this machine, each a part of the model")

@@ -157,6 +157,10 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         return self._config.context_length
 
     @property
+    def reach(self) -> None:
+        return None
+
+    @property
     def weight_bytes(self) -> int:
         return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
 

@@ -1,8 +1,9 @@
 """What a head has heard of one text: the features it has read, and those that wait for their turn.
 
 A target's slot tells the hidden rows of committed tokens as they come. They are read when drafting is first wanted, so
-plain decoding costs their keeping only; of many the newest are kept. Where some were missed, as those of a remembered
-prompt are, reading begins behind the gap: positions count from there, and the head sees less of the text.
+plain decoding costs their keeping only; of many the newest are kept, and those alone that can matter. Where some were
+missed, as those of a remembered prompt are, reading begins behind the gap: positions count from there, and the head
+sees less of the text.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Follower:
         self._waiting.append(features)
         self._next = position + features.shape[0]
         self.waiting += features.shape[0]
-        if self.waiting > MOST_WAITING:
-            newest = mx.contiguous(mx.concatenate(self._waiting)[-MOST_WAITING // 2 :])
+        if self.waiting > (self._pairs.reach or MOST_WAITING):
+            newest = mx.contiguous(mx.concatenate(self._waiting)[-(self._pairs.reach or MOST_WAITING // 2) :])
             mx.async_eval(newest)  # type: ignore[no-untyped-call]  # else it holds on to the older ones
             self._begin_anew()
             self._wait_for(newest)

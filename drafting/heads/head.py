@@ -35,6 +35,11 @@ class Head(Protocol):
     def weight_bytes(self) -> int: ...
 
     @property
+    def reach(self) -> int | None:
+        """So many of the newest pairs decide what it says; None: all."""
+        ...
+
+    @property
     def bytes_per_pair(self) -> int:
         """What it remembers of a pair."""
         ...

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from outrider.drafting.heads import eagle3_files, mtp_files
+from outrider.drafting.heads import eagle3_files, mtp_files, redrafter_files
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.pairing import agreement
@@ -23,7 +23,11 @@ def _eagle3(folder: Path, target: LoadedModel) -> Head:
     return eagle3_files.read(folder, target.config, target.vocab_size, lambda tokens: table(tokens))
 
 
-_READ: dict[str, Callable[[Path, LoadedModel], Head]] = {"eagle3": _eagle3, "mtp": mtp_files.read}
+_READ: dict[str, Callable[[Path, LoadedModel], Head]] = {
+    "eagle3": _eagle3,
+    "mtp": mtp_files.read,
+    "redrafter": redrafter_files.read,
+}
 
 
 def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None], alone: bool = True) -> HeadDrafter:

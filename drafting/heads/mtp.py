@@ -50,6 +50,10 @@ class Mtp(nn.Module):  # type: ignore[misc]
         return self._context_length
 
     @property
+    def reach(self) -> None:
+        return None
+
+    @property
     def weight_bytes(self) -> int:
         return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
 

@@ -13,7 +13,7 @@ from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.pair.vocabulary import require_same
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
-from outrider.protocol.heads import head_kind
+from outrider.protocol.heads import OF_TARGET, head_kind
 from outrider.protocol.profile import Profile
 
 
@@ -53,7 +53,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     elif settings.draft_model is None and settings.draft_backend in ("mlx", "auto"):
         settings = replace(settings, draft_backend="ngram")
         notes = ("no draft model is named (--draft-model), so drafts come from n-grams of the text alone",)
-    elif settings.draft_model is None and settings.draft_backend == "mtp":
+    elif settings.draft_model is None and settings.draft_backend in OF_TARGET:
         names = (settings.model, settings.model)
     if not settings.needs_draft_model:
         names = (names[0], None)
@@ -92,6 +92,6 @@ def _recognised(settings: ServeSettings, draft: str, target: ModelFiles) -> Serv
     kind = head_kind(*(read_json(folder / "config.json") for folder in folders))
     if settings.draft_backend == "auto":
         return replace(settings, draft_backend=kind or "mlx")
-    if kind == "eagle3" and not settings.drafts_by_head:
+    if kind not in (None, *OF_TARGET) and not settings.drafts_by_head:
         raise ModelError(f"{draft} is a head that reads the target; expected draft_backend {kind} or auto for it")
     return settings

@@ -97,19 +97,22 @@ def test_a_replay_script_must_be_there(tmp_path):
 EAGLE3 = [{"architectures": ["LlamaForCausalLMEagle3"]}, {"speculators_model_type": "eagle3"}]
 
 
-@pytest.mark.parametrize("config", EAGLE3)
-def test_auto_knows_a_head_from_a_model_by_its_config(tmp_path, config):
+HEADS = [*((config, "eagle3") for config in EAGLE3), ({"model_type": "recurrent_drafting_drafter"}, "redrafter")]
+
+
+@pytest.mark.parametrize(("config", "kind"), HEADS)
+def test_auto_knows_a_head_from_a_model_by_its_config(tmp_path, config, kind):
     """A head has no tokenizer: its tokens are the target's, and so is its context."""
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     (tmp_path / "model.safetensors").write_bytes(b"")
     head = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(tmp_path), draft_backend="auto")
     pair = choose_pair(head)
-    assert pair.settings.draft_backend == "eagle3" and pair.settings.colocate
+    assert pair.settings.draft_backend == kind and pair.settings.colocate
     assert pair.draft is not None and pair.draft.context_length is None
     assert read_pair(pair).codec is not None
     model = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(EMBEDDED_DRAFT), draft_backend="auto")
     assert choose_pair(model).settings.draft_backend == "mlx"
-    with pytest.raises(ModelError, match="is a head that reads the target; expected draft_backend eagle3 or auto"):
+    with pytest.raises(ModelError, match=f"is a head that reads the target; expected draft_backend {kind} or auto"):
         choose_pair(replace(head, draft_backend="mlx"))
 
 

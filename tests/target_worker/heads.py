@@ -15,11 +15,13 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import llama
 
+from outrider.drafting.heads import redrafter_files
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.eagle3 import Eagle3
 from outrider.drafting.heads.eagle3_files import build
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.mtp import Mtp, MtpForm
+from outrider.drafting.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
 from tests.tiny import VOCAB_SIZE, write_model
@@ -108,6 +110,22 @@ def mtp_head(target: LoadedModel) -> Mtp:
     )  # fmt: skip
     positions.install(head)
     return head
+
+
+def recurrent_head(target: LoadedModel) -> Redrafter:
+    """A ReDrafter that knows the token after the bonus by the target's row; its state is random and says little."""
+    model, draws = target.model.model, np.random.default_rng(2)
+    table = _embedding(target)
+    rows = table / np.linalg.norm(table, axis=-1, keepdims=True) / np.array(model.norm.weight)
+    after = np.array(target.model(mx.arange(VOCAB_SIZE)[:, None])[:, 0]).argmax(axis=-1)
+    scores = np.zeros((VOCAB_SIZE, 2 * H))
+    np.add.at(scores[:, :H], after[after], 9 * rows)
+    weights = {"lm_head.0.weight": scores, "rnn_u.bias": np.zeros(H)}
+    weights |= {f"rnn_{name}.weight": draws.standard_normal((H, H)) for name in "uw"}
+    sizes = {"hidden_size": H, "vocab_size": VOCAB_SIZE, "exit_dim": 2 * H, "num_draft_layers": 0, "rnn": True}
+    arrays = {key: mx.array(value.astype(np.float32)) for key, value in weights.items()}
+    config = {"model_type": "recurrent_drafting_drafter", **sizes}
+    return redrafter_files.build(config, arrays, target, lambda tokens: model.embed_tokens(tokens))
 
 
 def drafter(head: Head, target: LoadedModel) -> HeadDrafter:

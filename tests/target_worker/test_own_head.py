@@ -35,7 +35,15 @@ from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
 from tests.drafting.mtp_heads import model_of, written
 from tests.system.links import FakeLink, answered
-from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, random_head, token_head
+from tests.target_worker.heads import (
+    drafter,
+    feature_head,
+    markov_llama,
+    mtp_head,
+    random_head,
+    recurrent_head,
+    token_head,
+)
 
 LENGTH, DEPTH = 28, 3
 PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
@@ -126,7 +134,7 @@ def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
-@pytest.mark.parametrize("head", [token_head, feature_head, random_head, mtp_head])
+@pytest.mark.parametrize("head", [token_head, feature_head, random_head, mtp_head, recurrent_head])
 def test_the_text_is_the_targets_own(
     target: LoadedModel, alone: Alone, head: Heads, temp: float, requests: int
 ) -> None:
@@ -163,12 +171,16 @@ def test_a_head_with_the_targets_logits_is_right_wherever_it_knows_the_token(tar
     assert sum(a.bonus in known for a in missed) <= 1  # its attention is to itself all but exactly
 
 
-def test_features_are_used_and_of_the_right_tokens(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("made", [feature_head, recurrent_head])
+def test_features_are_used_and_of_the_right_tokens(
+    target: LoadedModel, made: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One token deep the head knows the text from the row alone; from none, or the row before it, it does not."""
-    fresh = accepted(run(target, drafter(feature_head(target), target), 0.0, 4))
-    zeroed = feature_head(target)
-    monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros((rows.shape[0], 64)))
-    stale = feature_head(target)
+    fresh = accepted(run(target, drafter(made(target), target), 0.0, 4))
+    zeroed = made(target)
+    as_ever = zeroed.fuse
+    monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros_like(as_ever(rows)))
+    stale = made(target)
     fuse = stale.fuse
     monkeypatch.setattr(stale, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
     assert fresh > 0.6
@@ -220,6 +232,28 @@ def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: 
                 mine.saved(follower.text.row, follower.length), true.saved(0, follower.length), strict=True
             ):
                 assert float(mx.abs(a - b).max().item()) < 1e-3
+
+
+def test_a_recurrent_head_knows_of_any_text_what_the_newest_row_tells(target: LoadedModel) -> None:
+    """Whatever was drafted before, and however many rows came at once; only one is kept."""
+    head = recurrent_head(target)
+    own, fresh = drafter(head, target), drafter(head, target)
+    draws = np.random.default_rng(5)
+    follower, text = own.follow(SamplingParams()), [3]
+    for _ in range(12):
+        count = int(draws.integers(1, 5))
+        features = head.fuse(mx.array(draws.standard_normal((count, 64)).astype(np.float32)))
+        follower.hear(len(text) - 1, features)
+        text += draws.integers(0, 258, count).tolist()
+        assert follower.waiting == 1
+        if draws.random() < 0.7:
+            again = fresh.follow(SamplingParams())
+            again.hear(len(text) - 2, features[-1:])
+            chain, other = (
+                d.continuations([Line(f, text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
+            )
+            assert chain == other and len(chain) == 3
+            again.close()
 
 
 def test_who_misses_rows_begins_anew_behind_the_gap(target: LoadedModel) -> None:
