@@ -44,7 +44,7 @@ class HeadDrafter:
     def follow(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Follower:
         """What is to hear the features of a text that chains are wanted for."""
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
-        return Follower(self.texts, sampler)
+        return Follower(self.texts, sampler, self.head.reach)
 
     def continuations(self, lines: Sequence[Line], depths: Sequence[int]) -> list[Continuation]:
         """The `depths` tokens that follow each committed text; nothing where it can't tell. Waits.

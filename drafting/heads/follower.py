@@ -21,11 +21,12 @@ PIECE = 512
 
 
 class Follower:
-    """One text's features. `sampler` chooses what is drafted for it."""
+    """One text's features. `sampler` chooses what is drafted for it; `reach`: so many of the newest can matter."""
 
-    def __init__(self, texts: Reader, sampler: Sampler) -> None:
+    def __init__(self, texts: Reader, sampler: Sampler, reach: int | None = None) -> None:
         self.sampler = sampler
         self._texts = texts
+        self._most, self._kept = reach or MOST_WAITING, reach or MOST_WAITING // 2
         self._text: FlatText | None = None
         self._waiting: list[mx.array] = []
         self.waiting = 0  # how many features are to be read
@@ -41,8 +42,8 @@ class Follower:
         self._waiting.append(features)
         self._next = position + features.shape[0]
         self.waiting += features.shape[0]
-        if self.waiting > (self._pairs.reach or MOST_WAITING):
-            newest = mx.contiguous(mx.concatenate(self._waiting)[-(self._pairs.reach or MOST_WAITING // 2) :])
+        if self.waiting > self._most:
+            newest = mx.contiguous(mx.concatenate(self._waiting)[-self._kept :])
             mx.async_eval(newest)  # type: ignore[no-untyped-call]  # else it holds on to the older ones
             self._begin_anew()
             self._wait_for(newest)

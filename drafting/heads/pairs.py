@@ -55,7 +55,6 @@ class Pairs(FlatRows):
     def __init__(self, head: PairHead) -> None:
         super().__init__(head)
         self._head = head
-        self.reach = head.reach
 
     def read(self, feed: PairFeed) -> None:
         self.hidden([feed])
