@@ -11,8 +11,6 @@ from typing import Any
 HEADS = ("eagle3", "mtp", "redrafter")
 OF_TARGET = ("mtp",)
 """Those that a target's own repository may hold; the others lie in one of their own."""
-OWN_HEAD = ("mtp.", "model.mtp_layers.")
-"""What the names of a model's own head's tensors begin with, in its original repository."""
 _SAME = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -29,6 +27,15 @@ def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None
     own, its = _text(config), _text(target or {})
     counts = [own.get(key) or 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers")]
     return "mtp" if any(counts) and all(own.get(key) == its.get(key) for key in _SAME) else None
+
+
+def own_head(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the names of a model's own head's tensors begin with in its original repository, by its config.json.
+
+    DeepSeek's and GLM's heads are a layer behind the last one.
+    """
+    count = _text(config).get("num_hidden_layers")
+    return ("mtp.", "model.mtp_layers.", *([f"model.layers.{count}."] if count else []))
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -149,6 +149,10 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
 
     @property
+    def together(self) -> bool:
+        return True
+
+    @property
     def points(self) -> TapPoints:
         return TapPoints(self._config.taps)
 

@@ -56,6 +56,11 @@ class Head(Protocol):
 class PairHead(Head, Protocol):
     """Answers each pair with the hidden vector of the token behind it."""
 
+    @property
+    def together(self) -> bool:
+        """Whether one forward may hold several texts; else they are fed one after the other."""
+        ...
+
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
         """Hidden vectors [1, T, H] of pairs: tokens [1, T], features [1, T, W]."""
         ...

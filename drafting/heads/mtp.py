@@ -1,7 +1,7 @@
 """Heads for multi-token prediction that come with a target: one of its own layers over a row and the token behind it.
 
-Embedding and output layer are the target's. What families do differently is in a `MtpForm`: which row, in which order.
-Knows no files.
+Embedding and output layer are the target's, mostly. What families do differently is in a `MtpForm`: which row, in which
+order. Knows no files.
 """
 
 from __future__ import annotations
@@ -21,18 +21,31 @@ Layer = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class MtpForm:
-    """`after_norm`: it reads the target's rows behind the final norm. `embedding_first`: so they are fused."""
+    """`after_norm`: it reads rows behind the final norm, the target's and then its own. `embedding_first`: so they are
+    fused with the token. `together`: its attention takes several texts at once.
+    """
 
     after_norm: bool
     embedding_first: bool
+    together: bool = True
 
 
 class Mtp(nn.Module):  # type: ignore[misc]
-    """A `Head`. `block`: a layer of the target's kind; `embed`, `output`: the target's own."""
+    """A `StepHead`. `block`: a layer of the target's kind; `embed`, `output`: the target's own."""
 
     def __init__(
-        self, form: MtpForm, size: int, eps: float, block: nn.Module, embed: Layer, output: Layer, context_length: int
+        self,
+        form: MtpForm,
+        size: int,
+        eps: float,
+        block: nn.Module,
+        embed: Layer,
+        output: Layer,
+        context_length: int,
+        own_embedding: int = 0,
+        own_output: int = 0,
     ) -> None:
+        """`own_embedding`, `own_output`: of so many tokens in place of the target's, if any."""
         super().__init__()
         self._form, self._embed, self._output, self._context_length = form, embed, output, context_length
         self.norm_embedding = nn.RMSNorm(size, eps=eps)
@@ -40,6 +53,14 @@ class Mtp(nn.Module):  # type: ignore[misc]
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers = [block]
         self.norm = nn.RMSNorm(size, eps=eps)
+        if own_embedding:
+            self.embed_tokens = nn.Embedding(own_embedding, size)
+        if own_output:
+            self.lm_head = nn.Linear(size, own_output, bias=False)
+
+    @property
+    def together(self) -> bool:
+        return self._form.together
 
     @property
     def points(self) -> TapPoints:
@@ -60,21 +81,27 @@ class Mtp(nn.Module):  # type: ignore[misc]
     @property
     def bytes_per_pair(self) -> int:
         attention = self.layers[0].self_attn
-        return sum(int(p.weight.shape[0]) * int(p.weight.dtype.size) for p in (attention.k_proj, attention.v_proj))
+        kept = [attention[name].weight for name in ("k_proj", "v_proj", "kv_a_proj_with_mqa") if name in attention]
+        return sum(int(weight.shape[0]) * int(weight.dtype.size) for weight in kept)
 
     def fuse(self, rows: mx.array) -> mx.array:
         return rows.astype(self.fc.weight.dtype)
 
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
-        embedded = self.norm_embedding(self._embed(tokens).astype(features.dtype))
+        embed = self.embed_tokens if "embed_tokens" in self else self._embed
+        embedded = self.norm_embedding(embed(tokens).astype(features.dtype))
         seen = self.norm_hidden(features)
         both = [embedded, seen] if self._form.embedding_first else [seen, embedded]
         x = self.fc(mx.concatenate(both, axis=-1))
-        out: mx.array = self.norm(self.layers[0](x, caches[0].make_mask(tokens.shape[1]), caches[0]))
+        mask = caches[0].make_mask(tokens.shape[1], return_array=not self._form.together)
+        out: mx.array = self.layers[0](x, mask, caches[0])
         return out
 
     def logits(self, hidden: mx.array) -> mx.array:
-        return self._output(hidden).astype(mx.float32)
+        normed = self.norm(hidden)
+        own = self.lm_head(normed) if "lm_head" in self else self._output(normed)
+        return own.astype(mx.float32)
 
     def onward(self, hidden: mx.array) -> mx.array:
-        return hidden
+        normed: mx.array = self.norm(hidden)
+        return normed if self._form.after_norm else hidden

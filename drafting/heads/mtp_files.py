@@ -1,58 +1,28 @@
 """Reads the heads that mlx-lm leaves out of a target: from the original repository, or a copy of their tensors alone.
 
-Qwen3.5 and its successors without experts, and MiMo. Every reason why there is none to use is one sentence.
+Every reason why there is none to use is one sentence.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models import mimo, qwen3_5
 
-from outrider.drafting.heads.mtp import Mtp, MtpForm
+from outrider.drafting.heads.checkpoint import Weights, fill, refuse_quantised
+from outrider.drafting.heads.mtp import Layer, Mtp
+from outrider.drafting.heads.mtp_families import Family, family_of
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel
 from outrider.engine.parts import backbone_of, embedding, output_layer
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.guard import first_line
 
-Weights = dict[str, mx.array]
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Where a family's tensors are and what they are called here; `less_one`: norms are stored as what is above 1."""
-
-    form: MtpForm
-    prefix: str
-    names: Mapping[str, str]
-    less_one: bool
-
-
-_QWEN = _Family(
-    MtpForm(after_norm=True, embedding_first=True),
-    "mtp.",
-    {"pre_fc_norm_embedding.": "norm_embedding.", "pre_fc_norm_hidden.": "norm_hidden."},
-    less_one=True,
-)
-_MIMO = _Family(
-    MtpForm(after_norm=True, embedding_first=False),
-    "model.mtp_layers.0.",
-    {
-        "token_layernorm.": "norm_embedding.",
-        "hidden_layernorm.": "norm_hidden.",
-        "input_proj.": "fc.",
-        "final_layernorm.": "norm.",
-        "": "layers.0.",
-    },
-    less_one=False,
-)
+_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+_SAME = 0.95
 
 
 def read(folder: Path, target: LoadedModel) -> Mtp:
@@ -61,52 +31,28 @@ def read(folder: Path, target: LoadedModel) -> Mtp:
     Raises:
         CannotDraft: there is none, it is not whole, or the target is of a family whose heads are not known here.
     """
-    family, head = _built(target)
+    family = family_of(target)
     weights = _weights(folder, family)
-    if any(key.endswith(".scales") for key in weights):
-        raise CannotDraft(f"the head in {folder} is quantised; expected the original repository's")
-    wanted = dict(tree_flatten(head.parameters()))
-    missing = sorted(set(wanted) - set(weights))
-    if missing:
-        raise CannotDraft(f"{folder} lacks {', '.join(missing[:3])} of a head's; expected the original repository")
-    unknown = sorted(set(weights) - set(wanted))
+    backbone, _ = backbone_of(target.model)
+    inner = getattr(target.model, "language_model", target.model)
+    table, output = embedding(backbone), output_layer(inner, backbone)
+    weights = _without_copies(weights, lambda tokens: table(tokens), output)
+    args: Any = inner.args
+    head = Mtp(
+        family.form, args.hidden_size, args.rms_norm_eps, family.block,
+        lambda tokens: table(tokens), output, target.context_length,
+        own_embedding=target.vocab_size if _EMBEDDING in weights else 0,
+        own_output=target.vocab_size if _OUTPUT in weights else 0,
+    )  # fmt: skip
+    unknown = sorted(set(weights) - {key for key, _ in tree_flatten(head.parameters())})
     if unknown:
         raise CannotDraft(f"the head in {folder} has {', '.join(unknown[:3])}, too, which is not known here")
-    wrong = [key for key in wanted if weights[key].shape != wanted[key].shape]
-    if wrong:
-        raise CannotDraft(
-            f"{folder}: a head's {wrong[0]} is {weights[wrong[0]].shape}, expected {wanted[wrong[0]].shape}"
-        )
-    on_cpu = mx.default_device().type == mx.cpu
-    dtype = mx.float32 if on_cpu else weights["fc.weight"].dtype  # bfloat16, as they are published
-    head.load_weights([(key, weights[key].astype(dtype)) for key in wanted])
-    mx.eval(head.parameters())
+    fill(head, weights, str(folder), family.exact)
     positions.install(head)
     return head
 
 
-def _built(target: LoadedModel) -> tuple[_Family, Mtp]:
-    model = target.model
-    backbone, _ = backbone_of(model)
-    inner = getattr(model, "language_model", model)
-    args: Any = inner.args
-    if isinstance(model, qwen3_5.Model) and not args.num_experts:
-        family, block = _QWEN, qwen3_5.DecoderLayer(args, args.full_attention_interval - 1)
-    elif isinstance(model, mimo.Model):
-        family, block = _MIMO, mimo.TransformerBlock(args)
-    else:
-        raise CannotDraft(
-            f"heads of {target.model_type} models are not known here; expected qwen3_5 without experts or mimo"
-        )
-    table, output = embedding(backbone), output_layer(inner, backbone)
-    head = Mtp(
-        family.form, args.hidden_size, args.rms_norm_eps, block,
-        lambda tokens: table(tokens), output, target.context_length,
-    )  # fmt: skip
-    return family, head
-
-
-def _weights(folder: Path, family: _Family) -> Weights:
+def _weights(folder: Path, family: Family) -> Weights:
     """A head's tensors by our names. Of an original repository only the shards that hold it are read."""
     index = folder / "model.safetensors.index.json"
     try:
@@ -124,12 +70,27 @@ def _weights(folder: Path, family: _Family) -> Weights:
         raise CannotDraft(
             f"{folder} holds no {family.prefix}* tensors: conversions leave them out; expected the original repository"
         )
-    named = {_renamed(key.removeprefix(family.prefix), family): value for key, value in found.items()}
-    return {key: value + family.less_one * (value.ndim == 1 and "norm" in key) for key, value in named.items()}
+    refuse_quantised({}, found, str(folder))
+    try:
+        return family.named({key.removeprefix(family.prefix): value for key, value in found.items()})
+    except (KeyError, ValueError, IndexError) as error:
+        raise CannotDraft(f"{folder} lacks {error} of a head's tensors; expected the original repository") from error
 
 
-def _renamed(key: str, family: _Family) -> str:
-    for theirs, ours in family.names.items():
-        if key.startswith(theirs):
-            return ours + key.removeprefix(theirs)
-    return key
+def _without_copies(weights: Weights, embed: Layer, output: Layer) -> Weights:
+    """Without what the target has as well, if more roughly: some repositories hold embedding and output layer twice."""
+    copies = []
+    if _EMBEDDING in weights:
+        tokens = mx.arange(min(64, weights[_EMBEDDING].shape[0]))
+        copies += [_EMBEDDING] * _alike(weights[_EMBEDDING][tokens], embed(tokens))
+    if _OUTPUT in weights:
+        rows = mx.random.normal((4, weights[_OUTPUT].shape[-1]), key=mx.random.key(0))
+        copies += [_OUTPUT] * _alike(rows @ weights[_OUTPUT].astype(mx.float32).T, output(rows))
+    return {key: value for key, value in weights.items() if key not in copies}
+
+
+def _alike(mine: mx.array, its: mx.array) -> bool:
+    if mine.shape != its.shape:
+        return False
+    mine, its = mine.astype(mx.float32).flatten(), its.astype(mx.float32).flatten()
+    return bool(((mine @ its) > _SAME * mx.linalg.norm(mine) * mx.linalg.norm(its)).item())

@@ -69,6 +69,8 @@ class Pairs(FlatRows):
 
     def hidden(self, feeds: Sequence[PairFeed]) -> mx.array:
         """The hidden vectors of all their pairs [T, H], one feed's after the other's, long ones behind short ones."""
+        if not self._head.together and len(feeds) > 1:
+            return mx.concatenate([self.hidden([feed]) for feed in feeds])
         self._frame.begin([Piece(f.text.row, f.text.length, f.count, f.count > _LONG) for f in feeds])
         tokens = mx.concatenate([feed.tokens for feed in feeds])
         features = mx.concatenate([feed.features for feed in feeds])

@@ -63,6 +63,10 @@ class Redrafter(nn.Module):  # type: ignore[misc]
         return []
 
     @property
+    def together(self) -> bool:
+        return True
+
+    @property
     def points(self) -> TapPoints:
         return TapPoints(after_norm=True)
 

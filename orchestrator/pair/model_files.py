@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.protocol.errors import ModelError
-from outrider.protocol.heads import OWN_HEAD
+from outrider.protocol.heads import own_head
 
 PACKAGE = Path(__file__).absolute().parents[2]
 """The package `outrider`: in a checkout its rooms are links to the folders beside it."""
@@ -61,7 +61,8 @@ def find_own_head(name: str) -> ModelFiles:
         return find_model(name)
     described = find_model(name, weights=False)
     places = read_json(described.folder / "model.safetensors.index.json").get("weight_map", {})
-    shards = sorted({str(file) for key, file in places.items() if key.startswith(OWN_HEAD)})
+    names = own_head(read_json(described.folder / "config.json"))
+    shards = sorted({str(file) for key, file in places.items() if key.startswith(names)})
     if places and not shards:
         return described  # who loads it says that there is none; the model can do without
     return _described(name, _from_hub(name, True, shards), weights=True)

@@ -116,15 +116,16 @@ def test_auto_knows_a_head_from_a_model_by_its_config(tmp_path, config, kind):
         choose_pair(replace(head, draft_backend="mlx"))
 
 
-def test_of_a_repository_with_the_head_only_its_shards_are_fetched(tmp_path, monkeypatch):
+@pytest.mark.parametrize("named", ["mtp.fc.weight", "model.layers.6.eh_proj.weight"])
+def test_of_a_repository_with_the_head_only_its_shards_are_fetched(tmp_path, monkeypatch, named):
     asked = []
-    places = {"model.layers.0.norm.weight": "model-1.safetensors", "mtp.fc.weight": "model-2.safetensors"}
+    places = {"model.layers.0.norm.weight": "model-1.safetensors", named: "model-2.safetensors"}
 
     def fetched(name, allow_patterns, local_files_only=False):
         if local_files_only:
             raise ValueError("nothing here yet")
         asked.append([pattern for pattern in allow_patterns if "safetensors" in pattern])
-        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "config.json").write_text('{"num_hidden_layers": 6}')
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
         (tmp_path / "model-2.safetensors").write_bytes(b"")
         return str(tmp_path)
@@ -132,7 +133,7 @@ def test_of_a_repository_with_the_head_only_its_shards_are_fetched(tmp_path, mon
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
     assert find_own_head("org/name").folder == tmp_path.resolve()
     assert asked == [[], ["model-2.safetensors"]]
-    del places["mtp.fc.weight"]
+    del places[named]
     assert find_own_head("org/name").folder == tmp_path.resolve() and asked[2:] == [[]]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models import llama
+from mlx_lm.models import deepseek_v3, llama
 
 from outrider.drafting.heads import redrafter_files
 from outrider.drafting.heads.drafter import HeadDrafter
@@ -24,6 +24,7 @@ from outrider.drafting.heads.mtp import Mtp, MtpForm
 from outrider.drafting.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
+from tests.drafting import nextn_heads
 from tests.tiny import VOCAB_SIZE, write_model
 
 H, LAYERS, KNOWN = 64, 4, 200
@@ -126,6 +127,21 @@ def recurrent_head(target: LoadedModel) -> Redrafter:
     arrays = {key: mx.array(value.astype(np.float32)) for key, value in weights.items()}
     config = {"model_type": "recurrent_drafting_drafter", **sizes}
     return redrafter_files.build(config, arrays, target, lambda tokens: model.embed_tokens(tokens))
+
+
+def latent_head(target: LoadedModel) -> Mtp:
+    """A random one of DeepSeek's kind, whose attention takes one text after the other."""
+    mx.random.seed(6)
+    sizes = {key: value for key, value in nextn_heads.MODELS["deepseek_v3"].items() if key != "tie_word_embeddings"}
+    args = deepseek_v3.ModelArgs.from_dict({**sizes, "hidden_size": H, "num_attention_heads": 4})
+    model = target.model
+    head = Mtp(
+        MtpForm(after_norm=False, embedding_first=True, together=False), H, 1e-5,
+        deepseek_v3.DeepseekV3DecoderLayer(args, LAYERS),
+        lambda tokens: model.model.embed_tokens(tokens), lambda rows: model.lm_head(rows), 1024,
+    )  # fmt: skip
+    positions.install(head)
+    return head
 
 
 def drafter(head: Head, target: LoadedModel) -> HeadDrafter:

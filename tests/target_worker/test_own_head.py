@@ -33,11 +33,13 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.own_head import ColocatedHead
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
-from tests.drafting.mtp_heads import model_of, written
+from tests.drafting import nextn_heads
+from tests.drafting.mtp_heads import model_of, write, written
 from tests.system.links import FakeLink, answered
 from tests.target_worker.heads import (
     drafter,
     feature_head,
+    latent_head,
     markov_llama,
     mtp_head,
     random_head,
@@ -89,12 +91,16 @@ def test_other_families_say_their_own_text_too(tiny_model: Callable[..., Path], 
     assert any(a.drafted for one in outcomes for a in one)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "mimo"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "mimo", "deepseek_v3"])
 def test_with_its_own_head_a_model_says_its_own_text(
     tiny_model: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
-    other = load(model_of(tiny_model, family))
-    own = load_head("mtp", str(written(tmp_path, family)), other, lambda stage: None)
+    if family in nextn_heads.MODELS:
+        other = load(tiny_model("llama", **nextn_heads.MODELS[family]))
+        folder = write(tmp_path, nextn_heads.weights_of(family, other))
+    else:
+        other, folder = load(model_of(tiny_model, family)), written(tmp_path, family)
+    own = load_head("mtp", str(folder), other, lambda stage: None)
     outcomes = run(other, own, 0.8, 3)
     assert texts(outcomes) == texts(run(other, None, 0.8, 3))
     assert any(a.drafted for one in outcomes for a in one)
@@ -134,7 +140,7 @@ def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
-@pytest.mark.parametrize("head", [token_head, feature_head, random_head, mtp_head, recurrent_head])
+@pytest.mark.parametrize("head", [token_head, feature_head, random_head, mtp_head, latent_head, recurrent_head])
 def test_the_text_is_the_targets_own(
     target: LoadedModel, alone: Alone, head: Heads, temp: float, requests: int
 ) -> None:
@@ -188,7 +194,7 @@ def test_features_are_used_and_of_the_right_tokens(
     assert accepted(run(target, drafter(stale, target), 0.0, 4)) < fresh - 0.3
 
 
-@pytest.mark.parametrize("made", [random_head, mtp_head])
+@pytest.mark.parametrize("made", [random_head, mtp_head, latent_head])
 def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: LoadedModel, made: Heads) -> None:
     """Over many rounds, in company: what was drafted leaves nothing behind, and no row is lost or read twice."""
     head = made(target)
