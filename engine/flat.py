@@ -27,12 +27,16 @@ _PATCHED = "scaled_dot_product_attention"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next `count` tokens of the text in `row`, whose first `start` are remembered. `long`: part of a prompt."""
+    """The next `count` tokens of the text in `row`, whose first `start` are remembered.
+
+    `long`: part of a prompt. `whole`: they see each other, those ahead, too.
+    """
 
     row: int
     start: int
     count: int
     long: bool = False
+    whole: bool = False
 
     @property
     def end(self) -> int:
@@ -60,13 +64,14 @@ class Group:
         self.begin, self.count = begins[0], sum(p.count for p in pieces)
         self.even = len(pieces) == rows and all(p.count == self.width for p in pieces)
         starts, padded = np.zeros(rows, np.int32), np.full((rows, self.width), self.begin, np.int32)
+        ahead = np.zeros(rows, np.int32)
         spread = []
         for piece, begin in zip(pieces, begins, strict=True):
             row = piece.row - self.first
-            starts[row] = piece.start
+            starts[row], ahead[row] = piece.start, piece.end if piece.whole else 0
             padded[row] = np.minimum(begin + np.arange(self.width), begin + piece.count - 1)
             spread.append(row * self.width + np.arange(piece.count))
-        self._starts = starts
+        self._starts, self._ahead = starts, ahead
         self._padded, self._spread = mx.array(padded.reshape(-1)), mx.array(np.concatenate(spread))
         self._masks: dict[int | None, mx.array | None] = {}
 
@@ -86,7 +91,7 @@ class Group:
         """Which columns each query sees, [rows, 1, width, end]; None: all of them."""
         if window not in self._masks:
             columns, places = np.arange(self.end), self._starts[:, None] + np.arange(self.width)
-            seen = columns <= places[..., None]
+            seen = (columns <= places[..., None]) | (columns < self._ahead[:, None, None])
             if window is not None:
                 seen &= columns > places[..., None] - window
             self._masks[window] = None if seen.all() else mx.array(seen[:, None])
@@ -142,6 +147,8 @@ class FlatCache:
         alone, window = self._frame.alone, window_size or self._window
         if alone is None:
             return Mask(window)
+        if alone.whole:
+            return Group([alone], [0]).mask(window)
         window = narrowed(window, alone.end)
         return create_attention_mask(n, offset=alone.start, return_array=return_array, window_size=window)
 

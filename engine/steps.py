@@ -71,6 +71,15 @@ class Step:
             for tokens, values in found
         ]
 
+    def few(self, count: int) -> tuple[mx.array, mx.array]:
+        """Tokens and scores of each row's `count` best, [R, count] in any order; lazy on a GPU."""
+        count = min(count, self._scores.shape[1])
+        if self._on_cpu:
+            tokens, values = zip(*self._host_top(range(self._scores.shape[0]), count), strict=True)
+            return mx.array(tokens, mx.int32), mx.array(values, mx.float32)
+        best = mx.argpartition(-self._scores, kth=count - 1, axis=-1)[:, :count]
+        return best.astype(mx.int32), mx.take_along_axis(self._scores, best, axis=-1).astype(mx.float32)
+
     def row(self, row: int) -> mx.array:
         """One row's scores, [V]."""
         return self._scores[row] if self._finish is None else mx.array(self._host()[row])

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-HEADS = ("eagle3", "mtp", "redrafter")
+HEADS = ("dflash", "eagle3", "mtp", "redrafter")
 OF_TARGET = ("mtp",)
 """Those that a target's own repository may hold; the others lie in one of their own."""
+_WORDS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash", "dspark")}
+"""What an architecture's name holds, whichever kind of head it is."""
 _SAME = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -20,8 +22,9 @@ def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None
     `target`: that of the model to draft for, which may have its own head (mtp) in its original repository.
     """
     named = [str(config.get("speculators_model_type", "")), *map(str, config.get("architectures") or ())]
-    if any("eagle3" in name.lower() for name in named):
-        return "eagle3"
+    for kind, words in _WORDS.items():
+        if any(word in name.lower() for name in named for word in words):
+            return kind
     if "recurrent_drafting" in str(config.get("model_type", "")):
         return "redrafter"
     own, its = _text(config), _text(target or {})

@@ -6,7 +6,7 @@ Knows no layout: which tensors a kind has, and by which names, is that kind's.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,6 +50,28 @@ def refuse_quantised(config: Mapping[str, Any], weights: Weights, name: str) -> 
     """Raises CannotDraft: it is quantised."""
     if "quantization" in config or any(key.endswith(".scales") for key in weights):
         raise CannotDraft(f"{name} is quantised; expected the head as it was published, which is small enough")
+
+
+def rope_of(sizes: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """A rope's base and scaling, which transformers 5 writes side by side."""
+    both = sizes.get("rope_parameters") or {}
+    scaling = sizes.get("rope_scaling") or (dict(both) if both.get("rope_type", "default") != "default" else None)
+    return float(sizes.get("rope_theta") or both.get("rope_theta") or 10000.0), scaling
+
+
+def check_taps(taps: Sequence[int], layers: int, name: str) -> None:
+    """Raises CannotDraft: the target has no such layer."""
+    if not all(0 <= number < layers for number in taps):
+        raise CannotDraft(f"{name} reads the target's layers {taps}, and this one has {layers}; expected its own head")
+
+
+def check_width(own: int, target: Mapping[str, Any], name: str) -> None:
+    """Raises CannotDraft: the target's rows are of another width."""
+    size = int(target["hidden_size"])
+    if own != size:
+        raise CannotDraft(
+            f"{name} reads rows of {own} numbers and this target's have {size}; expected a head for this target"
+        )
 
 
 def fill(head: nn.Module, weights: Weights, name: str, exact: Container[str] = ()) -> None:

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 
+from outrider.drafting.heads.vocabulary import DraftVocabulary
 from outrider.engine.flat import FlatCache, attention
 from outrider.engine.taps import TapPoints
 
@@ -29,8 +30,6 @@ class Eagle3Config:
 
     hidden_size: int
     target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -125,17 +124,14 @@ class Mlp(nn.Module):  # type: ignore[misc]
 
 
 class Eagle3(nn.Module):  # type: ignore[misc]
-    """A `Head`. `embed`: the target's embedding, for one without; `target_ids` [V_d]: its tokens' numbers there."""
+    """A `StepHead`. `embed`: the target's embedding, for one without."""
 
     def __init__(
-        self,
-        config: Eagle3Config,
-        embed: Callable[[mx.array], mx.array],
-        target_ids: mx.array | None = None,
+        self, config: Eagle3Config, embed: Callable[[mx.array], mx.array], vocabulary: DraftVocabulary
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._config, self._embed, self._target_ids = config, embed, Held(target_ids)
+        self._config, self._embed, self._vocabulary = config, embed, vocabulary
         fused = len(config.taps) * config.target_hidden_size
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.taps]
@@ -143,10 +139,10 @@ class Eagle3(nn.Module):  # type: ignore[misc]
             self.input_norm = nn.RMSNorm(fused, eps=eps)
         self.fc = nn.Linear(fused, size, bias=False)
         if config.embeds:
-            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+            self.embed_tokens = nn.Embedding(vocabulary.size, size)
         self.layers = [Layer(config, number == 0) for number in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(size, eps=eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(size, vocabulary.known, bias=False)
 
     @property
     def together(self) -> bool:
@@ -190,13 +186,7 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         return x
 
     def logits(self, hidden: mx.array) -> mx.array:
-        own: mx.array = self.lm_head(self.norm(hidden)).astype(mx.float32)
-        ids = self._target_ids.array
-        if ids is None:
-            return own
-        whole = mx.full((own.shape[0], self._config.vocab_size), -mx.inf)
-        whole[:, ids] = own
-        return whole
+        return self._vocabulary.spread(self.lm_head(self.norm(hidden)).astype(mx.float32))
 
     def onward(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
@@ -208,8 +198,24 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         return dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """An array that is none of a module's weights."""
+class PEagle(Eagle3):
+    """P-EAGLE (arXiv 2602.01469), a `MaskedHead`: it has learned what stands for a feature that is not known.
 
-    array: mx.array | None
+    `depth`: how many tokens it was trained to draft at once.
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        embed: Callable[[mx.array], mx.array],
+        vocabulary: DraftVocabulary,
+        mask_token: int,
+        depth: int,
+    ) -> None:
+        super().__init__(config, embed, vocabulary)
+        self.depth, self.mask_token = depth, mask_token
+        self.mask_hidden = mx.zeros((1, 1, len(config.taps) * config.target_hidden_size))
+
+    @property
+    def mask_feature(self) -> mx.array:
+        return self.fuse(self.mask_hidden[0])

@@ -1,4 +1,4 @@
-"""Reads EAGLE-3 heads as they are published: SafeAI's and SpecForge's layout, and speculators'.
+"""Reads EAGLE-3 and P-EAGLE heads as they are published: SafeAI's and SpecForge's layout, and speculators'.
 
 What the formats count differently is made one here: layers are the target's outputs from 0 on, tokens its own. Every
 reason why a head can't be used is one sentence.
@@ -8,15 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
-from outrider.drafting.heads.checkpoint import Weights, fill, read_config, read_weights, refuse_quantised
-from outrider.drafting.heads.eagle3 import Eagle3, Eagle3Config
+from outrider.drafting.heads.checkpoint import (
+    Weights,
+    check_taps,
+    check_width,
+    fill,
+    read_config,
+    read_weights,
+    refuse_quantised,
+    rope_of,
+)
+from outrider.drafting.heads.eagle3 import Eagle3, Eagle3Config, PEagle
+from outrider.drafting.heads.vocabulary import DraftVocabulary
 from outrider.engine import positions
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
+
+_DEPTHS = 8  # what the published recipes train
 
 
 def read(folder: Path, target: Mapping[str, Any], vocab_size: int, embed: Callable[[mx.array], mx.array]) -> Eagle3:
@@ -44,10 +56,13 @@ def build(
     weights = {_renamed(key): value for key, value in weights.items()}
     d2t, _ = weights.pop("d2t", None), weights.pop("t2d", None)
     target = target.get("text_config") or target
-    settings = _settings(config, weights, target, vocab_size, name)
-    ids = _target_ids(d2t, settings, vocab_size, name)
+    settings, count = _settings(config, weights, target, name)
+    vocabulary = DraftVocabulary.read(d2t, count, vocab_size, name)
     _check_size(settings, target, name)
-    head = Eagle3(settings, embed, ids)
+    if "mask_hidden" in weights:
+        head: Eagle3 = PEagle(settings, embed, vocabulary, *_masks(config, vocab_size, name))
+    else:
+        head = Eagle3(settings, embed, vocabulary)
     fill(head, weights, name)
     positions.install(head)
     return head
@@ -59,19 +74,17 @@ def _renamed(key: str) -> str:
 
 
 def _settings(
-    config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], vocab_size: int, name: str
-) -> Eagle3Config:
-    """Sizes by the config, switches by the config or by the weights that are there."""
+    config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str
+) -> tuple[Eagle3Config, int]:
+    """Sizes by the config, switches by the config or by the weights that are there; and how many tokens it has."""
     layer = config.get("transformer_layer_config") or config
     try:
         hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
         layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
-        rope = layer.get("rope_parameters") or {}
-        return Eagle3Config(
+        theta, scaling = rope_of(layer)
+        settings = Eagle3Config(
             hidden_size=hidden,
             target_hidden_size=int(config.get("target_hidden_size") or hidden),
-            vocab_size=vocab_size,
-            draft_vocab_size=int(config.get("draft_vocab_size") or layer["vocab_size"]),
             intermediate_size=int(layer["intermediate_size"]),
             num_attention_heads=heads,
             num_key_value_heads=int(layer.get("num_key_value_heads") or heads),
@@ -79,8 +92,8 @@ def _settings(
             taps=_taps(config, int(target["num_hidden_layers"]), name),
             num_hidden_layers=max(layers, 1),
             rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(layer.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            rope_scaling=layer.get("rope_scaling") or _scaling(rope),
+            rope_theta=theta,
+            rope_scaling=scaling,
             # Positions count from where it begins to read, and the target has its own end.
             context_length=int(target.get("max_position_embeddings") or layer.get("max_position_embeddings") or 32768),
             embeds="embed_tokens.weight" in weights,
@@ -91,13 +104,18 @@ def _settings(
             qk_norm="layers.0.self_attn.q_norm.weight" in weights,
             attention_bias="layers.0.self_attn.q_proj.bias" in weights,
         )
+        return settings, int(config.get("draft_vocab_size") or layer["vocab_size"])
     except (KeyError, TypeError, ValueError) as error:
         raise CannotDraft(f"{name}: config.json lacks {error}; expected a head's sizes") from error
 
 
-def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """transformers 5 writes the rope's scaling beside its base."""
-    return dict(rope) if rope.get("rope_type", "default") != "default" else None
+def _masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, int]:
+    """P-EAGLE's mask token, and how many tokens it drafts at once."""
+    token = config.get("mask_token_id", (config.get("eagle_config") or {}).get("mask_token_id"))
+    if token is None or not 0 <= int(token) < vocab_size:
+        raise CannotDraft(f"{name} masks by token {token} and this target has {vocab_size}; expected mask_token_id")
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return int(token), int(methods[0].get("speculative_tokens") or config.get("num_depths") or _DEPTHS)
 
 
 def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
@@ -114,33 +132,11 @@ def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
         taps = tuple(int(number) - 1 for number in listed)
     else:
         taps = (1, layers // 2 - 1, layers - 4)
-    if not all(0 <= number < layers for number in taps):
-        raise CannotDraft(f"{name} reads the target's layers {taps}, and this one has {layers}; expected its own head")
+    check_taps(taps, layers, name)
     return taps
 
 
-def _target_ids(d2t: mx.array | None, settings: Eagle3Config, vocab_size: int, name: str) -> mx.array | None:
-    """The target's name of each of the head's tokens: its own number plus `d2t`."""
-    count = settings.draft_vocab_size
-    if d2t is None:
-        if count > vocab_size:
-            raise CannotDraft(f"{name} has {count} tokens and this target {vocab_size}; expected its own head")
-        return None if count == vocab_size else mx.arange(count)
-    if d2t.shape != (count,):
-        raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; fetch the head again")
-    ids = mx.arange(count) + d2t.astype(mx.int32)
-    known = cast("list[int]", ids.tolist())
-    if min(known) < 0 or max(known) >= vocab_size:
-        raise CannotDraft(f"{name} knows tokens beyond this target's {vocab_size}; expected a head for its vocabulary")
-    return ids
-
-
 def _check_size(settings: Eagle3Config, target: Mapping[str, Any], name: str) -> None:
-    size = int(target["hidden_size"])
-    if settings.target_hidden_size != size:
-        raise CannotDraft(
-            f"{name} reads rows of {settings.target_hidden_size} numbers and this target's have {size}; expected a head"
-            " for this target"
-        )
-    if not settings.embeds and settings.hidden_size != size:
+    check_width(settings.target_hidden_size, target, name)
+    if not settings.embeds and settings.hidden_size != settings.target_hidden_size:
         raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")

@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from outrider.drafting.heads.links import Link
 from outrider.engine.flat import FlatCache
 from outrider.engine.taps import TapPoints
 
@@ -106,10 +107,15 @@ class BlockHead(Head, Protocol):
         """Whether the block's first row, the last token's, drafts the first token; else the mask behind it does."""
         ...
 
+    @property
+    def link(self) -> Link | None:
+        """What makes the block's tokens fit together."""
+        ...
+
     def read(self, features: mx.array, caches: list[FlatCache]) -> None:
         """Remembers features [1, T, W]."""
         ...
 
-    def block(self, tokens: mx.array, caches: list[FlatCache]) -> mx.array:
-        """Hidden vectors [1, T, H] of blocks: each its text's last token and masks, [1, T]."""
+    def block(self, tokens: mx.array, places: mx.array, caches: list[FlatCache]) -> mx.array:
+        """Hidden vectors [1, T, H] of blocks: the last token and masks of each [1, T], at these `places` [T] in it."""
         ...

@@ -28,13 +28,13 @@ class Line:
         """What was chosen. Waits."""
         return tuple(cast("list[int]", chosen.tolist())[row] for chosen, row in self.picks)
 
-    @property
-    def asked(self) -> Asked:
-        """How its next token is chosen."""
+    def asked(self, count: int = 1) -> Asked:
+        """How its next tokens are chosen; one where the choice looks at those before."""
         sampler, history = self.follower.sampler, None
         if sampler.needs_history:
             history = [[*self.tokens, *self.chain][-sampler.reach :]]
-        return Asked(sampler, [len(self.tokens) + len(self.picks)], history)
+        begin = len(self.tokens) + len(self.picks)
+        return Asked(sampler, range(begin, begin + count), history)
 
     @property
     def continuation(self) -> Continuation:
@@ -51,7 +51,7 @@ def choose(lines: Sequence[Line], logits: mx.array) -> mx.array:
     parts, order = [], [row for rows in groups.values() for row in rows]
     for rows in groups.values():
         own = logits if len(groups) == 1 else mx.take(logits, mx.array(rows, mx.int32), axis=0)
-        parts.append(score([lines[row].asked for row in rows], own).chosen())
+        parts.append(score([lines[row].asked() for row in rows], own).chosen())
     if len(parts) == 1:
         return parts[0]
     back = sorted(range(len(order)), key=order.__getitem__)

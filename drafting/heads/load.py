@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from outrider.drafting.heads import eagle3_files, mtp_files, redrafter_files
+from outrider.drafting.heads import dflash_files, eagle3_files, mtp_files, redrafter_files
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.pairing import agreement
@@ -24,6 +24,7 @@ def _eagle3(folder: Path, target: LoadedModel) -> Head:
 
 
 _READ: dict[str, Callable[[Path, LoadedModel], Head]] = {
+    "dflash": dflash_files.read,
     "eagle3": _eagle3,
     "mtp": mtp_files.read,
     "redrafter": redrafter_files.read,
@@ -43,8 +44,8 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         folder = find(path, progress)
         progress(f"loading {path}")
         with named_errors(f"loading the head {path}"):
-            if kind == "mtp" and not alone:
-                raise CannotDraft("a model's own head needs all of its output layer; expected no shards, or eagle3")
+            if kind in ("mtp", "dflash") and not alone:
+                raise CannotDraft(f"{kind} needs all of the target's output layer; expected no shards, or eagle3")
             head = _READ[kind](folder, model)
             doubt = ""
             if alone:

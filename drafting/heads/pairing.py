@@ -14,7 +14,8 @@ from typing import cast
 import mlx.core as mx
 
 from outrider.drafting.heads.head import Head
-from outrider.drafting.heads.ways import way_of
+from outrider.drafting.heads.way import Way
+from outrider.drafting.heads.ways import way_of, wrong_ways_of
 from outrider.engine.loading import LoadedModel
 from outrider.engine.slots import open_slots
 from outrider.engine.taps import TapPoints, Taps
@@ -55,11 +56,12 @@ def agreement(head: Head, model: LoadedModel) -> Agreement:
     """Writes a text with the target and lets the head foretell it."""
     slot = open_slots(model, [[0]], [SamplingParams(temp=1.0, seed=1)])[0]
     text = [0, *(verify(slot).bonus for _ in range(_LENGTH))]
-    own = _share(head, model, text, head.points)
-    others = {f"tokens {_away(by)}": _share(head, model, text, head.points, by) for by in (-1, 1)}
+    own = _share(head, way_of(head), model, text)
+    others = {f"tokens {_away(by)}": _share(head, way_of(head), model, text, tokens=by) for by in (-1, 1)}
+    others |= {name: _share(head, way, model, text) for name, way in wrong_ways_of(head)}
     for name, points in _other_points(head.points):
         try:
-            others[name] = _share(head, model, text, points)
+            others[name] = _share(head, way_of(head), model, text, points)
         except ModelError:  # there is no such layer
             continue
     return Agreement(own, others)
@@ -77,14 +79,15 @@ def _away(by: int) -> str:
     return "one further on" if by > 0 else "one further back"
 
 
-def _share(head: Head, model: LoadedModel, text: list[int], points: TapPoints, tokens: int = 0) -> float:
+def _share(
+    head: Head, way: Way, model: LoadedModel, text: list[int], points: TapPoints | None = None, tokens: int = 0
+) -> float:
     """How often it is right with rows from these points, and tokens so far from where they belong."""
     rows: list[mx.array] = []
-    logits = Taps(model.model, points, head.fuse).forward(
+    logits = Taps(model.model, points or head.points, head.fuse).forward(
         lambda: model.model(mx.array([text]))[0], [(len(text), rows.append)]
     )
     begin, end = 0, len(text) - 1 - max(tokens, 0)
     behind = slice(begin + 1 + tokens, end + 1 + tokens)
-    foretold = way_of(head).foretell(mx.array(text[behind], mx.int32), rows[0][begin:end])
-    said, truth = mx.argmax(foretold, axis=-1), mx.argmax(logits[behind], axis=-1)
+    said, truth = way.foretell(mx.array(text[behind], mx.int32), rows[0][begin:end]), mx.argmax(logits[behind], axis=-1)
     return cast(float, (said == truth).mean().item())

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafting.heads.head import PairHead
+from outrider.drafting.heads.head import MaskedHead, PairHead
 from outrider.engine.flat import Piece
 from outrider.engine.flat_rows import FlatRows, FlatText
 
@@ -78,3 +78,25 @@ class Pairs(FlatRows):
         for feed in feeds:
             feed.text.length += feed.count
         return hidden
+
+
+class MaskedPairs(Pairs):
+    """Those of a head that is fed pairs of a mask, too."""
+
+    def __init__(self, head: MaskedHead) -> None:
+        super().__init__(head)
+        self._masked = head
+
+    def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:
+        """Feeds them all, in the order of their rows; the hidden vectors of so many tokens behind each [sum, H]."""
+        longer = [self._with_masks(feed, depth - 1) for feed, depth in zip(feeds, depths, strict=True)]
+        order = sorted(range(len(feeds)), key=lambda n: longer[n].count > _LONG)
+        hidden = self.hidden([longer[n] for n in order])
+        ends = dict(zip(order, np.cumsum([longer[n].count for n in order]).tolist(), strict=True))
+        places = np.concatenate([np.arange(ends[n] - depth, ends[n]) for n, depth in enumerate(depths)])
+        return mx.take(hidden, mx.array(places.astype(np.int32)), axis=0)
+
+    def _with_masks(self, feed: PairFeed, count: int) -> PairFeed:
+        tokens = mx.full((count,), self._masked.mask_token, mx.int32)
+        features = mx.repeat(self._masked.mask_feature, count, axis=0)
+        return PairFeed(feed.text, mx.concatenate([feed.tokens, tokens]), mx.concatenate([feed.features, features]))

@@ -41,4 +41,5 @@ class Steps:
             )
 
     def foretell(self, tokens: mx.array, features: mx.array) -> mx.array:
-        return self._head.logits(self.texts.hidden([PairFeed(self.texts.open(), tokens, features)]))
+        hidden = self.texts.hidden([PairFeed(self.texts.open(), tokens, features)])
+        return mx.argmax(self._head.logits(hidden), axis=-1)

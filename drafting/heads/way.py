@@ -33,5 +33,5 @@ class Way(Protocol):
         ...
 
     def foretell(self, tokens: mx.array, features: mx.array) -> mx.array:
-        """What it says behind each pair of a text, one token deep, when it has read those up to it: logits [T, V]."""
+        """The likeliest token behind each pair of a text by what it has read up to there, [T]."""
         ...

@@ -48,6 +48,25 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "whole vocabulary": ({**OFFICIAL, "draft_vocab_size": V}, {"vocab": V, "d2t": False}),
 }
+MASK = 257
+PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "SpecForge, P-EAGLE": (
+        {**_SIZES, "architectures": ["PEagleDraftModel"], "draft_vocab_size": V_D, "mask_token_id": MASK},
+        {"name": "layers.0.", "embeds": True, "layers": 3, "masks": True},
+    ),
+    "speculators, P-EAGLE": (
+        {
+            **SPECULATORS,
+            "speculators_model_type": "peagle",
+            "architectures": ["PEagleSpeculator"],
+            "norm_before_residual": True,
+            "mask_token_id": MASK,
+            "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]},
+        },
+        {"name": "layers.0.", "embeds": True, "layers": 2, "input_norm": True, "masks": True},
+    ),
+}
+LAYOUTS |= PARALLEL
 TAPS = {"SpecForge": (0, 3, 5), "speculators": (1, 3, 6)}
 OFFICIAL_TAPS = (1, LAYERS // 2 - 1, LAYERS - 4)
 
@@ -65,6 +84,7 @@ def weights_of(
     layers: int = 1,
     vocab: int = V_D,
     d2t: bool = True,
+    masks: bool = False,
 ) -> dict[str, Array]:
     """As a checkpoint has them."""
     draws = np.random.default_rng(seed)
@@ -100,6 +120,8 @@ def weights_of(
             found |= {f"{at}self_attn.{key}_norm.weight": gains(DIM) for key in "qk"}
         for key, shape in {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}.items():
             found[f"{at}mlp.{key}_proj.weight"] = matrix(*shape)
+    if masks:
+        found["mask_hidden"] = 2 * matrix(1, 3 * H)[None]
     if d2t:
         ids = np.sort(draws.permutation(V)[:vocab])
         found["d2t"] = (ids - np.arange(vocab)).astype(np.int64)

@@ -10,11 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.heads.eagle3 import Eagle3
+from outrider.drafting.heads.eagle3 import Eagle3, PEagle
 from outrider.drafting.heads.eagle3_files import read
-from outrider.drafting.heads.pairs import PairFeed, Pairs
+from outrider.drafting.heads.pairs import MaskedPairs, PairFeed, Pairs
 from outrider.protocol.errors import CannotDraft
-from tests.drafting.eagle3_heads import LAYOUTS, OFFICIAL_TAPS, TAPS, TARGET, H, NumpyHead, V, write
+from tests.drafting.eagle3_heads import LAYOUTS, MASK, OFFICIAL_TAPS, PARALLEL, TAPS, TARGET, H, NumpyHead, V, write
 
 RNG = np.random.default_rng(3)
 EMBEDDING = RNG.standard_normal((V, H)).astype(np.float32)
@@ -46,6 +46,41 @@ def test_a_head_computes_what_an_independent_forward_does(tmp_path: Path, layout
             own, onward = truth(tokens[n][: done[n]], features[n][: done[n]])
             np.testing.assert_allclose(np.array(head.logits(hidden))[n], own[-1], rtol=1e-3, atol=1e-3)
             np.testing.assert_allclose(np.array(head.onward(hidden))[n], onward[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_several_tokens_are_drafted_by_pairs_of_a_mask(tmp_path: Path, layout: str) -> None:
+    """In one forward with the true pairs, of one text or two, whatever else is drafted beside them."""
+    head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING)
+    assert isinstance(head, PEagle) and head.depth == (5 if "spec" in layout else 8)
+    pairs = MaskedPairs(head)
+    places = [pairs.open() for _ in range(2)]
+    rows = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in places]
+    tokens, features, done = [RNG.integers(0, V, 60) for _ in places], [truth.fuse(r) for r in rows], [0, 0]
+    masked = truth.fuse(truth.w["mask_hidden"][0])
+    for counts, depths in (((40, 3), (4, 2)), ((1, 5), (1, 5)), ((2, 0), (3, 0)), ((1, 1), (5, 5))):
+        feeds, expected = [], []
+        for n in (n for n in range(2) if counts[n]):
+            part = slice(done[n], done[n] + counts[n])
+            feeds.append(PairFeed(places[n], mx.array(tokens[n][part]), head.fuse(mx.array(rows[n][part]))))
+            done[n] += counts[n]
+            more = depths[n] - 1
+            behind = np.concatenate([tokens[n][: done[n]], [MASK] * more]).astype(int)
+            own, _ = truth(behind, np.concatenate([features[n][: done[n]], masked.repeat(more, axis=0)]))
+            expected.append(own[-depths[n] :])
+        hidden = pairs.slots(feeds, [depth for depth in depths if depth])
+        np.testing.assert_allclose(np.array(head.logits(hidden)), np.concatenate(expected), rtol=1e-3, atol=1e-3)
+        for place, length in zip(places, done, strict=True):
+            place.roll_back(length)
+
+
+@pytest.mark.parametrize("token", [None, 258])
+def test_a_mask_that_nobody_has_is_refused(tmp_path: Path, token: int | None) -> None:
+    folder = write(tmp_path, "SpecForge, P-EAGLE")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": token}))
+    with pytest.raises(CannotDraft, match=f"masks by token {token} and this target has 258"):
+        head_of(folder)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,207 @@
+"""DFlash (arXiv 2602.06036): a block of masks over the target's fused rows, all of whose tokens are drafted at once.
+
+The forward of z-lab's heads and those that grew out of them, for their differences are switches: DSpark's Markov head
+and confidence, DFlash2's convolutions and selector. Names of weights are z-lab's. A layer's keys and values are those
+of the features, projected, and of the block's own rows; features know no layer below, so they are written once. Knows
+no files. Positions and masks are the caches', so that a trainer's may hold many blocks over one text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.rope_utils import initialize_rope
+
+from outrider.drafting.heads.convolution import BlockConvolution
+from outrider.drafting.heads.eagle3 import Mlp
+from outrider.drafting.heads.links import Confidence, Link, Markov, Selector
+from outrider.drafting.heads.vocabulary import DraftVocabulary
+from outrider.engine.flat import FlatCache, attention
+from outrider.engine.taps import TapPoints
+
+Layer = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """Sizes and switches. `taps`: layers' outputs. `depth`: the most tokens that a block drafts.
+
+    `from_anchor`: the last token's own row drafts the first. `windows`: what each layer sees, None for everything.
+    `own_output`: it has an output layer of its own, over its own tokens. `multiplier`, `softcap`: what becomes of
+    vectors before the output layer, and of logits behind it.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    taps: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    mask_token: int
+    depth: int
+    from_anchor: bool = False
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    context_length: int = 2048
+    qk_norm: bool = True
+    attention_bias: bool = False
+    own_output: bool = False
+    multiplier: float = 1.0
+    softcap: float = 0.0
+    markov: str = ""
+    markov_rank: int = 0
+    confidence: bool = False
+    confidence_with_markov: bool = False
+    conv_taps: int = 0
+    conv_group: int = 16
+    selector_rank: int = 0
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    def __init__(self, config: DFlashConfig, window: int | None) -> None:
+        super().__init__()
+        size, bias = config.hidden_size, config.attention_bias
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._dim, self._window = config.head_dim, window
+        self.q_proj = nn.Linear(size, self._heads * self._dim, bias=bias)
+        self.k_proj = nn.Linear(size, self._kv_heads * self._dim, bias=bias)
+        self.v_proj = nn.Linear(size, self._kv_heads * self._dim, bias=bias)
+        self.o_proj = nn.Linear(self._heads * self._dim, size, bias=bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self._dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self._dim, eps=config.rms_norm_eps)
+        self.rope = initialize_rope(self._dim, config.rope_theta, False, config.rope_scaling, config.context_length)
+
+    def read(self, features: mx.array, cache: FlatCache) -> tuple[mx.array, mx.array]:
+        """Remembers them; all keys and values then."""
+        keys = self._by_head(self.k_proj(features), self._kv_heads, "k_norm")
+        values = self._by_head(self.v_proj(features), self._kv_heads)
+        return cache.update_and_fetch(self.rope(keys, offset=cache.offset), values)
+
+    def __call__(self, x: mx.array, cache: FlatCache) -> mx.array:
+        count = x.shape[1]
+        queries = self.rope(self._by_head(self.q_proj(x), self._heads, "q_norm"), offset=cache.offset)
+        keys, values = self.read(x, cache)
+        mask = cache.make_mask(count, window_size=self._window)
+        found = attention(queries, keys, values, cache=cache, scale=self._dim**-0.5, mask=mask)
+        out: mx.array = self.o_proj(found.swapaxes(1, 2).reshape(1, count, -1))
+        return out
+
+    def _by_head(self, x: mx.array, heads: int, norm: str = "") -> mx.array:
+        parted = x.reshape(1, x.shape[1], heads, self._dim)
+        return (self[norm](parted) if norm in self else parted).swapaxes(1, 2)
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """A layer: attention and MLP, each between the halves of a convolution where there are any."""
+
+    def __init__(self, config: DFlashConfig, window: int | None) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.self_attn = Attention(config, window)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.mlp = Mlp(size, config.intermediate_size)
+        if config.conv_taps:
+            self.attention_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
+            self.mlp_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
+
+    def __call__(self, x: mx.array, places: mx.array, cache: FlatCache) -> mx.array:
+        attend: Layer = lambda seen: self.self_attn(seen, cache)  # noqa: E731
+        x = x + self._between("attention_conv", attend, self.input_layernorm(x), places)
+        return x + self._between("mlp_conv", self.mlp, self.post_attention_layernorm(x), places)
+
+    def _between(self, name: str, inner: Layer, x: mx.array, places: mx.array) -> mx.array:
+        around: mx.array = self[name](inner, x, places) if name in self else inner(x)
+        return around
+
+
+class DFlash(nn.Module):  # type: ignore[misc]
+    """A `BlockHead`. `embed`, `output`: the target's own."""
+
+    def __init__(self, config: DFlashConfig, embed: Layer, output: Layer, vocabulary: DraftVocabulary) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self._config, self._embed, self._output = config, embed, output
+        self._vocabulary = vocabulary
+        self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.layers = [Block(config, window) for window in config.windows]
+        self.norm = nn.RMSNorm(size, eps=eps)
+        if config.own_output:
+            self.lm_head = nn.Linear(size, vocabulary.known, bias=False)
+        if config.markov_rank:
+            self.markov_head = Markov(config.markov, config.markov_rank, size, vocabulary)
+        if config.confidence:
+            self.confidence_head = Confidence(size, config.confidence_with_markov * config.markov_rank)
+        if config.selector_rank:
+            self.candidate_selector = Selector(config.selector_rank, size, vocabulary.size)
+
+    @property
+    def points(self) -> TapPoints:
+        return TapPoints(self._config.taps)
+
+    @property
+    def context_length(self) -> int:
+        return self._config.context_length
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
+
+    @property
+    def reach(self) -> int | None:
+        return None
+
+    @property
+    def bytes_per_pair(self) -> int:
+        config = self._config
+        numbers = 2 * len(config.windows) * config.num_key_value_heads * config.head_dim
+        return numbers * int(self.fc.weight.dtype.size)
+
+    @property
+    def depth(self) -> int:
+        return self._config.depth
+
+    @property
+    def mask_token(self) -> int:
+        return self._config.mask_token
+
+    @property
+    def from_anchor(self) -> bool:
+        return self._config.from_anchor
+
+    @property
+    def link(self) -> Link | None:
+        found: Link | None = self.get("candidate_selector", self.get("markov_head"))
+        return found
+
+    def fuse(self, rows: mx.array) -> mx.array:
+        fused: mx.array = self.hidden_norm(self.fc(rows.astype(self.fc.weight.dtype)))
+        return fused
+
+    def read(self, features: mx.array, caches: list[FlatCache]) -> None:
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.self_attn.read(features, cache)
+
+    def block(self, tokens: mx.array, places: mx.array, caches: list[FlatCache]) -> mx.array:
+        x = self._embed(tokens).astype(self.fc.weight.dtype)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, places, cache)
+        normed: mx.array = self.norm(x)
+        return normed
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        config = self._config
+        output = self.lm_head if "lm_head" in self else self._output
+        found = output(hidden * config.multiplier if config.multiplier != 1 else hidden).astype(mx.float32)
+        if config.softcap:
+            found = mx.tanh(found / config.softcap) * config.softcap
+        return self._vocabulary.spread(found)
