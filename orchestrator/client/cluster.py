@@ -30,8 +30,8 @@ class LocalCluster:
     `progress` hears the stages of the start. All settings are keywords, and flags of `outrider serve` by these names:
 
     - `model`, `draft_model`: Hugging Face ids or folders; neither: the embedded pair.
-    - `draft_backend` "mlx": who drafts: mlx, coreml, replay, eagle3, redrafter or mtp (heads in the target's process),
-      ngram, none, or auto: what `draft_model` is. `replay`: the replay drafter's script.
+    - `draft_backend` "mlx": who drafts: mlx, coreml, replay, dflash, eagle3, redrafter or mtp (heads in the target's
+      process), ngram, none, or auto: what `draft_model` is. `replay`: the replay drafter's script.
     - `drafters` 1: processes that draft and share a round's outcomes.
     - `draft_prefill` "auto": who reads prompts for a drafter on MLX: auto, mlx, coreml, or a package's folder.
     - `mode` "auto": ar, sd, ssd, or what is measured to be fastest; a request may ask for another.

@@ -97,7 +97,15 @@ def test_a_replay_script_must_be_there(tmp_path):
 EAGLE3 = [{"architectures": ["LlamaForCausalLMEagle3"]}, {"speculators_model_type": "eagle3"}]
 
 
-HEADS = [*((config, "eagle3") for config in EAGLE3), ({"model_type": "recurrent_drafting_drafter"}, "redrafter")]
+BLOCKS = [
+    *({"architectures": [name]} for name in ("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel")),
+    {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"]},
+]
+HEADS = [
+    *((config, "eagle3") for config in (*EAGLE3, {"architectures": ["PEagleDraftModel"]})),
+    *((config, "dflash") for config in BLOCKS),
+    ({"model_type": "recurrent_drafting_drafter"}, "redrafter"),
+]
 
 
 @pytest.mark.parametrize(("config", "kind"), HEADS)
