@@ -84,6 +84,8 @@ def stall(decoding: Sequence[Reply], newcomer: Reply) -> float:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default="ar,sd,ssd,auto", help="with commas between")
     parser.add_argument("--rounds", type=int, default=3, help="of each, after one to warm up; default 3")
+    readers = "that read the newcomer's prompt instead of the target; default 0"
+    parser.add_argument("--prefill-workers", type=int, default=0, help=readers)
     parser.add_argument("--temp", type=float, default=0.8, help="default 0.8")
 
 
@@ -99,7 +101,13 @@ def run(options: argparse.Namespace) -> int:
     }
     screen, missed = Screen(), False
     # Without a prompt cache, or the newcomer of the second round would have nothing to read.
-    with LocalCluster(progress=screen.show, max_active=EQUAL, prompt_cache=False, memory=False) as cluster:
+    with LocalCluster(
+        progress=screen.show,
+        max_active=EQUAL,
+        prompt_cache=False,
+        memory=False,
+        prefill_workers=options.prefill_workers,
+    ) as cluster:
         for name, (trial, most) in trials.items():
             for mode in modes:
                 found = []

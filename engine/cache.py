@@ -85,11 +85,12 @@ class LengthCache:
         return self.keys is None
 
 
-def first_columns(buffer: mx.array | None, length: int, row: int = 0) -> mx.array:
-    """A copy of a row's first columns [1, H, length, D], lazy; it does not hold on to the buffer once evaluated."""
+def first_columns(buffer: mx.array | None, length: int, row: int = 0, start: int = 0) -> mx.array:
+    """A copy of a row's columns [1, H, length - start, D] from `start` to `length`, lazy; it does not hold on to the
+    buffer once evaluated."""
     if buffer is None:
         raise RollbackError("nothing has been fed yet, so there is nothing to copy")
-    return mx.contiguous(buffer[row : row + 1, :, :length])
+    return mx.contiguous(buffer[row : row + 1, :, start:length])
 
 
 def is_attention(cache: Any) -> bool:

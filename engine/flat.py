@@ -191,16 +191,16 @@ class FlatCache:
             if buffer is not None and source < buffer.shape[0] and columns:
                 buffer[target : target + 1, :, :columns] = buffer[source : source + 1, :, :columns]
 
-    def saved(self, row: int, length: int) -> tuple[mx.array, mx.array]:
-        """Copies of a row's first columns, lazy."""
-        return first_columns(self.keys, length, row), first_columns(self.values, length, row)
+    def saved(self, row: int, length: int, start: int = 0) -> tuple[mx.array, mx.array]:
+        """Copies of a row's columns from `start` to `length`, lazy."""
+        return first_columns(self.keys, length, row, start), first_columns(self.values, length, row, start)
 
-    def adopt(self, row: int, keys: mx.array, values: mx.array) -> None:
-        """These become a row's first columns."""
-        count = keys.shape[2]
-        self.keys = with_room(self.keys, row + 1, count, keys)
-        self.values = with_room(self.values, row + 1, count, values)
-        self.keys[row : row + 1, :, :count], self.values[row : row + 1, :, :count] = keys, values
+    def adopt(self, row: int, keys: mx.array, values: mx.array, start: int = 0) -> None:
+        """These become a row's columns from `start` on."""
+        end = start + keys.shape[2]
+        self.keys = with_room(self.keys, row + 1, end, keys)
+        self.values = with_room(self.values, row + 1, end, values)
+        self.keys[row : row + 1, :, start:end], self.values[row : row + 1, :, start:end] = keys, values
 
     def clear(self) -> None:
         """Gives the buffers back."""

@@ -17,6 +17,8 @@ from outrider.engine.cache import window_of
 from outrider.engine.flat import FlatCache, Frame
 from outrider.engine.prompt_cache import Saved, Start
 
+Layers = tuple[tuple[mx.array, mx.array], ...]
+
 
 class FlatText:
     """A row of the flat buffers."""
@@ -69,10 +71,20 @@ class FlatRows:
         return saved
 
     def adopt(self, text: FlatText, start: Start) -> None:
-        for cache, (keys, values) in zip(self._caches, start.saved.columns(start.length), strict=True):
-            cache.adopt(text.row, keys, values)
-        text.length = start.length
+        self.extend(text, tuple(start.saved.columns(start.length)), start.length)
+
+    def extend(self, text: FlatText, layers: Layers, count: int) -> None:
+        """A text goes on with what another has read of it: keys and values [1, H, count, D] of each layer."""
+        for cache, (keys, values) in zip(self._caches, layers, strict=True):
+            cache.adopt(text.row, keys, values, text.length)
+        text.length += count
         mx.eval(self.state())
+
+    def piece(self, text: FlatText, start: int, end: int) -> Layers:
+        """Copies of what is remembered of a text's tokens from `start` to `end`, as `extend` takes them; evaluated."""
+        layers = tuple(cache.saved(text.row, end, start) for cache in self._caches)
+        mx.eval(layers)
+        return layers
 
     def state(self) -> list[Any]:
         return [cache.state for cache in self._caches]

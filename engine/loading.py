@@ -95,6 +95,18 @@ def load(
     )
 
 
+def outline(path_or_repo: str) -> nn.Module:
+    """The model with its weights left on disk: enough to see what it would compute, and in which number format.
+
+    Raises:
+        ModelError: as `load`.
+    """
+    model, _ = _read(find(path_or_repo, log.info))
+    if mx.default_device().type == mx.cpu:
+        model.set_dtype(mx.float32)
+    return model
+
+
 def find(path_or_repo: str, tell: Callable[[str], None]) -> Path:
     """The model's directory, downloaded if need be. Raises ModelError when there is no such path or id."""
     path = Path(path_or_repo).expanduser()

@@ -16,10 +16,13 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keyring import ROLES, Allowed, Keyring
+from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, Allowed, Keyring
 from outrider.protocol.keys import ServerKeys, from_zmq
 
 log = logging.getLogger(__name__)
+
+# Who may come to an endpoint: all workers of other machines have one.
+_COME_TO = {CLIENT: (CLIENT,), DRAFTER: (DRAFTER, PREFILL)}
 
 
 class Gate:
@@ -39,11 +42,11 @@ class Gate:
         self._read()
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
-        for role in ROLES:
+        for role in _COME_TO:
             self._authenticator.configure_curve_callback(role, self)
 
     def keys(self, role: str) -> ServerKeys:
-        """What a socket is bound with, to let in those who are allowed this role."""
+        """What a socket is bound with, to let in those who are allowed this role; workers come as drafters."""
         return ServerKeys(self.own, role)
 
     def refuse(self, key: str, why: str) -> None:
@@ -66,7 +69,7 @@ class Gate:
     def callback(self, domain: str, key: bytes) -> bool:
         """The same as ZeroMQ's authentication asks it."""
         shown = from_zmq(key)
-        let_in = self.lets_in(domain, shown)
+        let_in = any(self.lets_in(role, shown) for role in _COME_TO[domain])
         log.info("the key %s is %s as %s", shown, "let in" if let_in else "refused", domain)
         return let_in
 

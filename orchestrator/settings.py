@@ -18,6 +18,7 @@ from outrider.protocol.heads import HEADS, OF_TARGET
 
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")
+PREFILL_BACKENDS = ("mlx", "coreml")
 # Those that can draw from their distribution, for residual sampling; n-grams and none need no word about it.
 DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 FAN_OUTS = ("best-first", "geometric", "uniform")
@@ -28,6 +29,7 @@ BRANCHES = 16
 _WORDS = {
     "mode": MODES,
     "draft_backend": DRAFT_BACKENDS,
+    "prefill_backend": PREFILL_BACKENDS,
     "fan_out": FAN_OUTS,
     "branch_depth": BRANCH_DEPTHS,
     "log_level": LOG_LEVELS,
@@ -67,7 +69,9 @@ class ServeSettings:
     this machine. `workers_endpoint`: where drafters of other machines join, tcp://HOST:PORT; None: only this machine's
     do. `keys`: the folder of keys; None: `protocol.keyring.default_folder`. `keyed`: ask for keys at `endpoint` and
     `workers_endpoint` also where only this machine reaches them; beyond it they are always asked for.
-    `advertise`: announce `workers_endpoint` on the local network.
+    `advertise`: announce `workers_endpoint` on the local network. `prefill_workers`: so many processes read long
+    prompts in the target's place; `prefill_from`: of so many tokens and more; None: what
+    `outrider tune` found, else 512; `prefill_backend`: by what, of the target's own weights.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -104,6 +108,9 @@ class ServeSettings:
     keys: Path | None = None
     keyed: bool = False
     advertise: bool = False
+    prefill_workers: int = 0
+    prefill_from: int | None = None
+    prefill_backend: str = "mlx"
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
@@ -113,6 +120,9 @@ class ServeSettings:
                 self._keep(name, values.whole(name, getattr(self, name), 1, 1024))
         self._keep("shards", values.whole("shards", self.shards, 1, MAX_SHARDS))
         self._keep("drafters", values.whole("drafters", self.drafters, 1, MAX_DRAFTERS))
+        self._keep("prefill_workers", values.whole("prefill_workers", self.prefill_workers, 0, MAX_DRAFTERS))
+        if self.prefill_from is not None:
+            self._keep("prefill_from", values.whole("prefill_from", self.prefill_from, 1, 2**31 - 1))
         self._keep("max_waiting", values.whole("max_waiting", self.max_waiting, 0, 1_000_000))
         self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         if self.kv_memory is not None:
@@ -189,6 +199,8 @@ class ServeSettings:
             raise InvalidRequest(
                 "await_target starts no target; expected shards where the target is started, or neither"
             )
+        if self.prefill_workers and self.simulate is not None:
+            raise InvalidRequest("a prefill worker keeps to no latency profile; expected simulate or prefill_workers")
         if self.draft_prefill != "auto" and self.draft_backend not in ("mlx", "auto"):
             raise InvalidRequest(
                 f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
@@ -261,6 +273,9 @@ class Settings(TypedDict, total=False):
     keys: str | os.PathLike[str] | None
     keyed: bool
     advertise: bool
+    prefill_workers: int
+    prefill_from: int | None
+    prefill_backend: str
 
 
 def settings_from(given: Settings) -> ServeSettings:

@@ -12,9 +12,11 @@ class Abilities:
     """`chains`: it verifies several tokens in one forward, and forgets those that don't hold.
 
     Without, it decodes a token at a time, and `why` is the sentence about it. `own_caches`: the model's own caches
-    stay, where usually simpler ones stand in that roll back at once.
+    stay, where usually simpler ones stand in that roll back at once. `takes_kv`: it goes on from keys and values that a
+    prefill worker has made.
     """
 
     chains: bool = True
     own_caches: bool = False
+    takes_kv: bool = False
     why: Text = ""

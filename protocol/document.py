@@ -93,6 +93,8 @@ text, as long as some get through.
   finds by `base_len` of the next `Commit`.
 - *No `Close` comes.* What a worker has heard nothing of for {FORGET_NS // SECOND_NS} s, and has nothing to do for, it
   closes when another request is opened. If it was not over, the next word about it is answered by `Resync`.
+- *A `PromptKv` is lost*, or whoever reads a prompt in the target's place: the target reads on by itself where it finds
+  a gap, or at the first `Verify`.
 - `Prepare`, `Halt`, `Prefilled`, `CacheReport` and `KvMemory` cost time or memory, never a text.
 - What is altered on its way is refused by the codec or must be kept out below it, as TCP does: no message has a
   checksum. A drafter's words that come through altered cost time; under residual sampling `q` is trusted.

@@ -65,10 +65,11 @@ Final = Annotated[tuple[Token, ...], Size(MAX_CHAIN + 1)]
 """What an outcome makes final: the accepted tokens of a chain, then the bonus."""
 Committed = Annotated[tuple[Token, ...], Size(MAX_COMMIT)]
 Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)]
+Bytes = Annotated[np.ndarray[Any, np.dtype[np.uint8]], Array("uint8", 1)]
 Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]
 Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]
 Probabilities = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2, low=0)]
 Origins = Annotated[tuple[Annotated[int, Range(int(min(Origin)), int(max(Origin)))], ...], Size(2**16)]
 """An `Origin` a token."""
 Mode = Annotated[str, OneOf(("auto", "ar", "sd", "ssd"))]
-Role = Annotated[str, OneOf(("target", "draft"))]
+Role = Annotated[str, OneOf(("target", "draft", "prefill"))]

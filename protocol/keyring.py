@@ -17,13 +17,13 @@ from outrider.protocol.endpoints import Tcp, is_local, reachable
 from outrider.protocol.errors import KeyFault
 from outrider.protocol.keys import ClientKeys, KeyPair, make_pair, pair_of, parse_key
 
-CLIENT, DRAFTER = ROLES = ("client", "drafter")
+CLIENT, DRAFTER, PREFILL = ROLES = ("client", "drafter", "prefill")
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Whoever has the secret of `key` may ask (client) or draft (drafter)."""
+    """Whoever has the secret of `key` may ask (client), draft (drafter) or read prompts for the target (prefill)."""
 
     role: str
     key: str

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,7 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
             parameters=model.parameters,
             weight_bytes=model.weight_bytes * (leader.here if leader is not None else 1),
             note="; ".join(filter(None, notes)),
-            abilities=able,
+            abilities=replace(able, takes_kv=worker.takes_kv),
             kv=worker.kv,
             files=digest(model.folder) if model.folder is not None else "",
         )

@@ -45,7 +45,8 @@ class Running:
     itself until told otherwise, `draft` tokens of an own drafter a round, for `room` tokens more. `drafter` opens that
     drafter's part, which reads the text when it is first wanted. `ready`: when its next round could begin, seconds.
     `ended`: it came to an end token or its room while going on; `over`: it was closed. `awaits`: who reads what its
-    prompt begins with; `cached` tokens of that it did not read.
+    prompt begins with; `cached` tokens of that it did not read. `offered`: a prefill worker may read it, and is waited
+    for.
     """
 
     slot: Slot
@@ -65,6 +66,7 @@ class Running:
     over: bool = False
     awaits: Awaited | None = None
     cached: int = 0
+    offered: bool = False
     _drafting: Part | None = None
     _proposed: tuple[Continuation | OutriderError, Span] | None = None
 
@@ -89,7 +91,7 @@ class Running:
     @property
     def reads(self) -> bool:
         """Whether a piece of its prompt can be read now."""
-        return self.unread > 0 and self.awaits is None
+        return self.unread > 0 and self.awaits is None and not self.offered
 
     @property
     def decodes_plainly(self) -> bool:

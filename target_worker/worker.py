@@ -34,6 +34,7 @@ from outrider.protocol.messages import (
     Open,
     Prefilled,
     Prepare,
+    PromptKv,
     Resync,
     Shutdown,
     Verify,
@@ -42,6 +43,7 @@ from outrider.protocol.patience import FORGET_NS
 from outrider.protocol.worker_link import WorkerLink
 from outrider.target_worker.batch import Batch, Settled, now
 from outrider.target_worker.colocated import Colocated, Part
+from outrider.target_worker.handover import Handover
 from outrider.target_worker.own_head import ColocatedHead
 from outrider.target_worker.prompts import Prompts
 from outrider.target_worker.ranks.leader import Leader
@@ -78,6 +80,7 @@ class TargetWorker:
         self._colocated = colocated
         if colocated is not None:
             colocated.read(model, self._texts)
+        self._handover = Handover(model, self._texts)
         self._prompts = Prompts(PromptCache(text_cost(self._texts)), model.context_length)
         self._told_use = CacheUse()
         self._compiler = Compiler(model.folder)
@@ -85,6 +88,11 @@ class TargetWorker:
         self._stale = 0
         self._forwards = 0
         self._ending = False
+
+    @property
+    def takes_kv(self) -> bool:
+        """Whether prompts can be read elsewhere: not where a head has to see what the model thinks of them."""
+        return self._handover.is_possible and not isinstance(self._colocated, ColocatedHead)
 
     @property
     def kv(self) -> KvCost:
@@ -126,7 +134,8 @@ class TargetWorker:
 
     @property
     def _has_work(self) -> bool:
-        return self._batch.is_busy or any(r.has_next or (r.unread and not r.over) for r in self._running.values())
+        running = self._running.values()
+        return self._batch.is_busy or any(r.has_next or (r.unread and not (r.over or r.offered)) for r in running)
 
     def _listen(self, wait: bool) -> None:
         message = self._link.receive(wait=wait)
@@ -153,6 +162,8 @@ class TargetWorker:
                     self._verify(message)
                 case Prepare():
                     self._prepare(message)
+                case PromptKv():
+                    self._take_over(message)
                 case Halt():
                     self._halt(message)
                 case Close():
@@ -192,6 +203,7 @@ class TargetWorker:
         others = tuple(self._running.values())
         self._running[message.request] = running
         self._prompts.open(running, others)
+        running.offered = message.offered and self._handover.is_possible and running.awaits is None
         self._say_cached(running)
         self._report()
 
@@ -218,6 +230,14 @@ class TargetWorker:
             return None
         constraint = self._constraint(message)  # the slot's stands elsewhere in the text
         return colocated.part_of(slot, message.sampling, lambda done, total: self._listen(wait=False), constraint)
+
+    def _take_over(self, message: PromptKv) -> None:
+        running = self._running.get(message.request)
+        if running is None or running.epoch != message.epoch or not running.offered:
+            return
+        self._handover.take(running, message)
+        for word in _how_far([running]):
+            self._link.send(word)
 
     def _prepare(self, message: Prepare) -> None:
         running = self._running.get(message.request)
@@ -269,7 +289,7 @@ class TargetWorker:
             self._link.send(CacheReport(use))
 
     def _say_cached(self, running: Running) -> None:
-        if running.cached:
+        if running.cached or running.offered:
             total = len(running.slot.tokens)
             self._link.send(Prefilled(running.request, running.epoch, running.cached, total, running.cached))
 
@@ -286,6 +306,7 @@ class TargetWorker:
         if message.epoch < running.epoch:
             self._is_stale("verify", message)
             return
+        running.offered = False  # asked again: nobody is waited for any more
         if not running.answers or (running.has_next and not running.going_on):
             return  # said twice, or under way
         if message.base_len != len(running.slot.tokens) or message.round != running.round + 1:

@@ -9,6 +9,10 @@ class HonestWorkers:
     def vocabulary(self, name: str) -> int:
         return 1 << 20
 
+    def prefill_workers(self) -> set[str]:
+        """There are none."""
+        return set()
+
     def model(self, name: str) -> object:
         """All run the same."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.bench.contest.contest import Ours, compete
 from outrider.bench.contest.statistics import total_rate
@@ -16,6 +17,7 @@ from outrider.bench.timing.forecast import (
     most_gained,
     recommendation,
 )
+from outrider.bench.timing.prefill import PrefillTimes, measure
 from outrider.bench.timing.probe import Probe, may_pay, probe
 from outrider.bench.timing.workbench import workbench
 from outrider.orchestrator.cli import flags
@@ -42,6 +44,8 @@ BRANCHES = (4, 8, 16)
 TURNAROUND_TOKENS = 64
 # Without a measurement: a message there and one back.
 USUAL_TURNAROUND_MS = 0.3
+# Where a model's configuration does not say them.
+USUAL_CONTEXT, USUAL_VOCABULARY = 2048, 256
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -70,15 +74,19 @@ def run(options: argparse.Namespace) -> int:
         say("outrider tune: interrupted; nothing was saved")
         raise
     reading = prompt_reader.measured(str(pair.settings.draft_model)) if settings.draft_backend == "mlx" else None
+    prefill = _prefill(options, pair, screen) if settings.prefill_workers else None
     screen.clear()
     found = forecasts(measured, turnaround_ms)
     print(_costs(measured, turnaround_ms))
     if reading is not None:
         print(reading)
+    if prefill is not None:
+        print(prefill.sentence)
     print(_verdict(measured, found))
     if options.measure:
         print(_compare(options, pair, found, screen))
-    tuning.save(_record(measured, turnaround_ms, found, options.temp), where)
+    record = _record(measured, turnaround_ms, found, options.temp)
+    tuning.save(record if prefill is None else replace(record, prefill_from=prefill.least), where)
     print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {where}")
     return 0
 
@@ -96,6 +104,11 @@ def _turnaround(options: argparse.Namespace, screen: Screen) -> float:
         sampling = SamplingParams(max_tokens=TURNAROUND_TOKENS, ignore_eos=True)
         timings = cluster.client().generate(PROMPTS[0], sampling, mode="ssd").timings
     return statistics.fmean(timings.turnaround_ms) if timings.turnaround_ms else USUAL_TURNAROUND_MS
+
+
+def _prefill(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> PrefillTimes:
+    context, vocabulary = pair.target.context_length, pair.target.vocab_size
+    return measure(flags.settings_of(options), context or USUAL_CONTEXT, vocabulary or USUAL_VOCABULARY, screen.show)
 
 
 def _costs(p: Probe, turnaround_ms: float) -> str:

@@ -16,6 +16,7 @@ from outrider.orchestrator.settings import (
     FAN_OUTS,
     LOG_LEVELS,
     MODES,
+    PREFILL_BACKENDS,
     ServeSettings,
 )
 from outrider.protocol import logs
@@ -49,6 +50,12 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-prefill", metavar="auto|mlx|coreml|PACKAGE", help="who reads an mlx drafter's prompts")
     group.add_argument("--colocate", action="store_true", default=None, help="draft in the target's process")
     group.add_argument("--shards", type=int, metavar="N", help="ranks of the target on this machine, default 1")
+    reads = "processes that read long prompts in the target's place, default 0"
+    group.add_argument("--prefill-workers", type=int, metavar="N", help=reads)
+    least = "prompts of so many tokens and more; default: what tune found, else 512"
+    group.add_argument("--prefill-from", type=int, metavar="TOKENS", help=least)
+    by = f"by what they do; default {_DEFAULTS.prefill_backend}"
+    group.add_argument("--prefill-backend", metavar="|".join(PREFILL_BACKENDS), help=by)
     wait = "start no target; one joins by `outrider worker target`"
     group.add_argument("--await-target", action="store_true", default=None, help=wait)
     group.add_argument("--fan-out", metavar="|".join(FAN_OUTS), help=f"default {_DEFAULTS.fan_out}")

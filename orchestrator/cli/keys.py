@@ -1,8 +1,8 @@
 """Keys for endpoints that other machines reach (docs/security.md): make one's own, and say whose are let in.
 
 make: a key of one's own. show: its public half, for the others. allow KEY NAME: let its holder ask (--as client, the
-default) or draft (--as drafter). revoke KEY|NAME. trust PLACE KEY: the server at HOST or HOST:PORT has this key.
-forget PLACE. list: all of it.
+default), draft (--as drafter) or read prompts (--as prefill). revoke KEY|NAME. trust PLACE KEY: the server at HOST or
+HOST:PORT has this key. forget PLACE. list: all of it.
 """
 
 from __future__ import annotations

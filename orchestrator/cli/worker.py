@@ -27,7 +27,7 @@ from outrider.protocol.knock import knock, require_server
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    note = "a draft joins a running cluster; a target one that was started with --await-target"
+    note = "a draft or prefill one joins a running cluster, a target one that was started with --await-target"
     parser.add_argument("role", choices=list(MODULES), help=note)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--connect", metavar="ENDPOINT", help="the cluster's endpoint for workers")
@@ -42,6 +42,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Becomes the worker: this process is replaced, so signals and the exit code are the worker's own."""
+    if options.role == "prefill":
+        options.draft_backend, options.draft_model = "none", None  # it needs the target's model alone
     if options.role == "draft" and options.draft_model is not None:
         options.model = options.draft_model  # a drafter needs no other, and its machine may have no other
     settings = ServeSettings(**flags.settings_of(options))
@@ -49,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest("colocate drafts in the target's process; expected no colocate for a draft worker")
     if options.role == "draft" and not settings.has_draft_worker:
         raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx, coreml or replay")
-    if options.shard and (options.role == "draft" or settings.shards > 1):
+    if options.shard and (options.role != "target" or settings.shards > 1):
         raise InvalidRequest("shard makes this a rank that mlx.launch has started; expected a target, and no shards")
     if options.discover:
         _discover(options)
@@ -66,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest("no draft model is named; expected --draft-model, or neither that nor --model")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"
     command = worker_command(options.role, name, endpoint, pair.settings) + (["--shard"] if options.shard else [])
-    if options.role == "draft":
+    if options.role != "target":
         command += _joining(options, pair)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end in order (WorkerLink)
     os.execve(command[0], command, blas.environment(child_environment(), settings.threads))
@@ -84,6 +86,6 @@ def _joining(options: argparse.Namespace, pair: ChosenPair) -> list[str]:
     line = []
     for flag, value in (("--keys", options.keys), ("--server-key", options.server_key)):
         line += [f"{flag}={value}"] if value is not None else []
-    if pair.draft is not None:
+    if options.role == "draft" and pair.draft is not None:
         line += ["--vocabulary", fingerprint(load_codec(pair.draft))]
     return line

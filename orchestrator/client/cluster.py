@@ -53,6 +53,8 @@ class LocalCluster:
     - `workers_endpoint`: where drafters of other machines join, tcp://HOST:PORT. `keys`: the folder of keys; None: that
       of `outrider keys`. `keyed` False: ask for keys also where only this machine reaches an endpoint.
       `advertise` False: announce `workers_endpoint` on the local network.
+    - `prefill_workers` 0: processes that read prompts of `prefill_from` tokens and more (None: what tune found, else
+      512) in the target's place; `prefill_backend` "mlx" or "coreml".
     - `trace`: a file for a timeline. `simulate`: a latency profile to keep to. `log_level` "warning".
     - `log_format` "text", or "json": an object a line on stderr, from every process.
 

@@ -101,6 +101,7 @@ class Account:
     first_ns: int = 0
     resumed: int = 0
     rejoined: int = 0
+    handed_over: int = 0
     _cached: int = 0
     _draft_cached: int = 0
     _peaks: dict[str, int] = field(default_factory=dict)
@@ -170,6 +171,7 @@ class Account:
         return Timings(
             prompt_n=prompt_n - cached,
             cache_n=cached,
+            prefill_n=min(self.handed_over, prompt_n - cached),
             draft_cache_n=min(self._draft_cached, prompt_n),
             prompt_ms=max(self.first_ns - self.admitted_ns, 0) / MILLISECOND_NS,
             predicted_n=predicted_n,

@@ -5,7 +5,7 @@ Knows which words a request's state makes; decides nothing and keeps no state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +35,10 @@ class Workers(Protocol):
         """Names of the drafters that are ready."""
         ...
 
+    def prefill_workers(self) -> set[str]:
+        """Names of those that are ready to read prompts for this target."""
+        ...
+
     def vocabulary(self, name: str) -> int:
         """How many tokens this worker's model has."""
         ...
@@ -62,9 +66,10 @@ class Dispatch:
 
     workers: Workers
 
-    def open(self, request: Request) -> None:
-        """It reads the committed tokens; its answer is the outcome of an empty chain."""
-        self.workers.send_target(opening(request, None))
+    def open(self, request: Request, offered: bool) -> None:
+        """It reads the committed tokens, unless they are `offered` to a prefill worker; its answer is the outcome of an
+        empty chain."""
+        self.workers.send_target(replace(opening(request, None), offered=offered))
 
     def verify(self, request: Request) -> None:
         """The request's proposal, in its round."""

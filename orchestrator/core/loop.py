@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -17,6 +18,7 @@ from outrider.orchestrator.core.memory import Memory
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.worker import Loss
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.events import Admit, Broke, Quit, Speaks, Stop, ToCore, ToFront, WorkersChanged
@@ -31,6 +33,7 @@ from outrider.protocol.tallies import Durations
 log = logging.getLogger(__name__)
 
 TICK_MS = 250
+PREFILL_FROM = 512
 
 
 class Core:
@@ -52,6 +55,7 @@ class Core:
         self._pool = WorkerPool(context, settings, run_dir, gate)
         self._tick_ms = min(TICK_MS, math.ceil(1000 * self._pool.seconds_a_ping))
         tuned = tuning.path_for(settings)
+        tunings = tuning.load(tuned)
         self._memory = Memory(tuning.memory_for(settings) if settings.memory else None, clock.now())
         self._rounds = Rounds(
             self._pool,
@@ -64,10 +68,11 @@ class Core:
                 settings.colocate,
                 each=settings.branches is None,
                 drafters=settings.drafters,
+                prefill_from=settings.prefill_from or _prefill_from(tunings),
             ),
             outbox.put,
             self._trace,
-            tuning.load(tuned) if settings.has_draft_worker else (),
+            tunings if settings.has_draft_worker else (),
             self._memory.read(tuned),
         )
 
@@ -140,7 +145,7 @@ class Core:
         for worker in self._pool.arrivals():
             if worker.role == "target":
                 self._rounds.found_target()
-            else:
+            elif worker.role == "draft":
                 self._rounds.found_drafter(worker.name)
         self._pool.flush()
         if self._pool.news:
@@ -176,6 +181,8 @@ class Core:
         log.warning("%s", loss.why)
         if loss.worker.role == "target":
             self._rounds.lost_target(loss.why, loss.fatal)
+        elif loss.worker.role == "prefill":
+            self._rounds.lost_prefill_worker(loss.worker.name)
         else:
             self._rounds.lost_drafter(loss.worker.name, loss.why, now_ns)
         self._fatal = loss.why if loss.fatal else self._fatal
@@ -186,3 +193,8 @@ class Core:
         pool.news = False
         notes = tuple(pool.notes())
         self._outbox.put(WorkersChanged(pool.stats(), pool.ready, pool.stage, self._fatal, notes, pool.kv_room))
+
+
+def _prefill_from(tunings: Sequence[Tuning]) -> int:
+    """What `outrider tune` found, or what costs little where it has not looked."""
+    return next((found.prefill_from for found in tunings if found.prefill_from), PREFILL_FROM)

@@ -73,7 +73,9 @@ class Places:
             return "it said what cannot be too often, and this cluster does not listen to it any more"
         if hello.role == "target":
             return self._target_refusal(hello)
-        if not self._drafters_may_join:
+        if hello.role == "prefill" and (why := self._prefill_refusal(hello)) is not None:
+            return why
+        if hello.role == "draft" and not self._drafters_may_join:
             return "the target of this cluster drafts for itself; start it without colocate for drafters to join"
         if len(hello.name) > MAX_NAME or not hello.name.isprintable():
             return f"the name {hello.name[:MAX_NAME]!r} is no name; expected at most {MAX_NAME} printable characters"
@@ -101,6 +103,20 @@ class Places:
                 f" ({self._awaited}); expected the same files on both"
             )
         return before.other_model(hello) if before is not None else None
+
+    def _prefill_refusal(self, hello: Hello) -> str | None:
+        """Why it can't read prompts for this target: keys and values of other weights would make another text."""
+        target = self._named.get(TARGET)
+        if target is None or target.hello is None:
+            return None  # it is asked for nothing that does not fit
+        if not target.hello.abilities.takes_kv:
+            return "the target of this cluster reads its prompts itself: what it remembers can't be handed over"
+        if hello.files != target.hello.files:
+            return (
+                f"its model {hello.model} is another ({hello.files}) than the target's ({target.hello.files}); expected"
+                " the same files on both"
+            )
+        return None
 
     def join(self, hello: Hello, key: str = "") -> Worker:
         """A place for who came by itself, with this key, and was not refused; those who left earlier are forgotten."""

@@ -27,7 +27,8 @@ class RoundSettings:
     """`depth` is K, `branches` B, with `each` for each drafter; the cluster begins with so many `drafters`.
 
     `full_depth`: wait until a round's branches are complete (reproducible rounds). `simulated`: without its drafters a
-    request stands for no machine, so it fails. `colocated`: the target drafts for itself.
+    request stands for no machine, so it fails. `colocated`: the target drafts for itself. `prefill_from`: prompts of so
+    many unread tokens go to a prefill worker, where there is one.
     """
 
     depth: int
@@ -38,6 +39,7 @@ class RoundSettings:
     colocated: bool = False
     each: bool = False
     drafters: int = 1
+    prefill_from: int = 1
 
 
 @dataclass(frozen=True, slots=True)

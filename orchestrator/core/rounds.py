@@ -20,6 +20,7 @@ from outrider.orchestrator.core.limits import room, up_to_end
 from outrider.orchestrator.core.ngram import PIECE
 from outrider.orchestrator.core.outage import Outage
 from outrider.orchestrator.core.planner import Planner
+from outrider.orchestrator.core.prefill import PrefillReadings
 from outrider.orchestrator.core.preparing import may_prepare, prepared
 from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
@@ -48,8 +49,9 @@ class Rounds:
         self.stale = 0
         self._workers = workers
         self._door = Door()
-        self._room_for_branches = CacheRoom()
         self._dispatch = Dispatch(workers)
+        self._prefill = PrefillReadings(workers, self._dispatch, settings.prefill_from)
+        self._room_for_branches = CacheRoom()
         self._settings = settings
         self._tell = tell
         self._ledger = Ledger(trace)
@@ -118,6 +120,10 @@ class Rounds:
                 if not self._outage.keeps(request):
                     self._crew.join(request, name)
 
+    def lost_prefill_worker(self, name: str) -> None:
+        """The target reads on by itself what that one was reading."""
+        self._prefill.lost(name, self._requests)
+
     def lost_target(self, why: str, for_good: bool) -> None:
         """Requests wait for its replacement; not who has killed it again and again, nor where there will be none."""
         requests = list(self._requests.values())
@@ -150,6 +156,9 @@ class Rounds:
             self._on_remark(sender, message)
             return
         request = self._requests.get(getattr(message, "request", None) or "")
+        if self._prefill.has_asked(sender):
+            self.stale += not self._prefill.heard(request, sender, message)
+            return
         why_not = self._refusal(request, sender, message)
         if why_not or request is None:
             self.stale += 1
@@ -182,6 +191,7 @@ class Rounds:
         if of_drafter:
             return
         request.heard_ns = now_ns
+        self._prefill.told(request, message)
         if not request.generated:
             self._tell(PrefillAt(request.id, message.done, message.total))
 
@@ -203,6 +213,7 @@ class Rounds:
                 self._end_wait(request, now_ns)
             elif self._is_silent(request, now_ns):
                 request.heard_ns = now_ns
+                self._prefill.forget(request)
                 self._dispatch.again(request)
 
     def _is_silent(self, request: Request, now_ns: int) -> bool:
@@ -218,6 +229,8 @@ class Rounds:
             self.stale += 1
             return []
         request.proposal, request.heard_ns, request.deaths = proposal, now_ns, 0
+        if request.reads:
+            self._prefill.forget(request)
         kept, reason = up_to_end(request, self._workers.target_context, [*chain[: outcome.accepted], outcome.bonus])
         ended, request.reads = request.this_round(), False
         request.tokens += kept
@@ -374,7 +387,7 @@ class Rounds:
     def _open(self, request: Request) -> None:
         request.base_len = len(request.tokens)
         request.reads = True
-        self._dispatch.open(request)
+        self._dispatch.open(request, self._prefill.offer(request))
         self._crew.open(request)
 
     def _leave(self, request: Request, drafter: str, why: str, now_ns: int) -> None:
@@ -404,6 +417,7 @@ class Rounds:
 
     def _close(self, request: Request) -> None:
         del self._requests[request.id]
+        self._prefill.forget(request)
         self._dispatch.close(request)
         self._crew.close(request)
         self._planner.turn_to(len(self._requests))

@@ -49,6 +49,8 @@ class Supervisor:
             self._spawn("target", TARGET)
         for number in range(self._settings.drafters if self._settings.has_draft_worker else 0):
             self._spawn("draft", f"draft-{number}")
+        for number in range(self._settings.prefill_workers):
+            self._spawn("prefill", f"prefill-{number}")
 
     def losses(self, now_ns: int) -> list[Loss]:
         """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""
@@ -66,7 +68,7 @@ class Supervisor:
             elif worker.state == "ready" and worker.pulse.faint(self._seconds_a_ping):
                 worker.state = "frozen"
                 log.warning("%s does not answer", worker)
-                if worker.role == "draft":
+                if worker.role != "target":
                     lost.append(Loss(worker, f"{worker} does not answer; requests go on without it"))
         return lost
 

@@ -46,6 +46,7 @@ class Choice:
 class Tuning:
     """At temperature `temp`: costs in milliseconds, each measured alone, and the choices that follow, best first.
 
+    `prefill_from`: prompts of so many tokens and more a prefill worker reads quicker; 0: that was not measured.
     By rows or number: `verify_ms` a forward by its rows, `plain_ms` a token of so many texts, `trees_ms` a depth of so
     many branches.
     """
@@ -62,6 +63,7 @@ class Tuning:
     temp: float = 0.0
     plain_ms: tuple[tuple[int, float], ...] = ()
     trees_ms: tuple[tuple[int, float], ...] = ()
+    prefill_from: int = 0
 
     @property
     def is_greedy(self) -> bool:
@@ -169,6 +171,7 @@ def _tuning(fields: dict[str, Any]) -> Tuning:
     fields["acceptance"] = tuple(min(_number(share), 1.0) for share in fields["acceptance"])
     fields["hit_rate"] = min(_number(fields["hit_rate"]), 1.0)
     fields["step_ms"] = _number(fields["step_ms"], LEAST_MS)
+    fields["prefill_from"] = max(int(fields.get("prefill_from", 0)), 0)
     for name in ("depth_ms", "draft_ms", "link_ms", "turnaround_ms", "temp"):
         fields[name] = _number(fields[name])
     return Tuning(**fields)

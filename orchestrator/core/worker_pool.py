@@ -31,7 +31,7 @@ from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
-from outrider.protocol.keyring import DRAFTER
+from outrider.protocol.keyring import DRAFTER, PREFILL
 from outrider.protocol.keys import from_zmq
 from outrider.protocol.messages import (
     Branches,
@@ -149,6 +149,14 @@ class WorkerPool:
     def drafters(self) -> set[str]:
         return {worker.name for worker in self._places.all() if worker.role == "draft" and worker.state == "ready"}
 
+    def prefill_workers(self) -> set[str]:
+        """Those of the target's own model, if it takes over what they read."""
+        target = self._places.named(TARGET)
+        if target is None or target.hello is None or not target.hello.abilities.takes_kv:
+            return set()
+        found = [worker for worker in self._places.all() if worker.role == "prefill" and worker.state == "ready"]
+        return {worker.name for worker in found if worker.hello and worker.hello.files == target.hello.files}
+
     def vocabulary(self, name: str) -> int:
         worker = self._places.named(name)
         return worker.hello.vocab_size if worker and worker.hello else 0
@@ -232,7 +240,7 @@ class WorkerPool:
                         self.stage, self.news, worker.pulse.unanswered = f"{role}: {stage}", True, 0
                     case Fault(request=None, message=why, dispensable=dispensable):
                         worker.fault = why  # it will end, and `losses` will tell
-                        if dispensable and worker.role == "draft" and not worker.entered:
+                        if dispensable and worker.role != "target" and not worker.entered:
                             worker.state, self.news = "refused", True
                     case _:
                         worker.worked = worker.worked or isinstance(message, Outcome | Branches | Drafted)
@@ -246,7 +254,7 @@ class WorkerPool:
         self._pinged_ns = clock.now()
         for worker in self._places.all():
             worker.pulse.unanswered += 1
-            if worker.key and not self._may_stay(worker.key):
+            if worker.key and not self._may_stay(worker.role, worker.key):
                 worker.unwelcome = NOT_ALLOWED
             if worker.entered:
                 self._send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
@@ -295,8 +303,9 @@ class WorkerPool:
         worker = self._places.at(identity) if self._gate is not None else None
         return worker is not None and worker.key != _key_of(first)
 
-    def _may_stay(self, key: str) -> bool:
-        return self._gate is not None and self._gate.lets_in(DRAFTER, key)
+    def _may_stay(self, role: str, key: str) -> bool:
+        allowed = PREFILL if role == "prefill" else DRAFTER  # who reads prompts is trusted with the text
+        return self._gate is not None and self._gate.lets_in(allowed, key)
 
     def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """A worker is ready: one that was spawned, or a drafter that joins. A HELLO said again changes nothing."""
@@ -322,7 +331,7 @@ class WorkerPool:
 
     def _refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
         """Why a stranger may not join; None when it may."""
-        if key and not self._may_stay(key):  # its connection is from when it still might
+        if key and not self._may_stay(hello.role, key):  # its connection is from when it still might
             return NOT_ALLOWED
         if key and hello.role == "target":
             return "its key is for drafters; expected a target's rank 0 on the server's machine, by its local endpoint"

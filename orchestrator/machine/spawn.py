@@ -20,7 +20,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 
 STDERR = 2
-MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker"}
+MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker", "prefill": "outrider.prefill_worker"}
 
 # Blocks of 1 MiB and more are given back when they are freed. By itself glibc raises that size with what it sees, and a
 # worker keeps what lies between longer-lived blocks. What a forward frees at the heap's end stays for the next one: to
@@ -80,7 +80,7 @@ class SpawnedWorker:
 def spawn_worker(
     role: str, name: str, endpoint: str, settings: ServeSettings, run_dir: Path, incarnation: int
 ) -> SpawnedWorker:
-    """Starts the `role` worker (target or draft) of this cluster; it connects to `endpoint` as `incarnation`.
+    """Starts the `role` worker (target, draft or prefill) of this cluster; it connects to `endpoint` as `incarnation`.
 
     Raises:
         WorkerError: the process can't be started.
@@ -119,18 +119,20 @@ def worker_command(
 ) -> list[str]:
     """The command line of a worker; `settings` must name folders (see `pairing`)."""
     replay = role == "draft" and settings.draft_backend == "replay"
-    model = settings.replay if replay else settings.model if role == "target" else settings.draft_model
+    model = settings.replay if replay else settings.draft_model if role == "draft" else settings.model
     options = ["--endpoint", endpoint, "--name", name, "--model", str(model), "--log-level", settings.log_level]
     options += ["--log-format", settings.log_format] if settings.log_format != "text" else []
     if role == "draft":
         options += ["--backend", settings.draft_backend, "--fan-out", settings.fan_out]
         options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "auto" else []
+    if role == "prefill":
+        options += ["--backend", settings.prefill_backend]
     if role == "target" and settings.colocate:
         options += ["--draft-model", str(settings.draft_model)]
         options += ["--draft-backend", settings.draft_backend] if settings.drafts_by_head else []
     if role == "target" and settings.shards > 1:
         options += ["--shards", str(settings.shards)]
-    if settings.simulate is not None:
+    if settings.simulate is not None and role != "prefill":
         options += ["--simulate", str(settings.simulate)]
     if parent_fd is not None:
         options += ["--parent-fd", str(parent_fd)]

@@ -27,8 +27,10 @@ from outrider.protocol.messages.rounds import (
     Halt,
     Open,
     Outcome,
+    Prefill,
     Prefilled,
     Prepare,
+    PromptKv,
     Resync,
     Span,
     Verify,
@@ -65,6 +67,8 @@ Message = (
     | Commit
     | Branches
     | Drafted
+    | Prefill
+    | PromptKv
     | Prefilled
     | Close
     | Resync
@@ -105,9 +109,11 @@ __all__ = [
     "Outcome",
     "Ping",
     "Pong",
+    "Prefill",
     "Prefilled",
     "Prepare",
     "Progress",
+    "PromptKv",
     "RankHello",
     "Remark",
     "Resync",

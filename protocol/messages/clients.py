@@ -121,7 +121,7 @@ class Timings:
     """A request in numbers, named as llama.cpp names them; milliseconds. Tokens past the end do not count.
 
     The prompt's tokens are the `cache_n` that the target remembered and the `prompt_n` that it read; a drafter
-    remembered `draft_cache_n` of them.
+    remembered `draft_cache_n` of them. Of the `prompt_n`, `prefill_n` were read by a prefill worker.
     `draft_n` chain tokens were verified in `draft_rounds` rounds that carried a chain, `draft_n_accepted` held.
     Hits and misses count outcomes that were looked up in the speculation cache: a hit had its branch there by then. For
     `cache_late` of the misses the branch came while it was waited for; after the others the target decoded plainly,
@@ -164,6 +164,7 @@ class Timings:
     resumed: Count = 0
     rejoined: Count = 0
     draft_n_accepted_by: tuple[Tally, ...] = ()
+    prefill_n: Serial = 0
 
 
 @dataclass(frozen=True, slots=True)

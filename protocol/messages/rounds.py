@@ -13,6 +13,7 @@ from typing import Annotated
 from outrider.protocol.fields import (
     MAX_BRANCHES,
     Breadth,
+    Bytes,
     Chain,
     Committed,
     Count,
@@ -47,7 +48,8 @@ class Open:
     The verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare branches for
     the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are the tokens
     that end this request (empty when it ignores them): no outcome worth preparing. The last `generated` of the tokens
-    are not the prompt's: a grammar begins with them. `skip` as in Commit.
+    are not the prompt's: a grammar begins with them. `skip` as in Commit. `offered`: a prefill worker may read the text
+    for the target, which says at once by Prefilled what it has, and waits for PromptKv until a Verify comes.
     """
 
     request: RequestId
@@ -61,6 +63,7 @@ class Open:
     verifying: Chain | None = None
     generated: Count = 0
     skip: Breadth = 0
+    offered: bool = False
 
     @property
     def prompt_len(self) -> int:
@@ -215,6 +218,33 @@ class Drafted:
     work: Span
     q: SparseQ | None = None
     peak_bytes: Serial = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Orchestrator -> prefill worker: read these tokens for the target, and hand over what it lacks, from `start` on.
+
+    All but the last token: that one the target feeds itself. Close ends it earlier.
+    """
+
+    request: RequestId
+    epoch: Serial
+    tokens: Tokens
+    start: Count
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKv:
+    """Prefill worker -> orchestrator -> target: keys and values of `count` tokens of the text, from `start` on.
+
+    `data`: layer after layer, keys before values, [kv_heads, count, head_dim] in the model's own number format.
+    """
+
+    request: RequestId
+    epoch: Serial
+    start: Count
+    count: Count
+    data: Bytes
 
 
 @dataclass(frozen=True, slots=True)

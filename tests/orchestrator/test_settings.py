@@ -101,11 +101,12 @@ def test_every_setting_is_a_flag_that_says_the_same():
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
     waiting = ServeSettings(await_target=True)
+    read = ServeSettings(prefill_workers=2, prefill_from=9, prefill_backend="coreml")
     by_head = ServeSettings(model="m", draft_model="d", draft_backend="eagle3")
     by_own_head = ServeSettings(model="m", draft_backend="mtp")
     assert by_own_head.colocate and by_head.colocate and not by_head.has_draft_worker
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")
-    all_of_them = (said, colocated, prefilled, waiting, by_head, by_own_head)
+    all_of_them = (said, colocated, prefilled, waiting, read, by_head, by_own_head)
     assert all(any(getattr(s, f.name) != getattr(ServeSettings(), f.name) for s in all_of_them) for f in fields(said))
     parser = Parser(prog="x")
     serve.add_flags(parser)

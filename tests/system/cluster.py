@@ -298,7 +298,8 @@ class Cluster(HonestWorkers):
         try:
             self.target.turn()
         except Idle:
-            return False
+            if not self._target_link.sent:
+                return False
         while self._target_link.sent:
             message = self._target_link.sent.popleft()
             self.rounds.handle("target-0", message, self._clock())

@@ -13,7 +13,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keyring import CLIENT, DRAFTER, Allowed, Keyring
+from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, Allowed, Keyring
 from outrider.protocol.sampling import SamplingParams
 
 LIMIT = 60.0
@@ -23,10 +23,11 @@ SAMPLING = SamplingParams(max_tokens=24, temp=0.8, seed=7)
 
 @pytest.fixture
 def rings(tmp_path: Path) -> dict[str, Keyring]:
-    made = {name: Keyring(tmp_path / name) for name in ("server", "mini", "laptop", "stranger")}
+    made = {name: Keyring(tmp_path / name) for name in ("server", "mini", "studio", "laptop", "stranger")}
     for ring in made.values():
         ring.make()
     made["server"].allow(Allowed(DRAFTER, made["mini"].own().public, "mini"))
+    made["server"].allow(Allowed(PREFILL, made["studio"].own().public, "studio"))
     made["server"].allow(Allowed(CLIENT, made["laptop"].own().public, "laptop"))
     return made
 
@@ -34,7 +35,7 @@ def rings(tmp_path: Path) -> dict[str, Keyring]:
 @pytest.fixture
 def cluster(rings: dict[str, Keyring]) -> Iterator[LocalCluster]:
     folder = rings["server"].folder
-    with LocalCluster(endpoint=TCP, workers_endpoint=TCP, keyed=True, keys=folder) as running:
+    with LocalCluster(endpoint=TCP, workers_endpoint=TCP, keyed=True, keys=folder, prefill_from=64) as running:
         yield running
 
 
@@ -66,3 +67,35 @@ def test_who_is_allowed_drafts_and_asks_and_nobody_else(cluster: LocalCluster, r
         finally:
             mini.kill()
     assert client.generate("def f(", SAMPLING, mode="ssd").token_ids == text
+
+
+def test_who_reads_prompts_needs_a_key_for_that(cluster: LocalCluster, rings: dict[str, Keyring]) -> None:
+    """For keys and values are taken as they come: a drafter's key is not enough."""
+    client, prompt = cluster.client(), "import os\n" * 60
+    alone = client.generate(prompt, SAMPLING)
+    key = rings["server"].own().public
+
+    def joined(name: str) -> subprocess.Popen[str]:
+        join = python("-m", "outrider", "worker", "prefill", "--connect", cluster.joining_endpoint, "--name", name)
+        keys = ("--server-key", key, "--keys", str(rings[name].folder))
+        return subprocess.Popen([*join, *keys], env=child_environment(), stderr=subprocess.PIPE, text=True)
+
+    with joined("mini") as refused:
+        said = refused.communicate(timeout=LIMIT)[1]
+    assert refused.returncode != 0 and "its key is not allowed" in said
+    with joined("studio") as studio:
+        try:
+            deadline = time.monotonic() + LIMIT
+            while "ready" not in [one.state for one in client.stats().workers if one.name == "studio"]:
+                assert time.monotonic() < deadline, client.stats().workers
+                time.sleep(0.05)
+            another = "import re\n" * 60
+            with_it = client.generate(another, SAMPLING)
+            assert with_it.timings.prefill_n == with_it.timings.prompt_n - 1 > 100
+        finally:
+            studio.kill()
+    third = client.generate(prompt.replace("os", "sys"), SAMPLING)
+    assert third.timings.prefill_n == 0
+    with LocalCluster(draft_backend="none", prefill_workers=1, prefill_from=64) as own:
+        assert own.client().generate(another, SAMPLING).token_ids == with_it.token_ids
+        assert own.client().generate(prompt, SAMPLING).token_ids == alone.token_ids

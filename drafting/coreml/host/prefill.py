@@ -27,7 +27,7 @@ class PackageReader:
     """
 
     def __init__(self, package: Package, runtime: Runtime, least: int) -> None:
-        self.least = least
+        self.least, self.package = least, package
         self.note = f"prompts of {least} tokens and more are read by {runtime.name}"
         self._host = Host(package, runtime)
         self._name = runtime.name

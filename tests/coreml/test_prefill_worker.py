@@ -1,0 +1,57 @@
+"""A package of the target's weights reads prompts for it: what it hands over is what the target makes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafting.coreml.host.prefill import PackageReader
+from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
+from outrider.engine.handover import Layout
+from outrider.engine.loading import load, outline
+from outrider.engine.reading import ReadingFault
+from outrider.prefill_worker.mlx_reader import MlxReader
+from outrider.prefill_worker.package_reader import CoreMLReader
+from tests.coreml.conftest import Bench
+
+NOISE = {"fp32": 1e-4, "fp16": 0.1}
+
+
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
+@pytest.mark.parametrize("start", [0, 70])
+def test_it_hands_over_what_mlx_would(bench: Callable[..., Bench], text: list[int], weights: str, start: int) -> None:
+    made, prompt = bench("llama", weights=weights, max_position_embeddings=1024), text[:200]
+    layout = Layout.of(outline(str(made.model_path)))
+    package = CoreMLReader(PackageReader(made.package, NumpyRuntime(made.package.mlpackage), 1), layout)
+    exact = MlxReader(load(made.model_path))
+    found, expected = [], []
+    for reader, pieces in ((package, found), (exact, expected)):
+        at = start
+        for piece in (piece for some in reader.read(prompt, start) for piece in some):
+            assert piece.start == at
+            at += piece.count
+            pieces.append(layout.unpack(piece.data, piece.count))
+        assert at == len(prompt) - 1
+    for mine, other in zip(_joined(found), _joined(expected), strict=True):
+        assert np.abs(mine - other).max() <= NOISE[weights]
+
+
+def test_what_lies_beyond_its_context_is_left_to_the_target(bench: Callable[..., Bench], text: list[int]) -> None:
+    made = bench("llama", max_position_embeddings=1024)
+    reader = CoreMLReader(
+        PackageReader(made.package, NumpyRuntime(made.package.mlpackage), 1), Layout.of(outline(str(made.model_path)))
+    )
+    read = 0
+    with pytest.raises(ReadingFault, match="the target reads the other"):
+        for pieces in reader.read([*text, *text][:340], 0):
+            read += sum(piece.count for piece in pieces)
+    assert read == made.package.layout.context
+
+
+def _joined(pieces: list[tuple[tuple[mx.array, mx.array], ...]]) -> list[np.ndarray]:
+    """Keys and values of all pieces, an array a layer."""
+    flat = [[array for pair in piece for array in pair] for piece in pieces]
+    return [np.array(mx.concatenate(list(parts), axis=2)) for parts in zip(*flat, strict=True)]

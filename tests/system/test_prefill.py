@@ -1,0 +1,165 @@
+"""Prompts read by a prefill worker: the text is the target's own, whatever happens on the way, and who read is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.engine.handover import Layout
+from outrider.engine.loading import LoadedModel
+from outrider.engine.open_texts import open_texts
+from outrider.engine.texts import Feed, FlatTexts
+from outrider.protocol.errors import ProtocolError
+from outrider.protocol.messages import Close, Message, Prefill, PromptKv
+from outrider.protocol.sampling import SamplingParams
+from tests.system.links import VirtualClock
+from tests.system.prefill_cluster import PrefillCluster, Way
+from tests.system.same import check_same
+from tests.system.small import SMALL
+
+PROMPT = tuple(random.Random(4).choices(range(2, 40), k=600))  # more than one forward
+GREEDY, SAMPLED = SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temp=0.8, seed=5)
+PIECE = 40  # tokens
+
+Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
+Make = Callable[..., PrefillCluster]
+
+
+def unhurt(message: Message, rng: random.Random) -> list[Message]:
+    return [message]
+
+
+@pytest.fixture
+def model(loaded: Callable[..., LoadedModel], tiny_model: Callable[..., Any]) -> LoadedModel:
+    return loaded(tiny_model("llama", **SMALL))
+
+
+@pytest.fixture
+def make(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Make:
+    clock = VirtualClock()
+    monkeypatch.setattr("outrider.protocol.clock.now", clock)
+    bytes_per_token = Layout.of(model.model).bytes_per_token
+    monkeypatch.setattr("outrider.prefill_worker.reader.MAX_PIECE", PIECE * bytes_per_token)
+    return lambda way=unhurt, **settings: PrefillCluster(model, None, clock, way=way, **settings)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("turns", [1, 100])
+def test_a_prompt_read_elsewhere_goes_on_as_the_target_would(
+    make: Make, model: LoadedModel, plain: Plain, sampling: SamplingParams, turns: int
+) -> None:
+    cluster = make(turns=turns)
+    run = cluster.run(PROMPT, sampling)
+    check_same(model, PROMPT, sampling, run.tokens, plain(model, PROMPT, sampling))
+    assert run.timings.prefill_n == run.timings.prompt_n - 1 == len(PROMPT) - 1
+    assert max(piece.count for piece in cluster.handed) == PIECE
+
+
+def test_the_next_turn_hands_over_what_is_new(make: Make, model: LoadedModel, plain: Plain) -> None:
+    cluster = make(kv_memory=1 << 24)
+    first = cluster.run(PROMPT, GREEDY)
+    longer = (*PROMPT, *first.tokens, *PROMPT[:80])
+    cluster.handed.clear()
+    second = cluster.run(longer, GREEDY)
+    check_same(model, longer, GREEDY, second.tokens, plain(model, longer, GREEDY))
+    assert second.timings.cache_n >= len(PROMPT) and second.timings.prefill_n == second.timings.prompt_n - 1
+    assert min(piece.start for piece in cluster.handed) == second.timings.cache_n
+
+
+def lossy(message: Message, rng: random.Random) -> list[Message]:
+    return [message] * rng.choice((0, 1, 1, 1, 2))
+
+
+def altered(message: Message, rng: random.Random) -> list[Message]:
+    if isinstance(message, PromptKv) and rng.random() < 0.2:
+        return [replace(message, data=message.data[:-4])]
+    return [message]
+
+
+def deaf(message: Message, rng: random.Random) -> list[Message]:
+    return []
+
+
+def of_another_epoch(message: Message, rng: random.Random) -> list[Message]:
+    return [replace(message, epoch=7)] if isinstance(message, PromptKv) else [message]
+
+
+@pytest.mark.parametrize("way", [lossy, altered, deaf, of_another_epoch])
+def test_what_goes_wrong_on_the_way_costs_time_only(make: Make, model: LoadedModel, plain: Plain, way: Way) -> None:
+    cluster = make(way)
+    for sampling in (GREEDY, SAMPLED):
+        run = cluster.run(PROMPT, sampling)
+        check_same(model, PROMPT, sampling, run.tokens, plain(model, PROMPT, sampling))
+
+
+def test_who_dies_while_it_reads_leaves_the_rest_to_the_target(make: Make, model: LoadedModel, plain: Plain) -> None:
+    def dies(message: Message, rng: random.Random) -> list[Message]:
+        if isinstance(message, PromptKv) and message.start >= 5 * PIECE:
+            cluster.lose_prefill_worker()
+            return []
+        return [message]
+
+    cluster = make(dies)
+    run = cluster.run(PROMPT, GREEDY)
+    check_same(model, PROMPT, GREEDY, run.tokens, plain(model, PROMPT, GREEDY))
+    assert 0 < run.timings.prefill_n < len(PROMPT) - 1
+
+
+def test_a_target_that_dies_meanwhile_is_handed_all_of_it_again(make: Make, model: LoadedModel, plain: Plain) -> None:
+    def kills(message: Message, rng: random.Random) -> list[Message]:
+        if isinstance(message, PromptKv) and message.epoch == 0 and message.start == 5 * PIECE:
+            cluster.replace_target()
+            return []
+        return [message]
+
+    cluster = make(kills)
+    run = cluster.run(PROMPT, GREEDY)
+    check_same(model, PROMPT, GREEDY, run.tokens, plain(model, PROMPT, GREEDY))
+    assert run.timings.resumed == 1
+    assert next(piece.start for piece in cluster.handed if piece.epoch) == 0
+
+
+def test_short_prompts_are_the_targets_own_matter(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = make()
+    monkeypatch.setattr(cluster.rounds._prefill, "_least", len(PROMPT))
+    cluster.run(PROMPT, GREEDY)
+    assert not cluster.handed
+
+
+def test_others_decode_while_a_prompt_is_read_elsewhere(make: Make) -> None:
+    """And a request that ends is read no further."""
+    cluster = make()
+    texts = cluster.run_together(PROMPT[:30], [SAMPLED, replace(SAMPLED, seed=6)], "ar")
+    assert [len(text) for text in texts] == [12, 12]
+    asked: list[Message] = []
+    cluster._way = lambda message, rng: asked.append(message) or [message]  # type: ignore[func-returns-value]
+    cluster.run(PROMPT, replace(GREEDY, max_tokens=1))
+    assert isinstance(asked[0], Prefill) and any(isinstance(message, Close) for message in asked)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_nothing_is_rounded_on_the_way(model: LoadedModel, dtype: mx.Dtype) -> None:
+    texts = open_texts(model)
+    assert isinstance(texts, FlatTexts)
+    text, other = texts.open(), texts.open()
+    texts.forward([Feed(text, PROMPT[:9], 0, True)])
+    layers = tuple((k.astype(dtype), v.astype(dtype)) for k, v in texts.piece(text, 2, 9))
+    layout = Layout.of(model.model)
+    if dtype == mx.float32:
+        texts.extend(other, texts.piece(text, 0, 9), 9)
+        left, right = texts.forward([Feed(text, [3], 1), Feed(other, [3], 1)])
+        assert mx.array_equal(left, right)
+    layout = Layout(tuple((replace(k, dtype=dtype), replace(v, dtype=dtype)) for k, v in layout.layers))
+    packed = layout.pack(layers)
+    assert packed.dtype == np.uint8 and packed.size == 7 * layout.bytes_per_token
+    again = layout.unpack(packed, 7)
+    flat, back = ([array for pair in one for array in pair] for one in (layers, again))
+    assert all(mx.array_equal(array, same) for array, same in zip(flat, back, strict=True))
+    with pytest.raises(ProtocolError, match="run the same model on both sides"):
+        layout.unpack(packed, 8)
