@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -21,26 +20,9 @@ from mlx_lm.models.cache import create_attention_mask
 
 from outrider.engine.buffers import with_room
 from outrider.engine.cache import first_columns, narrowed
+from outrider.engine.piece import Ints, Piece
 
 _PATCHED = "scaled_dot_product_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The next `count` tokens of the text in `row`, whose first `start` are remembered.
-
-    `long`: part of a prompt. `whole`: they see each other, those ahead, too.
-    """
-
-    row: int
-    start: int
-    count: int
-    long: bool = False
-    whole: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
 
 
 class Mask:
@@ -64,14 +46,14 @@ class Group:
         self.begin, self.count = begins[0], sum(p.count for p in pieces)
         self.even = len(pieces) == rows and all(p.count == self.width for p in pieces)
         starts, padded = np.zeros(rows, np.int32), np.full((rows, self.width), self.begin, np.int32)
-        ahead = np.zeros(rows, np.int32)
         spread = []
         for piece, begin in zip(pieces, begins, strict=True):
             row = piece.row - self.first
-            starts[row], ahead[row] = piece.start, piece.end if piece.whole else 0
+            starts[row] = piece.start
             padded[row] = np.minimum(begin + np.arange(self.width), begin + piece.count - 1)
             spread.append(row * self.width + np.arange(piece.count))
-        self._starts, self._ahead = starts, ahead
+        self._starts = starts
+        self._apart = [piece for piece in pieces if piece.parents or piece.whole]
         self._padded, self._spread = mx.array(padded.reshape(-1)), mx.array(np.concatenate(spread))
         self._masks: dict[int | None, mx.array | None] = {}
 
@@ -91,9 +73,11 @@ class Group:
         """Which columns each query sees, [rows, 1, width, end]; None: all of them."""
         if window not in self._masks:
             columns, places = np.arange(self.end), self._starts[:, None] + np.arange(self.width)
-            seen = (columns <= places[..., None]) | (columns < self._ahead[:, None, None])
+            seen = columns <= places[..., None]
             if window is not None:
                 seen &= columns > places[..., None] - window
+            for piece in self._apart:
+                seen[piece.row - self.first, : piece.count] = piece.seen(self.end, window)
             self._masks[window] = None if seen.all() else mx.array(seen[:, None])
         return self._masks[window]
 
@@ -119,7 +103,8 @@ class Frame:
         self.pieces = tuple(pieces)
         self.reach = max(p.row for p in pieces) + 1, max(p.end for p in pieces)
         if len(pieces) == 1:
-            self.offset = pieces[0].start
+            (alone,) = pieces
+            self.offset = mx.array(alone.positions) if alone.parents else alone.start
             return
         begins = np.concatenate([[0], np.cumsum([p.count for p in pieces])])[:-1].tolist()
         short = [(p, b) for p, b in zip(pieces, begins, strict=True) if not p.long]
@@ -127,6 +112,8 @@ class Frame:
         self.groups = [Group(*zip(*part, strict=True)) for part in ([short] if short else []) + [[one] for one in long]]
         places = np.concatenate([np.arange(p.start, p.end) for p in pieces]).astype(np.int32)
         self.offset = self.columns = mx.array(places)
+        if any(p.parents for p in pieces):
+            self.offset = mx.array(np.concatenate([p.positions for p in pieces]))
         self.rows = mx.array(np.repeat([p.row for p in pieces], [p.count for p in pieces]).astype(np.int32))
 
 
@@ -147,7 +134,7 @@ class FlatCache:
         alone, window = self._frame.alone, window_size or self._window
         if alone is None:
             return Mask(window)
-        if alone.whole:
+        if alone.whole or alone.parents:
             return Group([alone], [0]).mask(window)
         window = narrowed(window, alone.end)
         return create_attention_mask(n, offset=alone.start, return_array=return_array, window_size=window)
@@ -190,6 +177,14 @@ class FlatCache:
         for buffer in (self.keys, self.values):
             if buffer is not None and source < buffer.shape[0] and columns:
                 buffer[target : target + 1, :, :columns] = buffer[source : source + 1, :, :columns]
+
+    def gather(self, row: int, start: int, columns: Ints) -> None:
+        """Column `columns[i]` (ascending) of a row becomes its column `start` + i."""
+        source = mx.array(columns)
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                kept = mx.take(buffer[row : row + 1], source, axis=2)
+                buffer[row : row + 1, :, start : start + len(columns)] = kept
 
     def saved(self, row: int, length: int, start: int = 0) -> tuple[mx.array, mx.array]:
         """Copies of a row's columns from `start` to `length`, lazy."""

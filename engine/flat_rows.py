@@ -5,10 +5,12 @@ Those in use stand in front, so that a forward sees a block of rows. Knows rows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine import flat
@@ -26,8 +28,8 @@ class FlatText:
     marks_freely = True
     exact = True
 
-    def __init__(self, row: int) -> None:
-        self.row, self.length = row, 0
+    def __init__(self, row: int, caches: Sequence[FlatCache]) -> None:
+        self.row, self.length, self._caches = row, 0, caches
 
     def mark(self) -> None:
         """Any length can be returned to."""
@@ -35,6 +37,12 @@ class FlatText:
     def roll_back(self, length: int) -> None:
         """What lies behind is overwritten by the next forward."""
         self.length = min(length, self.length)
+
+    def keep(self, length: int, columns: Sequence[int]) -> None:
+        """Behind the first `length` tokens these columns (ascending) stay, and nothing else."""
+        for cache in self._caches:
+            cache.gather(self.row, length, np.array(columns, np.int32))
+        self.length = length + len(columns)
 
 
 class FlatRows:
@@ -50,7 +58,7 @@ class FlatRows:
         self._texts: list[FlatText] = []
 
     def open(self) -> FlatText:
-        self._texts.append(FlatText(len(self._texts)))
+        self._texts.append(FlatText(len(self._texts), self._caches))
         return self._texts[-1]
 
     def close(self, text: FlatText) -> None:

@@ -28,13 +28,12 @@ class RowLogprobs:
         """What to evaluate so that `of` need not wait."""
         return [self._all] if self._top is None else [self._all, self._top]
 
-    def of(self, tokens: Sequence[int]) -> Logprobs:
-        """The first rows' tokens and what else was likely there. Waits."""
-        rows = len(tokens)
-        every = np.array(self._all, copy=False)[:rows]
+    def of(self, tokens: Sequence[int], rows: Sequence[int]) -> Logprobs:
+        """These rows' tokens and what else was likely there. Waits."""
+        every = np.array(self._all, copy=False)[rows]
         ids = np.asarray(tokens, np.int32)[:, None]
         if self._top is not None:
-            top = np.array(self._top)[:rows].astype(np.int32)
+            top = np.array(self._top)[rows].astype(np.int32)
             order = np.argsort(-np.take_along_axis(every, top, 1), axis=1, kind="stable")
             ids = np.concatenate([ids, np.take_along_axis(top, order, 1)], axis=1)
         return Logprobs(ids, np.maximum(np.take_along_axis(every, ids, 1), np.float32(NEVER)))

@@ -94,6 +94,11 @@ class MirroredTexts:
     def together(self) -> bool:
         return self._own.together
 
+    @property
+    def trees(self) -> bool:
+        """A path through a tree is no length, and nothing else is told to the other ranks."""
+        return False
+
     def open(self) -> MirroredText:
         text = MirroredText(self._own.open(), next(self._numbers), self._noted.append)
         self._noted.append(TextChange("open", text.number))

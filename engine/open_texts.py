@@ -1,13 +1,14 @@
-"""The way in which a model's texts are held: together where a self-check shows that each says what it says alone."""
+"""The way in which a model's texts are held: together, and with trees, where self-checks show that all stays right."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from outrider.engine import batchcheck, treecheck
 from outrider.engine.abilities import abilities
-from outrider.engine.batchcheck import agrees
 from outrider.engine.loading import LoadedModel
 from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
 from outrider.protocol.errors import ModelError
@@ -24,7 +25,9 @@ def open_texts(model: LoadedModel) -> Texts:
     able = abilities(model)
     plain = model.attention_only and able.chains and not able.own_caches
     if plain and all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)):
-        return FlatTexts(model.model) if _share_a_forward(model) else SeparateTexts(model.model)
+        if _holds(model, "texts in one forward", batchcheck.agrees):
+            return FlatTexts(model.model, trees=_holds(model, "trees of drafts", treecheck.agrees))
+        return SeparateTexts(model.model)
     return SeparateTexts(model.model, able.own_caches)
 
 
@@ -42,13 +45,13 @@ def text_cost(texts: Texts) -> KvCost:
     return cost
 
 
-def _share_a_forward(model: LoadedModel) -> bool:
+def _holds(model: LoadedModel, what: str, agrees: Callable[[LoadedModel], bool]) -> bool:
     try:
-        with named_errors("texts in one forward", logging.INFO):
+        with named_errors(what, logging.INFO):
             if agrees(model):
                 return True
         reason = "its logits differ"
     except ModelError as error:
         reason = first_line(error)
-    log.info("texts of a %s model go through it one after the other: %s", model.model_type, reason)
+    log.info("%s are not for a %s model: %s", what, model.model_type, reason)
     return False

@@ -15,8 +15,8 @@ import mlx.nn as nn
 
 from outrider.engine import head
 from outrider.engine.cache import KVState
-from outrider.engine.flat import Piece
 from outrider.engine.flat_rows import FlatRows
+from outrider.engine.piece import Piece
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.taps import Takes, Taps
 
@@ -51,7 +51,8 @@ class Text(Protocol):
 class Feed:
     """The next tokens of a text, [N], maybe unread; the last `wanted` of them get logits. `prompt`: part of one.
 
-    `hidden` takes their hidden rows, where the texts are tapped.
+    `hidden` takes their hidden rows, where the texts are tapped. With `parents` the last of the tokens are a tree of
+    drafts (`protocol.trees`), for texts that take `trees`.
     """
 
     text: Any
@@ -59,6 +60,7 @@ class Feed:
     wanted: int
     prompt: bool = False
     hidden: Takes | None = None
+    parents: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -70,6 +72,11 @@ class Texts(Protocol):
 
     @property
     def together(self) -> bool: ...
+
+    @property
+    def trees(self) -> bool:
+        """Whether feeds may be trees of drafts."""
+        ...
 
     def open(self) -> Text:
         """A place for one more text, empty."""
@@ -109,8 +116,9 @@ class FlatTexts(FlatRows):
 
     together = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, trees: bool = True) -> None:
         super().__init__(model)
+        self.trees = trees
         self._model, self._wanted = model, head.install(model)
         self._taps: Taps | None = None
 
@@ -119,7 +127,7 @@ class FlatTexts(FlatRows):
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].text.row))
-        pieces = [Piece(feeds[i].text.row, feeds[i].text.length, feeds[i].count, feeds[i].prompt) for i in order]
+        pieces = [_piece(feeds[i]) for i in order]
         self._frame.begin(pieces)
         tokens = _joined([feeds[i].tokens for i in order])
         rows = self._rows(feeds, order, pieces)
@@ -150,6 +158,7 @@ class SeparateTexts:
     """Texts one after the other, each with mlx-lm's own caches: for state that can't share a row."""
 
     together = False
+    trees = False
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
         """`own_caches`: see `protocol.abilities`."""
@@ -184,6 +193,10 @@ class SeparateTexts:
 
     def state(self) -> list[Any]:
         return [text.state for text in self._texts]
+
+
+def _piece(feed: Feed) -> Piece:
+    return Piece(feed.text.row, feed.text.length, feed.count, feed.prompt, parents=feed.parents)
 
 
 def _forward(model: nn.Module, tokens: mx.array, caches: Any, feeds: Sequence[Feed], taps: Taps | None) -> mx.array:

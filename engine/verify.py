@@ -1,4 +1,4 @@
-"""One forward over several texts: each verifies a chain, takes a plain step or reads a piece of its prompt.
+"""One forward over several texts: each verifies a chain or a tree, takes a plain step or reads a piece of its prompt.
 
 `begin` puts it under way on the device, `Forward.verdicts` waits for it. Where all take plain steps the next may begin
 before this one was read, its tokens still on the device. A token is chosen by the same scores whichever way it came, so
@@ -25,29 +25,40 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.guard import ModelFault
 from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.sparse import SparseQ
+from outrider.protocol.trees import depths, fault, lines, walk
 
 _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again before its next chain
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The first `accepted` tokens of a chain hold; `bonus` is the target's own token after them.
+    """`accepted` tokens of a chain or a tree hold; `bonus` is the target's own token after them.
 
-    `logprobs` are theirs, if the slot's request asked for them.
+    `logprobs` are theirs, if the slot's request asked for them. `path`: the nodes that hold; None: the first ones.
     """
 
     accepted: int
     bonus: int
     logprobs: Logprobs | None = None
+    path: tuple[int, ...] | None = None
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        """Those that hold, from the text down."""
+        return range(self.accepted) if self.path is None else self.path
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one slot verifies: a chain (an empty one is a plain step), and what it was drawn from, if it was."""
+    """What one slot verifies: a chain (an empty one is a plain step), and what it was drawn from, if it was.
+
+    With `parents` its tokens are a tree (`protocol.trees`).
+    """
 
     slot: Slot
     chain: tuple[int, ...] = ()
     q: SparseQ | None = None
+    parents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +178,10 @@ class Forward:
             begin = end
 
     def _places(self, index: int) -> list[int]:
-        first = self._positions[index]
-        return list(range(first, first + len(self.asks[index].chain) + 1))
+        first, ask = self._positions[index], self.asks[index]
+        if ask.parents:
+            return [first, *(first + 1 + depth for depth in depths(ask.parents))]
+        return list(range(first, first + len(ask.chain) + 1))
 
     def _settled(self, index: int, ask: Ask, choices: Sequence[int]) -> Verdict | OutriderError:
         slot, chain = ask.slot, list(ask.chain)
@@ -178,23 +191,31 @@ class Forward:
                 verdict = self._by_residual(slot.sampler, ask, rows, self._places(index))
             else:
                 verdict = _by_equality(slot.sampler, ask, choices[rows.start : rows.stop])
-            new = [*chain[: verdict.accepted], verdict.bonus]
+            nodes = verdict.nodes
+            own = [0, *(node + 1 for node in nodes)]  # the rows of what holds
+            new = [*(chain[node] for node in nodes), verdict.bonus]
             if slot.sampler.constraint is not None:
                 slot.sampler.constraint.check([*slot.tokens, *new[:-1]])
             if index in self._logprobs:
-                verdict = replace(verdict, logprobs=self._logprobs[index].of(new))
+                verdict = replace(verdict, logprobs=self._logprobs[index].of(new, own))
+            trunk = slot.text.length - len(chain)
             slot.tokens += new
-            if verdict.accepted < len(chain):  # else nothing is to be forgotten, and the next step may be under way
+            if verdict.path is not None:
+                slot.text.keep(trunk, [trunk + node for node in verdict.path])
+            elif verdict.accepted < len(chain):  # else nothing is to be forgotten, and the next step may be under way
                 slot.text.roll_back(len(slot.tokens) - 1)
             hidden = self._hidden[index]
             if slot.listener is not None and hidden is not None:
-                own = hidden[-len(chain) - 1 :]  # what was fed again stands before them
-                slot.listener(self._positions[index] - 1, own[: len(new)])
+                fed = hidden[-len(chain) - 1 :]  # what was fed again stands before them
+                heard = fed[: len(new)] if verdict.path is None else mx.take(fed, mx.array(own, mx.int32), axis=0)
+                slot.listener(self._positions[index] - 1, heard)
         except OutriderError as error:
             return error
         return verdict
 
     def _by_residual(self, sampler: ResidualSampler, ask: Ask, rows: range, places: Sequence[int]) -> Verdict:
+        if ask.parents:
+            raise InvalidRequest("a tree comes for a request that samples residual; expected a chain")
         if ask.q is None:
             raise InvalidRequest("the chain comes without a q and the request samples residual; expected one with")
         histories = _histories(ask, None) if sampler.needs_history else None
@@ -222,10 +243,13 @@ def begin(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward 
         if ask.chain or after is not None:
             slot.text.mark()
         # A drafter may know tokens that the target does not; such a one can't hold, nor can what stands after it.
+        if ask.parents:
+            _check_tree(ask)
         known = [token if token < slot.sampler.vocab_size else 0 for token in ask.chain]
         behind = after.token_of(slot) if after is not None else None
         tokens = slot.unfed + known if behind is None else behind
-        feeds.append(Feed(slot.text, tokens, len(ask.chain) + 1, False, _taken(hidden, len(feeds), slot)))
+        takes = _taken(hidden, len(feeds), slot)
+        feeds.append(Feed(slot.text, tokens, len(ask.chain) + 1, False, takes, ask.parents))
         positions.append(slot.fed + feeds[-1].count - len(ask.chain))
     for reading in readings:
         slot, start = reading.slot, reading.slot.fed
@@ -254,19 +278,28 @@ def _taken(hidden: list[mx.array | None], place: int, slot: Slot) -> Takes | Non
     return takes if slot.listener is not None else None
 
 
-def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None) -> Verdict:
+def _check_tree(ask: Ask) -> None:
+    """Raises InvalidRequest: it is none, or the target verifies chains alone."""
+    if not ask.slot.texts.trees:
+        raise InvalidRequest("a tree of drafts comes to a target that verifies chains alone; expected a chain")
+    if why := fault(ask.chain, ask.parents):
+        raise InvalidRequest(why)
+
+
+def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None, parents: Sequence[int] = ()) -> Verdict:
     """One forward over one slot's last committed token and a chain; accepts while the target's token is the chain's.
 
     The slot commits the accepted tokens and the bonus, and forgets the rest. An empty chain is a decoding step.
 
     Args:
         q: where the slot samples residual, what the chain's tokens were drawn from.
+        parents: with them the tokens are a tree; it accepts down the branch on which the target's tokens stand.
 
     Raises:
         ModelFault: the model's logits are not numbers.
-        InvalidRequest: the chain's kind is not what the slot samples by.
+        InvalidRequest: the chain's kind is not what the slot samples by, or the tree is none.
     """
-    (verdict,) = begin([Ask(slot, tuple(chain), q)]).verdicts()
+    (verdict,) = begin([Ask(slot, tuple(chain), q, tuple(parents))]).verdicts()
     if isinstance(verdict, OutriderError):
         raise verdict
     return verdict
@@ -277,6 +310,10 @@ def _by_equality(sampler: Sampler, ask: Ask, choices: Sequence[int]) -> Verdict:
         raise InvalidRequest("the chain comes with a q and the request samples coupled; expected one without")
     if min(choices) < 0:
         raise ModelFault("the target's logits are not numbers; this request can't go on")
+    if ask.parents:
+        path = walk(ask.chain, ask.parents, choices)
+        bonus = choices[path[-1] + 1 if path else 0]
+        return Verdict(len(path), bonus, path=None if path == tuple(range(len(path))) else path)
     accepted = 0
     while accepted < len(ask.chain) and choices[accepted] == ask.chain[accepted]:
         accepted += 1
@@ -293,6 +330,9 @@ def _choices(scores: mx.array) -> mx.array:
 def _histories(ask: Ask, after: Forward | None) -> list[History]:
     """What penalties and grammar look at, a row each: the committed text and the chain before the row's own choice."""
     reach = ask.slot.sampler.reach
+    if ask.parents:
+        text = ask.slot.tokens[-reach:]
+        return [[*text, *down][-reach:] for down in ((), *lines(ask.chain, ask.parents))]
     line = [*ask.slot.tokens[-reach:], *ask.chain]
     if after is not None and ask.slot.sampler.constraint is not None:
         return [[*line, after.read_token_of(ask.slot)]]

@@ -13,10 +13,11 @@ class Abilities:
 
     Without, it decodes a token at a time, and `why` is the sentence about it. `own_caches`: the model's own caches
     stay, where usually simpler ones stand in that roll back at once. `takes_kv`: it goes on from keys and values that a
-    prefill worker has made.
+    prefill worker has made. `trees`: it verifies a tree of drafts, too.
     """
 
     chains: bool = True
     own_caches: bool = False
     takes_kv: bool = False
     why: Text = ""
+    trees: bool = False

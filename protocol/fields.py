@@ -61,6 +61,10 @@ RequestId = Annotated[str, Size(64)]
 Name = Annotated[str, Size(4096)]
 Text = Annotated[str, Size(2**26)]
 Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
+Parents = Annotated[tuple[Annotated[int, Range(-1, MAX_CHAIN - 1)], ...], Size(MAX_CHAIN)]
+"""A tree's, as in `protocol.trees`: of each token, which one it follows on, or -1; (): the tokens are a chain."""
+Path = Annotated[tuple[Annotated[int, Range(0, MAX_CHAIN - 1)], ...], Size(MAX_CHAIN)]
+"""Nodes of a tree, from the text down."""
 Final = Annotated[tuple[Token, ...], Size(MAX_CHAIN + 1)]
 """What an outcome makes final: the accepted tokens of a chain, then the bonus."""
 Committed = Annotated[tuple[Token, ...], Size(MAX_COMMIT)]

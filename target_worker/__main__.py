@@ -121,7 +121,7 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
             parameters=model.parameters,
             weight_bytes=model.weight_bytes * (leader.here if leader is not None else 1),
             note="; ".join(filter(None, notes)),
-            abilities=replace(able, takes_kv=worker.takes_kv),
+            abilities=replace(able, takes_kv=worker.takes_kv, trees=able.chains and worker.verifies_trees),
             kv=worker.kv,
             files=digest(model.folder) if model.folder is not None else "",
         )

@@ -41,7 +41,8 @@ class Awaited:
 class Running:
     """A request on this target.
 
-    `asked` is what a VERIFY wants of it; `onward` the prepared chain that it goes on with. `going_on`: it decodes by
+    `asked` is what a VERIFY wants of it; `onward` the prepared chain that it goes on with, and its
+    parents. `going_on`: it decodes by
     itself until told otherwise, `draft` tokens of an own drafter a round, for `room` tokens more. `drafter` opens that
     drafter's part, which reads the text when it is first wanted. `ready`: when its next round could begin, seconds.
     `ended`: it came to an end token or its room while going on; `over`: it was closed. `awaits`: who reads what its
@@ -55,7 +56,7 @@ class Running:
     answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))
     asked: Verify | None = None
     prepared: Prepare | None = None
-    onward: tuple[int, ...] | None = None
+    onward: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     going_on: bool = False
     draft: int = 0
     room: int = 0
@@ -118,8 +119,9 @@ class Running:
             proposed, _ = self._own_proposal()
             return Ask(self.slot, proposed.chain, proposed.q)
         if asked is not None:
-            return Ask(self.slot, asked.chain, _drawn_from(asked))
-        return Ask(self.slot, self.onward or ())
+            return Ask(self.slot, asked.chain, _drawn_from(asked), asked.parents)
+        chain, parents = self.onward or ((), ())
+        return Ask(self.slot, chain, parents=parents)
 
     def told(self, message: Verify) -> None:
         """Takes in what its next round is to be."""
@@ -149,11 +151,12 @@ class Running:
         if self.halting:
             self.going_on = self.halting = False
         self.onward = self._prepared_for(number, committed)
+        onward, onward_parents = ((), ()) if self.going_on else self.onward or (None, ())
         idle = work.started_ns - self.answers[-1].work.ended_ns if self.answers else 0
         outcome = Outcome(
             request=self.request, epoch=self.epoch, round=number, base_len=base_len, accepted=verdict.accepted,
-            bonus=verdict.bonus, work=work, idle_ns=max(idle, 0), onward=() if self.going_on else self.onward,
-            rows=rows, peak_bytes=peak, drafted=proposed[0].chain if proposed else None,
+            bonus=verdict.bonus, work=work, idle_ns=max(idle, 0), onward=onward, onward_parents=onward_parents,
+            path=verdict.path, rows=rows, peak_bytes=peak, drafted=proposed[0].chain if proposed else None,
             drafting=proposed[1] if proposed else None, logprobs=verdict.logprobs,
         )  # fmt: skip
         self.answers.append(outcome)
@@ -166,7 +169,7 @@ class Running:
         if self._drafting is not None:
             self._drafting.close(spoilt)
 
-    def _prepared_for(self, number: int, committed: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _prepared_for(self, number: int, committed: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         prepared = self.prepared
         if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, number):
             return None

@@ -100,6 +100,11 @@ class TargetWorker:
         own = self._colocated.drafter.prompt_cache.cost if self._colocated is not None else KvCost()
         return self._prompts.cache.cost + own
 
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether its texts take trees of drafts."""
+        return self._texts.trees
+
     def run(self) -> None:
         gc.freeze()  # a full collection over the imported libraries takes longer than a forward
         while self.turn():

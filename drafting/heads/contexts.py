@@ -12,8 +12,8 @@ import numpy as np
 
 from outrider.drafting.heads.head import BlockHead
 from outrider.drafting.heads.pairs import PairFeed
-from outrider.engine.flat import Piece
 from outrider.engine.flat_rows import FlatRows
+from outrider.engine.piece import Piece
 
 
 class Contexts(FlatRows):

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafting.heads.head import MaskedHead, PairHead
-from outrider.engine.flat import Piece
 from outrider.engine.flat_rows import FlatRows, FlatText
+from outrider.engine.piece import Piece
 
 _LONG = 32  # so many pairs attend by themselves, as a prompt's do: they would pad all others
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Outcome, Timings
+from outrider.protocol.origins import Origin
 from outrider.protocol.tallies import Tally
 
 # A request tells at most this many single turnarounds; the sums go on.
@@ -24,8 +25,8 @@ RECENT_ROUNDS = 64
 @dataclass(slots=True)
 class Entry:
     """One round: the lookup before it, by how many tokens the outcome had accepted, and where its chain came from;
-    then, once it has `ended_ns`, the tokens `kept` and its chain, the first `own` of it `drafter`'s.
-    `turnaround`: whether the wait before it was one."""
+    then, once it has `ended_ns`, the tokens `kept`, how many were drafted, `depth` of them in a row, and `by` whom the
+    `accepted` ones; whose `drafter`'s. `turnaround`: whether the wait before it was one."""
 
     hit: int | None = None
     missed: int | None = None
@@ -35,7 +36,8 @@ class Entry:
     kept: int = 0
     chain: int = 0
     drafter: str = ""
-    own: int = 0
+    depth: int = 0
+    by: tuple[Origin, ...] = ()
     accepted: int = 0
     verify_ns: int = 0
     idle_ns: int = 0
@@ -65,24 +67,28 @@ class Sums:
     misses_at: Counter[int] = field(default_factory=Counter)
     after_misses: Counter[Source] = field(default_factory=Counter)
     held_of: Counter[str] = field(default_factory=Counter)
+    held_by: Counter[Origin] = field(default_factory=Counter)
 
     def add(self, entry: Entry, most: int) -> None:
         """A round, of whose tokens no more than `most` count; nor does a drafted token behind them."""
         kept = min(entry.kept, most)
-        chain = entry.chain if kept > entry.accepted else min(entry.chain, kept)
+        is_whole = kept > entry.accepted
+        chain = entry.chain if is_whole else min(entry.chain, kept)
         accepted = min(entry.accepted, kept)
+        by = entry.by[:accepted]
         self.tokens += kept
         self.rounds += 1
         self.chains += chain > 0
         self.drafted += chain
         self.accepted += accepted
-        self.drafted_at.update(range(chain))
+        self.drafted_at.update(range(entry.depth if is_whole else min(entry.depth, kept)))
         self.accepted_at.update(range(accepted))
         self.hits_at.update([] if entry.hit is None else [entry.hit])
         self.misses_at.update([] if entry.missed is None else [entry.missed])
         self.after_misses.update([] if entry.missed is None or entry.late else [entry.source])
         if entry.drafter:
-            self.held_of[entry.drafter] += min(accepted, entry.own)
+            self.held_of[entry.drafter] += sum(origin is not Origin.COPIED for origin in by)
+        self.held_by.update(by)
         self.late += entry.late
         self.copied += entry.source is Source.NGRAM
         self.waits += entry.waits
@@ -134,7 +140,8 @@ class Account:
         """
         entry = self._entry(number)
         entry.kept, entry.chain, entry.accepted = kept, len(proposal.chain), outcome.accepted
-        entry.drafter, entry.own = proposal.drafter, len(proposal.chain) - proposal.copied
+        entry.depth, entry.drafter = proposal.depth, proposal.drafter
+        entry.by = proposal.origins(proposal.nodes(outcome) or ())[:-1]
         entry.ended_ns = now_ns
         if not self.first_ns or read:
             self.first_ns = self.first_ns or now_ns
@@ -200,6 +207,7 @@ class Account:
             resumed=self.resumed,
             rejoined=self.rejoined,
             draft_n_accepted_by=tuple(Tally(name, count) for name, count in sorted(sums.held_of.items())),
+            draft_n_accepted_from=tuple(Tally(o.name.lower(), count) for o, count in sorted(sums.held_by.items())),
         )
 
     def _entry(self, number: int) -> Entry:

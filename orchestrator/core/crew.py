@@ -69,7 +69,7 @@ class Crew:
         self._missed(request, now_ns)
         request.cache.start(_counts(ranks))
         for name in ranks:
-            self._commit(request, name, request.round, request.proposal.chain, ranks[name], request.depth, now_ns)
+            self._commit(request, name, request.round, request.proposal.line, ranks[name], request.depth, now_ns)
 
     def ask(self, request: Request, depth: int, now_ns: int) -> None:
         """The quickest is asked for what follows the committed text; who was not asked for long is tried beside it.
@@ -209,4 +209,4 @@ def _counts(ranks: Mapping[str, range]) -> dict[str, int]:
 def _verifying(request: Request) -> tuple[int, ...] | None:
     """The chain whose outcomes a drafter is to prepare; None: it only reads, as where the round has ended."""
     under_way = request.base_len == len(request.tokens) and not request.proposal.going_on
-    return request.proposal.chain if request.mode == "ssd" and under_way else None
+    return request.proposal.line if request.mode == "ssd" and under_way else None

@@ -86,6 +86,7 @@ class Dispatch:
                 going_on=proposal.going_on,
                 draft=proposal.draft,
                 room=growth(request, self.workers.target_context) if proposal.going_on else 0,
+                parents=proposal.parents,
             )
         )
 
@@ -101,6 +102,7 @@ class Dispatch:
 
     def prepare(self, request: Request) -> None:
         """What the target may go on with after the round under way."""
+        chains = request.prepared.values()
         self.workers.send_target(
             Prepare(
                 request=request.id,
@@ -108,7 +110,8 @@ class Dispatch:
                 round=request.round,
                 base_len=request.base_len,
                 committed=tuple(request.prepared),
-                chains=tuple(proposal.chain for proposal in request.prepared.values()),
+                chains=tuple(proposal.chain for proposal in chains),
+                parents=tuple(p.parents for p in chains) if any(p.parents for p in chains) else (),
             )
         )
 

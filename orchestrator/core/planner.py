@@ -135,10 +135,9 @@ class Planner:
                 estimates.saw_plain(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
             self._saw_forward(len(proposal.chain) + 1, outcome)
-            drafted = len(proposal.chain) - proposal.copied
-            estimates.saw_chain(drafted, outcome.accepted)
+            estimates.saw_chain(proposal.drafted, proposal.along(proposal.nodes(outcome) or ()))
         if proposal.chain and outcome.drafting is not None:
-            estimates.saw_draft(len(proposal.chain), _milliseconds(outcome.drafting))
+            estimates.saw_draft(len(proposal.line), _milliseconds(outcome.drafting))
             estimates.saw_link(0.0)
         if proposal.lookup is Lookup.HIT:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)

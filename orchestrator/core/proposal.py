@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import takewhile
 
 from outrider.protocol.messages import Outcome
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
+from outrider.protocol.trees import ROOT, depths, spine
 
 
 class Source(Enum):
@@ -50,7 +53,8 @@ class Proposal:
 
     The last `copied` tokens are from the text, those before may be a `drafter`'s. `q`: what the chain was drawn from,
     None where nothing was drawn. `going_on`: the target goes on by itself after it, plainly or, `draft` tokens a round,
-    with its own drafter, whose chain comes with the outcome.
+    with its own drafter, whose chain comes with the outcome. With `parents` the tokens are a tree, and `by` tells where
+    each is from.
     """
 
     chain: tuple[int, ...] = ()
@@ -61,6 +65,41 @@ class Proposal:
     q: SparseQ | None = None
     draft: int = 0
     drafter: str = ""
+    parents: tuple[int, ...] = ()
+    by: tuple[Origin, ...] = ()
+
+    @property
+    def line(self) -> tuple[int, ...]:
+        """The chain, or a tree's first branch."""
+        return tuple(self.chain[node] for node in spine(self.parents)) if self.parents else self.chain
+
+    @property
+    def drafted(self) -> int:
+        """How many tokens of the line a drafter has said."""
+        if not self.parents:
+            return len(self.chain) - self.copied
+        return sum(self.by[node] is not Origin.COPIED for node in spine(self.parents))
+
+    @property
+    def depth(self) -> int:
+        """How many tokens may hold at most."""
+        return max(depths(self.parents), default=-1) + 1 if self.parents else len(self.chain)
+
+    def nodes(self, outcome: Outcome) -> Sequence[int] | None:
+        """Those that hold; None: the outcome is of no such proposal."""
+        if outcome.path is None and not self.parents:
+            return range(outcome.accepted) if outcome.accepted <= len(self.chain) else None
+        path = tuple(range(outcome.accepted)) if outcome.path is None else outcome.path
+        if len(path) != outcome.accepted or max(path, default=ROOT) >= len(self.parents):
+            return None
+        return path if [self.parents[node] for node in path] == [ROOT, *path][: len(path)] else None
+
+    def along(self, nodes: Sequence[int]) -> int:
+        """How many of these nodes that hold are of the line."""
+        if not self.parents:
+            return len(nodes)
+        pairs = zip(nodes, spine(self.parents), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def settled(self, outcome: Outcome) -> Proposal:
         """With the chain that was verified, which only the target knew if it drafted for itself."""
@@ -70,11 +109,13 @@ class Proposal:
         """The round after, which the target makes by itself."""
         return replace(self, chain=(), lookup=Lookup.NONE)
 
-    def origins(self, accepted: int) -> tuple[Origin, ...]:
-        """Of the tokens of an outcome that accepted so many of the chain."""
-        drafted = Origin.PREPARED if self.source is Source.CACHE else Origin.DRAFTED
-        chain = (drafted,) * (len(self.chain) - self.copied) + (Origin.COPIED,) * self.copied
-        return (*chain[:accepted], Origin.TARGET)
+    def origins(self, nodes: Sequence[int]) -> tuple[Origin, ...]:
+        """Of the tokens of an outcome of which these nodes hold."""
+        by = self.by
+        if not by:
+            drafted = Origin.PREPARED if self.source is Source.CACHE else Origin.DRAFTED
+            by = (drafted,) * (len(self.chain) - self.copied) + (Origin.COPIED,) * self.copied
+        return (*(by[node] for node in nodes), Origin.TARGET)
 
     def after_wait(self, missed: bool) -> Proposal:
         """Now that a drafter was waited for; `missed`: for a branch that was not there when the outcome came."""

@@ -129,7 +129,9 @@ class Proposer:
             return Ask(longest, missed=True)
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         choice = after_miss(self.estimates, tail, longest, bool(request.drafters))
-        pushes = request.cache.pushes_until(len(committed) - 1, len(request.proposal.chain))
+        line = request.proposal.line
+        beside = committed[:-1] != line[: len(committed) - 1]  # what follows a sibling comes with the sibling's branch
+        pushes = 0 if beside else request.cache.pushes_until(len(committed) - 1, len(line))
         if pushes and request.drafters:
             expected_ms = pushes * self.estimates.depth_ms()
             expected_ms += self.estimates.link_ms() if not request.cache.pushes else 0.0

@@ -6,6 +6,7 @@ Knows tokens and times; knows no text, socket or model.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.account import Account
@@ -17,6 +18,7 @@ from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Outcome
+from outrider.protocol.origins import Origin
 
 # A drafter that was lost so often in a row while it drafted for a request, without a word for that, is not taken back.
 MOST_LOSSES = 2
@@ -125,7 +127,10 @@ class Request:
             return self.proposal.again()
         chain = outcome.onward or ()
         known = self.prepared.get(committed)
-        return known if known is not None and known.chain == chain else Proposal(chain, Source.CACHE, Lookup.HIT)
+        if known is not None and (known.chain, known.parents) == (chain, outcome.onward_parents):
+            return known
+        by = (Origin.PREPARED,) * len(outcome.onward_parents)
+        return Proposal(chain, Source.CACHE, Lookup.HIT, parents=outcome.onward_parents, by=by)
 
     def this_round(self) -> Round:
         return Round(self.round, self.plan, self.proposal, self.reads)
@@ -196,10 +201,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A round that ended with `outcome`: the tokens that it made final, and why the request ends there, if it does."""
+    """A round that ended with `outcome`: the nodes that hold, the tokens that it made final, and why the request ends
+    there, if it does.
+    """
 
     request: Request
     ended: Round
     outcome: Outcome
+    nodes: Sequence[int]
     kept: tuple[int, ...]
     reason: str | None

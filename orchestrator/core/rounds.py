@@ -223,15 +223,16 @@ class Rounds:
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> list[Settled]:
         proposal = request.proposal.settled(outcome)
-        chain = proposal.chain
+        nodes = proposal.nodes(outcome)
         of_now = outcome.round == request.round and outcome.base_len == request.base_len
-        if not of_now or request.waiting or outcome.accepted > len(chain):
+        if not of_now or request.waiting or nodes is None:
             self.stale += 1
             return []
         request.proposal, request.heard_ns, request.deaths = proposal, now_ns, 0
         if request.reads:
             self._prefill.forget(request)
-        kept, reason = up_to_end(request, self._workers.target_context, [*chain[: outcome.accepted], outcome.bonus])
+        said = [*(proposal.chain[node] for node in nodes), outcome.bonus]
+        kept, reason = up_to_end(request, self._workers.target_context, said)
         ended, request.reads = request.this_round(), False
         request.tokens += kept
         request.accepted = outcome.accepted
@@ -248,7 +249,7 @@ class Rounds:
                 step = self._proposer.after(request, tuple(kept), self._room(request), now_ns)
                 self._take(request, step, now_ns)
         request.over = reason is not None
-        return [Settled(request, ended, outcome, tuple(kept), reason)]
+        return [Settled(request, ended, outcome, nodes, tuple(kept), reason)]
 
     def _book(self, settled: Settled, now_ns: int) -> None:
         """What a round brought is counted, learned from and told."""
@@ -256,7 +257,7 @@ class Rounds:
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
         self._planner.outcome(request, ended, outcome, kept, now_ns)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
-        origins = ended.proposal.origins(outcome.accepted)[: len(kept)] if request.admit.origins else None
+        origins = ended.proposal.origins(settled.nodes)[: len(kept)] if request.admit.origins else None
         record = self._ledger.record(request, ended, outcome, len(kept))
         self._tell(Committed(request.id, kept, logprobs, origins, (record,) if record is not None else None))
         if settled.reason is not None:

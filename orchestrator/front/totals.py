@@ -44,6 +44,7 @@ def add(total: Timings, one: Timings) -> Timings:
         resumed=total.resumed + one.resumed,
         rejoined=total.rejoined + one.rejoined,
         draft_n_accepted_by=_by_name(total.draft_n_accepted_by, one.draft_n_accepted_by),
+        draft_n_accepted_from=_by_name(total.draft_n_accepted_from, one.draft_n_accepted_from),
     )
 
 

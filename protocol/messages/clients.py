@@ -130,7 +130,8 @@ class Timings:
     verify. `queue_ms`: until it was the request's turn. `peak_bytes` is the most memory that MLX has held in the target
     and in its drafters since the request began, or the first of those that ran with it, weights included. `resumed`:
     how often the text went on on another target, the one before having died; `rejoined`: how often a drafter was taken
-    back in the middle of it. `draft_n_accepted_by`: how many of each drafter's tokens held.
+    back in the middle of it. `draft_n_accepted_by`: how many of each drafter's tokens held;
+    `draft_n_accepted_from`: how many of each `Origin`.
     """
 
     prompt_n: Serial = 0
@@ -165,6 +166,7 @@ class Timings:
     rejoined: Count = 0
     draft_n_accepted_by: tuple[Tally, ...] = ()
     prefill_n: Serial = 0
+    draft_n_accepted_from: tuple[Tally, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

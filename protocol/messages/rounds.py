@@ -8,6 +8,7 @@ machine; a Pong tells what that is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Annotated
 
 from outrider.protocol.fields import (
@@ -22,6 +23,8 @@ from outrider.protocol.fields import (
     Floats,
     Nanoseconds,
     OneOf,
+    Parents,
+    Path,
     RequestId,
     Serial,
     Size,
@@ -76,7 +79,8 @@ class Verify:
     """Orchestrator -> target: one forward over the last committed token plus `chain`.
 
     `kind` says how the chain was proposed and so which rule verifies it: by equality, or by rejection sampling against
-    a certain proposal (one-hot) or against `q`, which a sparse one was drawn from.
+    a certain proposal (one-hot) or against `q`, which a sparse one was drawn from. With `parents` its tokens are a
+    tree, which is verified by equality, by a target that has said that it does so.
 
     `going_on` lets the target go on by itself from then on, one Outcome a round, until Halt or any other word about the
     request: with `draft` = K tokens of the drafter in its own process in each round, this one included, whose `chain`
@@ -94,6 +98,7 @@ class Verify:
     going_on: bool = False
     draft: Depth = 0
     room: Count = 0
+    parents: Parents = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,7 @@ class Prepare:
 
     If the outcome makes `committed[i]` final (accepted tokens, then the bonus) the target verifies `chains[i]` as the
     next round, unasked, and says so in Outcome; it does not wait for an answer. Replaces what was prepared before.
+    `parents[i]` are those of a chain that is a tree; (): none of them is one.
     Coupled sampling only. Without records, for it is read between two verifies, with cold caches.
     """
 
@@ -127,23 +133,25 @@ class Prepare:
     base_len: Count
     committed: Annotated[tuple[Final, ...], Size(MAX_BRANCHES)]
     chains: Annotated[tuple[Chain, ...], Size(MAX_BRANCHES)]
+    parents: Annotated[tuple[Parents, ...], Size(MAX_BRANCHES)] = ()
 
-    def chain(self, committed: Final) -> Chain | None:
-        """What was prepared for the outcome that makes these tokens final."""
-        pairs = zip(self.committed, self.chains, strict=False)
-        return next((chain for known, chain in pairs if known == committed), None)
+    def chain(self, committed: Final) -> tuple[Chain, Parents] | None:
+        """What was prepared for the outcome that makes these tokens final, and the parents of its tokens."""
+        found = zip_longest(self.committed, self.chains, self.parents, fillvalue=())
+        return next(((chain, parents) for known, chain, parents in found if known == committed), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`.
+    """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`. Of a tree those at `path`, or the first ones.
 
     `idle_ns`: from the end of the request's verify before to the start of this one. `onward`: the target goes on with
-    the next round unasked, by this prepared chain, or with an empty one as Verify's `going_on` let it; None: it waits
-    for Verify. `rows`: the tokens of its forward, those of other requests included. `peak_bytes`: the most memory MLX
-    has held since the last request that began while no other ran. `drafted` is the chain that the target's own drafter
-    had proposed for this round, of which `accepted` tokens hold, and `drafting` when it did; None: it was not asked to.
-    `work` is the verify alone. `logprobs`: those of the tokens that it makes final, if the request asked for them.
+    the next round unasked, by this prepared chain (`onward_parents`, if it is a tree), or with an empty one as Verify's
+    `going_on` let it; None: it waits for Verify. `rows`: the tokens of its forward, those of other requests included.
+    `peak_bytes`: the most memory MLX has held since the last request that began while no other ran. `drafted` is the
+    chain that the target's own drafter had proposed for this round, of which `accepted` tokens hold, and `drafting`
+    when it did; None: it was not asked to. `work` is the verify alone. `logprobs`: those of the tokens that it makes
+    final, if the request asked for them.
     """
 
     request: RequestId
@@ -161,6 +169,8 @@ class Outcome:
     drafting: Span | None = None
     logprobs: Logprobs | None = None
     features: Floats | None = None
+    path: Path | None = None
+    onward_parents: Parents = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.fan_out import POLICIES
@@ -31,6 +31,7 @@ from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prep
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from tests.honest import HonestWorkers
+from tests.known_text import held, path_of
 
 VOCAB = 4096
 PROMPT_TOKENS = 8
@@ -208,21 +209,24 @@ class PacedTarget:
             self._say(playing, outcome)
             if outcome.onward is not None:
                 at = outcome.base_len + outcome.accepted + 1
-                playing.next = Verify(verify.request, verify.epoch, verify.round + 1, at, outcome.onward)
+                following = Verify(verify.request, verify.epoch, verify.round + 1, at, outcome.onward)
+                playing.next = replace(following, parents=outcome.onward_parents)
         self._begin()
 
     def _outcome(self, playing: Playing, verify: Verify, rows: int, work: Span) -> Outcome:
         text, at = playing.text, verify.base_len
-        pairs = zip(verify.chain, text[at:], strict=False)
-        accepted = next((i for i, (own, true) in enumerate(pairs) if own != true), len(verify.chain))
-        bonus = text[at + accepted] if at + accepted < len(text) else 0
-        committed = (*verify.chain[:accepted], bonus)
-        onward = () if playing.going_on else self._onward(playing, verify, committed)
+        nodes = held(text, verify)
+        bonus = text[at + len(nodes)] if at + len(nodes) < len(text) else 0
+        committed = (*(verify.chain[node] for node in nodes), bonus)
+        onward, parents = ((), ()) if playing.going_on else self._onward(playing, verify, committed) or (None, ())
         return Outcome(
-            verify.request, verify.epoch, verify.round, at, accepted, bonus, work, playing.idle_ns, onward, rows
-        )
+            verify.request, verify.epoch, verify.round, at, len(nodes), bonus, work, playing.idle_ns, onward, rows,
+            path=path_of(nodes), onward_parents=parents,
+        )  # fmt: skip
 
-    def _onward(self, playing: Playing, verify: Verify, committed: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _onward(
+        self, playing: Playing, verify: Verify, committed: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         prepared = playing.prepared
         return prepared.chain(committed) if prepared is not None and prepared.round == verify.round else None
 

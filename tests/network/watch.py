@@ -202,7 +202,7 @@ class Watch:
     def _served(self, watched: Watched, message: Verify) -> None:
         request = self.rounds._requests[message.request]
         if request.proposal.source is Source.CACHE:
-            chain = message.chain[: len(message.chain) - request.proposal.copied]
+            chain = request.proposal.line[: request.proposal.drafted]
             committed = tuple(request.tokens[request.base_len - request.accepted - 1 :])
             place = (message.epoch, message.round - 1, message.base_len - len(committed), committed)
             held = any(key[:4] == place and key[4][: len(chain)] == chain for key in watched.prepared)
@@ -211,8 +211,8 @@ class Watch:
     def _from_cache(
         self, watched: Watched, message: Prepare, committed: tuple[int, ...], chain: tuple[int, ...]
     ) -> None:
-        copied = self.rounds._requests[message.request].prepared[committed].copied
-        own = chain[: len(chain) - copied]
+        proposal = self.rounds._requests[message.request].prepared[committed]
+        own = proposal.line[: proposal.drafted]
         place = (message.epoch, message.round, message.base_len, committed)
         held = any(key[:4] == place and key[4][: len(own)] == own for key in watched.prepared)
         self._judge("served", held, f"{message}: {chain} was prepared by nobody for {place}")

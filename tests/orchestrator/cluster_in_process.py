@@ -22,6 +22,7 @@ from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prep
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 from tests.honest import HonestWorkers
+from tests.known_text import held, path_of
 
 GREEDY = SamplingParams()
 
@@ -76,19 +77,18 @@ class OracleTarget:
         outcome = self._outcome(message)
         if self._prepared is None or self._prepared.round != message.round:
             return [outcome]
-        chain = self._prepared.chain((*message.chain[: outcome.accepted], outcome.bonus))
+        committed = (*(message.chain[node] for node in held(self.text, message)), outcome.bonus)
+        chain, parents = self._prepared.chain(committed) or (None, ())
         if chain is not None:
             at = outcome.base_len + outcome.accepted + 1
-            self.going_on = Verify(message.request, message.epoch, message.round + 1, at, chain)
-        return [replace(outcome, onward=chain)]
+            self.going_on = Verify(message.request, message.epoch, message.round + 1, at, chain, parents=parents)
+        return [replace(outcome, onward=chain, onward_parents=parents)]
 
     def _outcome(self, message: Verify) -> Outcome:
-        at = message.base_len
-        accepted = 0
-        while accepted < len(message.chain) and self.text[at + accepted] == message.chain[accepted]:
-            accepted += 1
-        bonus = self.text[at + accepted]
-        return Outcome(message.request, message.epoch, message.round, at, accepted, bonus, Span(0, 1))
+        at, nodes = message.base_len, held(self.text, message)
+        bonus = self.text[at + len(nodes)]
+        path = path_of(nodes)
+        return Outcome(message.request, message.epoch, message.round, at, len(nodes), bonus, Span(0, 1), path=path)
 
 
 @dataclass

@@ -1,0 +1,229 @@
+"""Whatever tree is verified, the target's text is what it would have decoded alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import pytest
+
+from outrider.engine import treecheck
+from outrider.engine.loading import LoadedModel
+from outrider.engine.open_texts import open_texts
+from outrider.engine.slots import Slot, open_slots
+from outrider.engine.texts import FlatTexts
+from outrider.engine.verify import Ask, Reading, begin, verify
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import depths, fault, line, spine, walk
+from tests.engine.test_verify import PENALISED, PROMPT, SETTINGS, decoded, spoilt
+
+Loaded = Callable[..., LoadedModel]
+GREEDY = SamplingParams()
+FLAT = ("llama", "llama3", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
+
+
+def slots_of(model: LoadedModel, params: Sequence[SamplingParams], prompts: Sequence[list[int]]) -> list[Slot]:
+    return open_slots(model, prompts, params, texts=open_texts(model))
+
+
+def grown(truth: Sequence[int], right: int, draws: random.Random, size: int) -> tuple[list[int], list[int]]:
+    """A tree of `size` nodes with the first `right` tokens of the truth somewhere in it, and no more of them."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    true = [-1]  # the nodes that hold
+    while len(tokens) < size:
+        todo = right + 1 - len(true)
+        if todo and (todo >= size - len(tokens) or draws.random() < 0.4):
+            parent, token = true[-1], truth[len(true) - 1]
+            true.append(len(tokens))
+        else:
+            parent = draws.randrange(-1, len(tokens))
+            token = draws.choice([draws.randrange(258), 0, 258, 2**31 - 1])
+            if parent in true and token == truth[true.index(parent)]:
+                continue
+        if (parent, token) in zip(parents, tokens, strict=True):
+            continue
+        tokens.append(token)
+        parents.append(parent)
+    return tokens, parents
+
+
+def check_remembered(model: LoadedModel, slot: Slot) -> None:
+    """The columns are those of a fresh prefill."""
+    assert slot.fed == len(slot.tokens) - 1
+    (fresh,) = slots_of(model, [GREEDY], [slot.tokens])
+    for (keys, values), (own_keys, own_values) in zip(
+        fresh.save(slot.fed).layers, slot.save(slot.fed).layers, strict=True
+    ):
+        assert mx.allclose(keys, own_keys, atol=1e-4) and mx.allclose(values, own_values, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FLAT)
+@pytest.mark.parametrize("setting", sorted(SETTINGS))
+def test_text_verified_by_trees_is_the_decoded_text(loaded: Loaded, family: str, setting: str) -> None:
+    model, params = loaded(family), SETTINGS[setting]
+    truth = decoded(model, params, 60)
+    draws = random.Random(f"{family}{setting}")
+    (slot,), done = slots_of(model, [params], [PROMPT]), 0
+    while done < 40:
+        size = draws.randrange(1, 12)
+        right = draws.randint(0, min(size, 6))
+        tokens, parents = grown(truth[done:], right, draws, size)
+        verdict = verify(slot, tokens, parents=parents)
+        assert (verdict.accepted, verdict.bonus) == (right, truth[done + right])
+        assert [tokens[node] for node in verdict.nodes] == truth[done : done + right]
+        done += right + 1
+        assert slot.tokens == PROMPT + truth[:done]
+    check_remembered(model, slot)
+
+
+def test_trees_chains_steps_and_prompts_share_a_forward(loaded: Loaded) -> None:
+    model, draws = loaded("llama"), random.Random(7)
+    params = [SETTINGS["sampled"], GREEDY, PENALISED, SETTINGS["sampled"]]
+    prompts = [PROMPT, PROMPT[:4], [9, *PROMPT, 3], [5, 6]]
+    truths = [decoded(model, own, 90, prompt) for own, prompt in zip(params, prompts, strict=True)]
+    texts = open_texts(model)
+    slots = open_slots(model, prompts, params, texts=texts)
+    reader = Slot(model, texts, [2 + i % 250 for i in range(90)], GREEDY)
+    while min(len(slot.tokens) - len(prompt) for slot, prompt in zip(slots, prompts, strict=True)) < 15:
+        asks, rights = [], []
+        for number, (slot, prompt, truth) in enumerate(zip(slots, prompts, truths, strict=True)):
+            rest = truth[len(slot.tokens) - len(prompt) :]
+            if number == 3:
+                asks.append(Ask(slot, tuple(rest[:2])))
+                rights.append(min(2, len(rest)))
+                continue
+            right = draws.randint(0, min(3, len(rest) - 1))
+            tokens, parents = grown(rest, right, draws, draws.randrange(max(right, 1), 9))
+            asks.append(Ask(slot, tuple(tokens), parents=tuple(parents)))
+            rights.append(right)
+        unread = len(reader.unfed) - 1
+        verdicts = begin(asks, [Reading(reader, min(unread, 20))] if unread else []).verdicts()
+        for verdict, right in zip(verdicts, rights, strict=True):
+            assert not isinstance(verdict, OutriderError) and verdict.accepted == right
+    for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
+        assert slot.tokens[len(prompt) :] == truth[: len(slot.tokens) - len(prompt)]
+        check_remembered(model, slot)
+
+
+def test_what_is_read_beside_a_tree_is_remembered(loaded: Loaded) -> None:
+    model = loaded("gemma3_text")
+    texts = open_texts(model)
+    (slot,) = open_slots(model, [PROMPT], [GREEDY], texts=texts)
+    reader = Slot(model, texts, [2 + i % 250 for i in range(90)], GREEDY)
+    truth = decoded(model, GREEDY, 30)
+    for _ in range(3):
+        rest = truth[len(slot.tokens) - len(PROMPT) :]
+        begin([Ask(slot, (9, *rest[:4]), parents=(-1, -1, 1, 2, 3))], [Reading(reader, 29)]).verdicts()
+    assert slot.tokens == PROMPT + truth[:15]
+    reader.feed_all_but(1)
+    check_remembered(model, slot)
+    check_remembered(model, reader)
+
+
+def test_a_branch_that_is_not_the_first_is_heard_row_by_row(loaded: Loaded) -> None:
+    from outrider.engine.taps import TapPoints, Taps
+
+    model = loaded("qwen3", 3)
+    truth = decoded(model, GREEDY, 12)
+
+    def rows(*asks: tuple[list[int], list[int]]) -> mx.array:
+        texts = open_texts(model)
+        texts.tap(Taps(model.model, TapPoints((1,), after_norm=True)))
+        heard: list[mx.array] = []
+        (slot,) = open_slots(model, [PROMPT], [GREEDY], texts=texts)
+        slot.listener = lambda place, found: heard.append(found)
+        for tokens, parents in asks:
+            verify(slot, tokens, parents=parents)
+        return mx.concatenate(heard)[:6]
+
+    plain = rows(*[([], [])] * 6)
+    in_tree = rows(([7, truth[0], 9, truth[1]], [-1, -1, 0, 1]), ([truth[3], 8, truth[4]], [-1, -1, 0]))
+    assert mx.allclose(plain, in_tree, atol=1e-4)
+
+
+def test_log_probabilities_are_those_of_the_branch(loaded: Loaded) -> None:
+    model, params = loaded("llama"), SamplingParams(logprobs=2)
+    truth = decoded(model, params, 6)
+    (plain, slot) = slots_of(model, [params, params], [PROMPT, PROMPT])
+    alone = [verify(plain).logprobs for _ in range(3)]
+    found = verify(slot, [9, truth[0], 8, truth[1]], parents=[-1, -1, 0, 1]).logprobs
+    assert found is not None and found.ids.shape[0] == 3
+    for row, one in enumerate(alone):
+        assert one is not None and (one.ids[0] == found.ids[row]).all()
+
+
+def test_a_tree_accepts_at_least_what_its_first_chain_does(loaded: Loaded) -> None:
+    model, draws = loaded("llama"), random.Random(5)
+    params = SETTINGS["sampled"]
+    truth = decoded(model, params, 12)
+    for _ in range(25):
+        right = draws.randint(0, 4)
+        tokens, parents = grown(truth, right, draws, 9)
+        chain = spine(parents)
+        (slot, other) = slots_of(model, [params, params], [PROMPT, PROMPT])
+        assert verify(slot, tokens, parents=parents).accepted >= verify(other, [tokens[n] for n in chain]).accepted
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "words"),
+    [
+        ([4, 5], [-1], "2 tokens has 1 parents"),
+        ([4, 5], [1, -1], "node 0 of a tree stands behind node 1"),
+        ([4, 5], [-1, -2], "expected an earlier one"),
+        ([4, 4], [-1, -1], "stands twice behind node -1"),
+    ],
+)
+def test_what_is_no_tree_is_refused(loaded: Loaded, tokens: list[int], parents: list[int], words: str) -> None:
+    (slot,) = slots_of(loaded("llama"), [GREEDY], [PROMPT])
+    with pytest.raises(InvalidRequest, match=words):
+        verify(slot, tokens, parents=parents)
+    truth = decoded(loaded("llama"), GREEDY, 2)
+    assert [verify(slot).bonus for _ in range(2)] == truth
+
+
+def test_who_samples_residual_is_given_chains(loaded: Loaded) -> None:
+    (slot,) = slots_of(loaded("llama"), [SamplingParams(temp=1.0, seed=3, rule="residual")], [PROMPT])
+    with pytest.raises(InvalidRequest, match="expected a chain"):
+        verify(slot, [4, 5], parents=[-1, -1])
+
+
+def test_a_target_that_was_not_found_able_refuses_trees(loaded: Loaded) -> None:
+    model = loaded("llama")
+    (slot,) = open_slots(model, [PROMPT], [GREEDY], texts=FlatTexts(model.model, trees=False))
+    with pytest.raises(InvalidRequest, match="verifies chains alone"):
+        verify(slot, [4, 5], parents=[-1, -1])
+    assert not open_texts(loaded("qwen3_5")).trees
+
+
+def test_the_check_at_load_sees_a_wrong_position_and_a_wrong_mask(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded("llama")
+    assert treecheck.agrees(model)
+    from outrider.engine import piece
+
+    with monkeypatch.context() as patch:
+        patch.setattr(piece, "depths", lambda parents: list(range(len(parents))))
+        assert not treecheck.agrees(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(piece, "_ancestry", lambda parents: mx.tri(len(parents)) > 0)
+        assert not treecheck.agrees(model)
+
+
+def test_trees_are_described_by_their_parents() -> None:
+    parents = (-1, 0, 0, -1, 2)
+    assert depths(parents) == [0, 1, 1, 0, 2]
+    assert spine(parents) == [0, 1] and spine(()) == []
+    assert walk([5, 6, 7, 8, 9], parents, [5, 7, 0, 9, 0, 0]) == (0, 2, 4)
+    assert walk([5, 6, 7, 8, 9], parents, [8, 7, 0, 9, 0, 0]) == (3,)
+    assert fault([5, 6, 7, 8, 9], parents) == "" and line(3) == (-1, 0, 1)
+
+
+def test_spoilt_trees_hold_nothing(loaded: Loaded) -> None:
+    truth = decoded(loaded("llama"), GREEDY, 4)
+    (slot,) = slots_of(loaded("llama"), [GREEDY], [PROMPT])
+    verdict = verify(slot, spoilt(truth[:3], 0), parents=[-1, 0, 0])
+    assert (verdict.accepted, verdict.path, verdict.bonus) == (0, None, truth[0])

@@ -1,0 +1,20 @@
+"""What a target says that has a known text, of a chain or a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.protocol.messages import Verify
+from outrider.protocol.trees import depths, line, walk
+
+
+def held(text: Sequence[int], verify: Verify) -> tuple[int, ...]:
+    """The nodes of what is verified that hold."""
+    parents, rest = verify.parents or line(len(verify.chain)), text[verify.base_len :]
+    choices = [rest[place] if place < len(rest) else 0 for place in (0, *(depth + 1 for depth in depths(parents)))]
+    return walk(verify.chain, parents, choices)
+
+
+def path_of(nodes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """As an outcome tells it."""
+    return None if nodes == tuple(range(len(nodes))) else nodes
