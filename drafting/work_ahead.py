@@ -54,10 +54,16 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What follows the committed text, and what it was drawn from, if it was."""
+    """What follows the committed text, and what it was drawn from, if it was.
+
+    With `parents` its tokens are a tree (`protocol.trees`), its first branch what the drafter would say as a chain.
+    `odds`: of each token, that it holds where the one before it does; (): the drafter does not say.
+    """
 
     chain: tuple[int, ...] = ()
     q: SparseQ | None = None
+    parents: tuple[int, ...] = ()
+    odds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.guard import named_errors
 from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
 from outrider.protocol.sparse import SparseQ, one_hot
+from outrider.protocol.trees import spine
 from outrider.target_worker.colocated import Part, Turn, propose
 
 ANSWERS_KEPT = 2  # the orchestrator may be one behind, when the target went on by itself
@@ -117,7 +118,7 @@ class Running:
         asked = self.asked
         if self.going_on and self.draft:
             proposed, _ = self._own_proposal()
-            return Ask(self.slot, proposed.chain, proposed.q)
+            return Ask(self.slot, proposed.chain, proposed.q, proposed.parents)
         if asked is not None:
             return Ask(self.slot, asked.chain, _drawn_from(asked), asked.parents)
         chain, parents = self.onward or ((), ())
@@ -157,6 +158,7 @@ class Running:
             request=self.request, epoch=self.epoch, round=number, base_len=base_len, accepted=verdict.accepted,
             bonus=verdict.bonus, work=work, idle_ns=max(idle, 0), onward=onward, onward_parents=onward_parents,
             path=verdict.path, rows=rows, peak_bytes=peak, drafted=proposed[0].chain if proposed else None,
+            drafted_parents=proposed[0].parents if proposed else (),
             drafting=proposed[1] if proposed else None, logprobs=verdict.logprobs,
         )  # fmt: skip
         self.answers.append(outcome)
@@ -188,8 +190,18 @@ class Running:
         return self._drafting.turn(self.slot.tokens, min(self.draft, self.room - 1))
 
     def proposed(self, found: Continuation | OutriderError, span: Span) -> None:
-        """Takes in what was drafted, or why nothing was, which its next ask raises."""
+        """Takes in what was drafted, or why nothing was, which its next ask raises.
+
+        Of a tree the first branch alone where the target verifies chains.
+        """
+        if isinstance(found, Continuation) and found.parents and not self.takes_trees:
+            found = Continuation(tuple(found.chain[node] for node in spine(found.parents)))
         self._proposed = found, span
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether it verifies trees: the target can, and its tokens are chosen by equality."""
+        return self.slot.texts.trees and not self.slot.sampler.params.is_residual
 
     def _own_proposal(self) -> tuple[Continuation, Span]:
         if self._proposed is None:

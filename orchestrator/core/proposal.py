@@ -103,11 +103,14 @@ class Proposal:
 
     def settled(self, outcome: Outcome) -> Proposal:
         """With the chain that was verified, which only the target knew if it drafted for itself."""
-        return replace(self, chain=outcome.drafted or ()) if self.draft else self
+        if not self.draft:
+            return self
+        chain, parents = outcome.drafted or (), outcome.drafted_parents
+        return replace(self, chain=chain, parents=parents, by=(Origin.DRAFTED,) * len(parents))
 
     def again(self) -> Proposal:
         """The round after, which the target makes by itself."""
-        return replace(self, chain=(), lookup=Lookup.NONE)
+        return replace(self, chain=(), parents=(), by=(), lookup=Lookup.NONE)
 
     def origins(self, nodes: Sequence[int]) -> tuple[Origin, ...]:
         """Of the tokens of an outcome of which these nodes hold."""

@@ -149,9 +149,9 @@ class Outcome:
     the next round unasked, by this prepared chain (`onward_parents`, if it is a tree), or with an empty one as Verify's
     `going_on` let it; None: it waits for Verify. `rows`: the tokens of its forward, those of other requests included.
     `peak_bytes`: the most memory MLX has held since the last request that began while no other ran. `drafted` is the
-    chain that the target's own drafter had proposed for this round, of which `accepted` tokens hold, and `drafting`
-    when it did; None: it was not asked to. `work` is the verify alone. `logprobs`: those of the tokens that it makes
-    final, if the request asked for them.
+    chain that the target's own drafter had proposed for this round (`drafted_parents`, if it is a tree), of which
+    `accepted` tokens hold, and `drafting` when it did; None: it was not asked to. `work` is the verify alone.
+    `logprobs`: those of the tokens that it makes final, if the request asked for them.
     """
 
     request: RequestId
@@ -171,6 +171,7 @@ class Outcome:
     features: Floats | None = None
     path: Path | None = None
     onward_parents: Parents = ()
+    drafted_parents: Parents = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,169 @@
+"""The target worker is given trees, or its own drafter makes them: the text is its own, outcomes tell the branch."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.drafting.work_ahead import Continuation
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.messages import Open, Outcome, Prepare, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import fault
+from outrider.target_worker.own_head import ColocatedHead
+from outrider.target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, answered
+from tests.target_worker.heads import drafter, markov_llama, token_head
+from tests.target_worker.test_own_head import LENGTH, PROMPTS, run
+
+Alone = Callable[[float, int], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+@pytest.fixture(scope="module")
+def alone(target: LoadedModel) -> Alone:
+    return cache(lambda temp, requests: said(run(target, None, temp, requests)))
+
+
+def said(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
+    """The tokens of outcomes whose trees the target itself has told."""
+    return [[token for a in one for token in (*held(a, a.drafted or ()), a.bonus)] for one in outcomes]
+
+
+def held(outcome: Outcome, tokens: Sequence[int]) -> list[int]:
+    path = range(outcome.accepted) if outcome.path is None else outcome.path
+    assert len(path) == outcome.accepted
+    return [tokens[node] for node in path]
+
+
+def forked(chain: Sequence[int], draws: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A tree with `chain` in it, not first, among garbage, unknown ids and EOS."""
+    nodes: dict[tuple[int, int], int] = {}  # by parent and token
+
+    def add(parent: int, token: int) -> int:
+        return nodes.setdefault((parent, token), len(nodes))
+
+    at = -1
+    for token in chain:
+        for _ in range(draws.randrange(3)):
+            add(draws.choice([-1, at]), draws.choice([0, 258, 2**31 - 1, draws.randrange(258)]))
+        at = add(at, token)
+    tree = tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes)
+    assert not fault(*tree)
+    return tree
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("requests", [1, 4])
+def test_trees_given_and_prepared_leave_the_text_alone(
+    target: LoadedModel, alone: Alone, temp: float, requests: int
+) -> None:
+    truths, draws = alone(temp, requests), random.Random(3)
+    opens = [
+        Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n if temp else None))
+        for n, prompt in enumerate(PROMPTS[:requests])
+    ]
+    link = FakeLink("target-0", deque(opens))
+    worker = TargetWorker(link, target)  # type: ignore[arg-type]
+    answered(worker, link, ())
+    paths = 0
+    for _ in range(3):
+        words: list[Any] = []
+        trees = {}
+        for number, truth in enumerate(truths):
+            running = worker._running[str(number)]
+            at = len(running.slot.tokens)
+            rest = truth[at - len(PROMPTS[number]) :]
+            right = draws.randint(0, 3)
+            chain = [*rest[:right], (rest[right] + 1) % 258]
+            tokens, parents = forked(chain, draws)
+            nexts, behind = forked(rest[right + 1 : right + 3], draws)
+            committed = tuple(rest[: right + 1])
+            place = str(number), 0, running.round + 1, at
+            words += [Verify(*place, tokens, parents=parents)]
+            words += [Prepare(*place, ((9, 9), committed), ((), nexts), ((), behind))]
+            trees[str(number), running.round + 1], trees[str(number), running.round + 2] = tokens, nexts
+        found = answered(worker, link, words)
+        assert len(found) == 2 * requests
+        for outcome in found:
+            running, tokens = worker._running[outcome.request], trees[outcome.request, outcome.round]
+            own = running.slot.tokens[outcome.base_len : outcome.base_len + outcome.accepted]
+            assert held(outcome, tokens) == own
+            paths += outcome.path is not None
+            assert outcome.onward == trees.get((outcome.request, outcome.round + 1)) or outcome.onward is None
+    assert paths
+    for number, truth in enumerate(truths):
+        made = worker._running[str(number)].slot.tokens[len(PROMPTS[number]) :]
+        assert made == truth[: len(made)] and len(made) > 9
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("requests", [1, 4])
+def test_a_drafter_beside_the_target_may_return_trees(
+    target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch, temp: float, requests: int
+) -> None:
+    own, draws = drafter(token_head(target), target), random.Random(5)
+    drafted = own.continuations
+
+    def in_trees(lines: Any, depths: Any) -> list[Continuation]:
+        found = []
+        for one in drafted(lines, depths):
+            tokens, parents = forked(one.chain, draws)
+            found.append(Continuation(tokens, parents=parents))
+        return found
+
+    plain = run(target, drafter(token_head(target), target), temp, requests)
+    monkeypatch.setattr(own, "continuations", in_trees)
+    outcomes = run(target, own, temp, requests)
+    assert said(outcomes) == alone(temp, requests)
+    assert any(a.path is not None and a.accepted for one in outcomes for a in one)
+    assert sum(len(one) for one in outcomes) <= sum(len(one) for one in plain)
+
+
+def test_what_is_no_tree_ends_that_request_alone(target: LoadedModel, alone: Alone) -> None:
+    opens = [Open(str(n), 0, 0, np.array(PROMPTS[n], np.int32), SamplingParams()) for n in range(2)]
+    link = FakeLink("target-0", deque(opens))
+    worker = TargetWorker(link, target)  # type: ignore[arg-type]
+    answered(worker, link, ())
+    chain = tuple(alone(0.0, 2)[1][1:3])
+    words = [
+        Verify("0", 0, 1, len(PROMPTS[0]) + 1, (4, 4), parents=(-1, -1)),
+        Verify("1", 0, 1, len(PROMPTS[1]) + 1, chain),
+    ]
+    fault_, outcome = answered(worker, link, words)
+    assert "stands twice behind node -1" in fault_.message
+    assert (outcome.request, outcome.accepted) == ("1", 2)
+
+
+def test_of_a_drafters_tree_a_target_of_chains_takes_the_first_branch(
+    target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = drafter(token_head(target), target)
+    drafted = own.continuations
+
+    def in_trees(lines: Any, depths: Any) -> list[Continuation]:
+        chains = [one.chain for one in drafted(lines, depths)]
+        return [Continuation((*c, 5), parents=(*range(-1, len(c) - 1), -1)) if c else Continuation() for c in chains]
+
+    plain = run(target, drafter(token_head(target), target), 0.0)
+    monkeypatch.setattr(own, "continuations", in_trees)
+    opened = Open("0", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
+    link = FakeLink("target-0", deque([opened]))
+    worker = TargetWorker(link, target, colocated=ColocatedHead(own))  # type: ignore[arg-type]
+    worker._texts.trees = False  # type: ignore[misc]
+    found = answered(worker, link, ())
+    go = Verify("0", 0, 1, len(PROMPTS[0]) + 1, (), going_on=True, draft=3, room=LENGTH)
+    outcomes = [*found, *answered(worker, link, [go])]
+    blank = {"work": plain[0][0].work, "idle_ns": 0, "drafting": None, "peak_bytes": 0}
+    assert [replace(one, **blank) for one in outcomes] == [replace(one, **blank) for one in plain[0]]
