@@ -22,8 +22,8 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 class Piece:
     """The next `count` tokens of the text in `row`, whose first `start` are remembered.
 
-    `long`: part of a prompt. `whole`: they see each other, those ahead, too. With `parents` the last of them are a tree's
-    nodes (`protocol.trees`), behind the last token that is none.
+    `long`: part of a prompt. `whole`: they see each other, those ahead, too. With `parents` the last of them are nodes
+    of a tree (`protocol.trees`), behind the last token that is none.
     """
 
     row: int
