@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from models.training.llama import NORM_EPSILON, ROPE_BASE, Llama
+from models.training.llama import Llama
 from models.training.recipe import Shape
 from models.training.tokenizer import END_OF_TEXT
 
@@ -46,10 +46,10 @@ def _config(shape: Shape) -> dict[str, object]:
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
-        "rms_norm_eps": NORM_EPSILON,
+        "rms_norm_eps": shape.norm_epsilon,
         "vocab_size": shape.vocab,
         "tie_word_embeddings": True,
-        "rope_theta": ROPE_BASE,
+        "rope_theta": shape.rope_base,
         "max_position_embeddings": shape.context,
         "bos_token_id": 0,
         "eos_token_id": 0,

@@ -1,6 +1,9 @@
-"""A Llama in PyTorch whose parameters carry Hugging Face's names. Trains only: no KV cache, no generation."""
+"""A Llama in PyTorch whose parameters carry Hugging Face's names: to train one, and for a trained one's rows."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +11,13 @@ from torch.nn import functional
 
 from models.training.recipe import Shape
 
-NORM_EPSILON = 1e-5
-ROPE_BASE = 10_000.0
+
+class KeysAndValues(Protocol):
+    """What one layer remembers of the tokens before."""
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of a token [batch, kv_heads, 1, head_dim]; all that there are."""
+        ...
 
 
 class Attention(nn.Module):
@@ -23,15 +31,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, before: KeysAndValues | None = None) -> Tensor:
         batch, length, _ = x.shape
 
         def heads(projected: Tensor) -> Tensor:
             return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
         queries, keys, values = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
+        if before is not None:
+            keys, values = before.extend(keys, values)
         mixed = functional.scaled_dot_product_attention(
-            rotate(queries, cos, sin), rotate(keys, cos, sin), values, is_causal=True, enable_gqa=True
+            queries, keys, values, is_causal=before is None, enable_gqa=True
         )
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
@@ -58,11 +69,11 @@ class Block(nn.Module):
         super().__init__()
         self.self_attn = Attention(shape)
         self.mlp = Mlp(shape)
-        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPSILON)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPSILON)
+        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, before: KeysAndValues | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, before)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -78,19 +89,29 @@ class Llama(nn.Module):
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden, eps=NORM_EPSILON)
-        angles = torch.outer(torch.arange(shape.context).float(), _frequencies(shape.head_dim)).repeat(1, 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
+        self.lm_head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab, bias=False)
+        cos, sin = angles(shape)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
         self._initialise(seed)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        cos, sin = self.cos[:length], self.sin[:length]
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return functional.linear(self.norm(x), self.embed_tokens.weight)
+        return self.logits(self.rows(tokens)[-1])
+
+    def rows(self, tokens: Tensor, at: int = 0, before: Sequence[KeysAndValues] | None = None) -> list[Tensor]:
+        """What each layer puts out [batch, length, hidden]; the first token stands at position `at`."""
+        cos, sin = (table[at : at + tokens.shape[1]] for table in (self.cos, self.sin))
+        x, found = self.embed_tokens(tokens).float(), []
+        for number, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, None if before is None else before[number])
+            found.append(x)
+        return found
+
+    def logits(self, row: Tensor) -> Tensor:
+        """Of the last layer's rows."""
+        normed = self.norm(row)
+        return functional.linear(normed, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(normed)
 
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -109,5 +130,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
-def _frequencies(head_dim: int) -> Tensor:
-    return ROPE_BASE ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+def angles(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position's rotation, [context, head_dim] each."""
+    frequencies = shape.rope_base ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+    turns = torch.outer(torch.arange(shape.context).float(), frequencies).repeat(1, 2)
+    return turns.cos(), turns.sin()

@@ -14,7 +14,7 @@ _LONG_SHARE = 0.085  # of the target's tokens, the part seen at full context, af
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama with tied embeddings. Sizes in elements, `context` in tokens."""
+    """A Llama. Sizes in elements, `context` in tokens; `tied`: its embedding is its output layer."""
 
     hidden: int
     layers: int
@@ -23,10 +23,14 @@ class Shape:
     mlp: int
     vocab: int
     context: int
+    norm_epsilon: float = 1e-5
+    rope_base: float = 10_000.0
+    tied: bool = True
+    own_head_dim: int | None = None  # None: hidden / heads
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.own_head_dim or self.hidden // self.heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,149 @@
+"""The whole run of a head in order: target, text it writes, training, agreement on held-out text, export.
+
+Every stage keeps its result, so the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from models.training import corpus, windows
+from models.training.corpus import Corpus, Source
+from models.training.heads import kinds, prompts
+from models.training.heads.foretold import Words, agreement, loss
+from models.training.heads.learner import Learner
+from models.training.heads.prompts import Prompts
+from models.training.heads.recipe import HeadRecipe, check
+from models.training.heads.record import HeadRecord
+from models.training.heads.store import Store, StoreForm
+from models.training.heads.target import read_target
+from models.training.llama import Llama
+from models.training.loop import Draws, Loop, autocast, pick_device
+from models.training.storage import Workspace, check_out, workspace
+from outrider.protocol.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+_HELD_OUT_WINDOWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What every stage needs."""
+
+    recipe: HeadRecipe
+    target: Llama
+    tokenizer: Tokenizer
+    form: StoreForm
+    text: Corpus
+    device: torch.device
+
+    def prompts(self, sources: Sequence[Source], part: int, size: int) -> Prompts:
+        length, seed = self.recipe.length, self.recipe.seed
+        return prompts.draw(sources, self.tokenizer, self.recipe.temps, length=length, seed=seed, part=part, size=size)
+
+
+def run(recipe: HeadRecipe, target: Path, out: Path, store: Path | None = None, extra: Sequence[Path] = ()) -> None:
+    """Make a head at `out`; the target's text is kept in `store`. Raises InvalidRequest or ModelError on bad input."""
+    check_out(out)
+    device = pick_device()
+    model = read_target(target, device)
+    check(recipe, model.shape)
+    text = corpus.gather(corpus.standard_library(), extra, seed=recipe.seed, held_out=recipe.held_out_files)
+    form = StoreForm(
+        _digest(target), text.digest(), recipe.seed, recipe.length, recipe.taps(model.shape), recipe.top,
+        recipe.temps, recipe.part,
+    )  # fmt: skip
+    made = Run(recipe, model, _tokenizer(target, model), form, text, device)
+    with workspace(out, {"recipe": asdict(recipe), "store": asdict(form)}) as space:
+        _make(made, space, store or space.partial / "text")
+        space.publish()
+
+
+def _make(made: Run, space: Workspace, folder: Path) -> None:
+    kept = Store(folder, made.form)
+    kept.fill(made.recipe.parts, made.target, lambda part: made.prompts(made.text.train, part, made.recipe.part))
+    learner = kinds.build(made.recipe, made.target, made.form.taps, _frequent(made, kept)).to(made.device)
+    loop = Loop(f"{made.recipe.kind} head", learner, made.recipe.phases, made.recipe.batch_tokens)
+
+    def loss_of(draws: Draws) -> Tensor:
+        lesson = kept.lesson(windows.draw(kept.count, made.recipe.seed, draws.first, draws.size), made.device)
+        with autocast(made.device):
+            steps = learner(lesson)
+        return loss(steps, learner.output, Words.of(lesson.ids, lesson.log_probs, learner.names))
+
+    loop.run(loss_of, space.partial / "head.pt")
+    found = _held_out(made, learner, folder / "held-out")
+    log.info("held-out agreement by step: %s", ", ".join(f"{share:.3f}" for share in found))
+    space.clear_pair()
+    write(space.pair, learner)
+    HeadRecord(
+        recipe=made.recipe,
+        target=made.form.target,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        files=len(made.text.train),
+        parameters=sum(parameter.numel() for parameter in learner.parameters()),
+        tokens_seen=loop.tokens_seen(),
+        held_out_agreement=found,
+        held_out=tuple(source.name for source in made.text.held_out),
+    ).write(space.pair)
+
+
+def _frequent(made: Run, kept: Store) -> Tensor:
+    """The tokens that the target wrote most often, as many as the head is to know, in their order."""
+    vocab = made.target.shape.vocab
+    counts = kept.token_counts(vocab)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[: made.recipe.vocab or vocab]))
+
+
+@torch.no_grad()
+def _held_out(made: Run, learner: Learner, folder: Path) -> tuple[float, ...]:
+    """Agreement by step on text that the target wrote behind files that are not trained on."""
+    kept = Store(folder, replace(made.form, part=_HELD_OUT_WINDOWS))
+    kept.fill(1, made.target, lambda part: made.prompts(made.text.held_out, part, _HELD_OUT_WINDOWS))
+    lesson = kept.lesson(np.arange(_HELD_OUT_WINDOWS), made.device)
+    learner.eval()
+    with autocast(made.device):
+        steps = learner(lesson)
+        return agreement(steps, learner.output, Words.of(lesson.ids, lesson.log_probs, learner.names))
+
+
+def _tokenizer(folder: Path, target: Llama) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} holds no tokenizer.json; expected the target's, in the tokenizers format")
+    found = Tokenizer.from_file(str(path))
+    if found.get_vocab_size() > target.shape.vocab:
+        raise ModelError(f"{path} has {found.get_vocab_size()} tokens, and the target {target.shape.vocab}")
+    return found
+
+
+def _digest(folder: Path) -> str:
+    """Names the target: its config and every byte of its weights."""
+    digest = hashlib.sha256()
+    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def write(folder: Path, learner: Learner) -> None:
+    """A head's new folder, as it is published."""
+    config, tensors = learner.published()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,87 @@
+"""How a head is trained: its kind, sizes, text and time, and the one place that checks them. Knows numbers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+from models.training.recipe import Phase, Shape
+from outrider.protocol.errors import InvalidRequest
+
+KINDS = ("eagle3",)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRecipe:
+    """One training run. None is the target's own. `text_tokens`: that the target writes, in windows of `length`."""
+
+    kind: str
+    seed: int = 0
+    hidden: int | None = None
+    vocab: int | None = None  # tokens that it can say, the most frequent ones
+    steps: int = 4  # tokens it learns to draft behind one another
+    text_tokens: int = 2_000_000
+    tokens: int = 4_000_000  # that it sees
+    length: int = 512
+    rate: float = 1.5e-3
+    batch_tokens: int = 2048
+    part: int = 256  # windows that the target writes at once
+    top: int = 32  # likely tokens kept per position; the rest is one lump
+    temps: tuple[float, ...] = (0.0, 0.8, 0.8, 0.8)  # the text's, as often
+    held_out_files: int = 40
+
+    @property
+    def parts(self) -> int:
+        """Of text."""
+        return max(1, round(self.text_tokens / (self.part * self.length)))
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase(self.tokens, self.length, self.rate),)
+
+    def taps(self, target: Shape) -> tuple[int, ...]:
+        """Layers whose output is kept: the first, that in the middle, and the last."""
+        return tuple(sorted({0, max(0, target.layers // 2 - 1), target.layers - 1}))
+
+    def shape(self, target: Shape) -> Shape:
+        """The head's, in the target's proportions."""
+        hidden = self.hidden or target.hidden
+        heads = hidden // target.head_dim
+        return replace(
+            target,
+            hidden=hidden,
+            layers=1,
+            heads=heads,
+            kv_heads=gcd(heads, target.kv_heads),
+            mlp=-(-target.mlp * hidden // target.hidden // 64) * 64,
+            vocab=self.vocab or target.vocab,
+            tied=False,
+            own_head_dim=target.head_dim,
+        )
+
+
+def check(recipe: HeadRecipe, target: Shape) -> None:
+    """Raise InvalidRequest unless it can be followed for this target."""
+    if recipe.kind not in KINDS:
+        raise InvalidRequest(f"no head is called {recipe.kind!r}; expected one of {', '.join(KINDS)}")
+    if not 0 <= recipe.seed < 2**32:
+        raise InvalidRequest(f"the seed must lie between 0 and {2**32 - 1}, not {recipe.seed}")
+    hidden, vocab = recipe.hidden or target.hidden, recipe.vocab or target.vocab
+    if hidden < target.head_dim or hidden % target.head_dim or hidden > target.hidden:
+        raise InvalidRequest(
+            f"a head's width must be a multiple of {target.head_dim} up to {target.hidden}, the target's, not {hidden}"
+        )
+    if not recipe.top < vocab <= target.vocab:
+        raise InvalidRequest(f"a head can have {recipe.top + 1} to {target.vocab} tokens here, not {vocab}")
+    if not 1 <= recipe.steps <= 16:
+        raise InvalidRequest(f"a head can learn 1 to 16 steps, not {recipe.steps}")
+    if not recipe.steps + 1 < recipe.length <= target.context:
+        raise InvalidRequest(
+            f"windows must be longer than the {recipe.steps} steps and at most {target.context}, the target's context,"
+            f" not {recipe.length}"
+        )
+    for what, tokens in (("text", recipe.text_tokens), ("training", recipe.tokens)):
+        if tokens < recipe.batch_tokens:
+            raise InvalidRequest(f"expected at least a batch, {recipe.batch_tokens} tokens, of {what}, not {tokens}")
+    if recipe.batch_tokens < recipe.length:
+        raise InvalidRequest(f"a batch must have at least a window, {recipe.length} tokens, not {recipe.batch_tokens}")

@@ -1,0 +1,49 @@
+"""Text that a target writes itself, for heads to learn from: many windows at once, token by token.
+
+Each window opens with a piece of real text, and the target goes on to its end. All stand at the same position, so a
+step is one forward over one token of each. Knows tokens; nothing of files or heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.training.llama import Llama
+from models.training.loop import autocast
+
+
+class Window:
+    """A layer's keys and values of all windows, in room for `length` tokens."""
+
+    def __init__(self, batch: int, length: int, model: Llama, device: torch.device) -> None:
+        shape = (2, batch, model.shape.kv_heads, length, model.shape.head_dim)
+        self._room = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        self._count = 0
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a token's; all that there are."""
+        at, self._count = self._count, self._count + keys.shape[2]
+        self._room[0, :, :, at : self._count] = keys
+        self._room[1, :, :, at : self._count] = values
+        return self._room[0, :, :, : self._count], self._room[1, :, :, : self._count]
+
+
+@torch.no_grad()
+def write(model: Llama, windows: Tensor, given: Tensor, temps: Tensor, generator: torch.Generator) -> None:
+    """Fill `windows` [N, L] behind their first `given` [N] tokens, each at its own one of `temps` [N]."""
+    count, length = windows.shape
+    if int(given.min()) >= length:
+        return
+    layers = [Window(count, length, model, windows.device) for _ in range(model.shape.layers)]
+    for at in range(length - 1):
+        with autocast(windows.device):
+            logits = model.logits(model.rows(windows[:, at : at + 1], at, layers)[-1])[:, 0]
+        chosen = _choose(logits.float(), temps, generator)
+        windows[:, at + 1] = torch.where(given > at + 1, windows[:, at + 1], chosen)
+
+
+def _choose(logits: Tensor, temps: Tensor, generator: torch.Generator) -> Tensor:
+    """argmax(logits + T * Gumbel noise): a draw at temperature T, the best token at 0."""
+    noise = torch.empty_like(logits).exponential_(generator=generator).log_().mul_(temps[:, None])
+    return logits.sub_(noise).argmax(dim=-1)

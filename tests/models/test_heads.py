@@ -1,0 +1,261 @@
+"""Training tiny heads end to end: what they learn, going on after a stop, what our loader makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from models import train
+from models.training import corpus
+from models.training.heads.recipe import KINDS
+from tests.models.heads import TINY, recipe, same, write_target
+
+torch = pytest.importorskip("torch", reason="training needs PyTorch (the extra `train`)")
+
+from models.training.heads import foretold, kinds, pipeline  # noqa: E402
+from models.training.heads.store import Lesson  # noqa: E402
+from models.training.heads.target import read_target  # noqa: E402
+from models.training.loop import Loop  # noqa: E402
+from outrider.drafting.heads import load as loading  # noqa: E402
+from outrider.drafting.heads.pairs import PairFeed, Pairs  # noqa: E402
+from outrider.engine.loading import load  # noqa: E402
+from outrider.protocol.errors import InvalidRequest, ModelError  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)  # equal sums in every run, whatever else the machine does
+    return write_target(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_text() -> Iterator[None]:
+    """A part of the library: reading all of it would be most of the time."""
+    part = corpus.standard_library() / "email"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "standard_library", lambda: part)
+        yield
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's text, which all heads learn from."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def head(
+    _little_text: None,
+    request: pytest.FixtureRequest,
+    target: Path,
+    store: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    out = tmp_path_factory.mktemp("trained") / request.param
+    pipeline.run(recipe(request.param), target, out, store)
+    return out
+
+
+def test_a_head_learns_and_nothing_but_it_is_left(head: Path) -> None:
+    assert {entry.name for entry in head.parent.iterdir()} == {head.name}
+    assert {entry.name for entry in head.iterdir()} == {"config.json", "model.safetensors", "training.json"}
+    record = json.loads((head / "training.json").read_text())
+    assert record["tokens_seen"] == 10_240 and len(record["held_out"]) == 4
+    assert record["held_out_agreement"][0] > 0.1  # chance is 1 in 300
+
+
+def test_a_stopped_run_goes_on_to_the_same_head(
+    head: Path, target: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, steps = recipe(head.name), []
+
+    def stopping(loop: Loop, *args: Any) -> float:
+        if len(steps) == 7:
+            raise KeyboardInterrupt
+        steps.append(args)
+        return whole(loop, *args)
+
+    whole = Loop._step
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Loop, "_step", stopping)
+        patch.setattr(Loop.run, "__kwdefaults__", {"period_s": 0.0})
+        pipeline.run(made, target, tmp_path / "head", store)
+    assert not (tmp_path / "head").exists()
+    pipeline.run(made, target, tmp_path / "head", store)
+    ours, theirs = (mx.load(str(folder / "model.safetensors")) for folder in (tmp_path / "head", head))
+    assert same(ours, theirs)
+
+
+def test_the_loss_falls(target: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    step = Loop._step
+    monkeypatch.setattr(Loop, "_step", lambda *args: seen.append(step(*args)) or seen[-1])
+    pipeline.run(recipe("eagle3", vocab=100), target, tmp_path / "head", store)
+    assert np.mean(seen[-5:]) < 0.8 * np.mean(seen[:3])
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["draft_vocab_size"] == 100
+
+
+def lesson_of(model: Any, taps: tuple[int, ...], length: int) -> Lesson:
+    tokens = torch.from_numpy(np.random.default_rng(5).integers(0, TINY.vocab, (1, length)))
+    with torch.no_grad():
+        rows = model.rows(tokens)
+    return Lesson(tokens, torch.stack([rows[tap] for tap in taps], dim=2), tokens[..., None], torch.zeros(1, length, 1))
+
+
+@pytest.mark.parametrize("vocab", [None, 100])
+def test_the_loader_computes_what_was_trained(target: Path, tmp_path: Path, vocab: int | None) -> None:
+    """Behind true pairs and behind pairs that the head makes itself, to as many steps as it learns."""
+    made = recipe("eagle3", vocab=vocab, hidden=32)
+    model = read_target(target, CPU).float()
+    ids = torch.arange(0, 3 * (vocab or 100), 3) if vocab else torch.arange(TINY.vocab)
+    learner = kinds.build(made, model, made.taps(TINY), ids).eval()
+    with torch.no_grad():
+        for parameter in learner.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.half().float())
+    pipeline.write(tmp_path / "head", learner)
+    loaded = load(target)
+    head = loading._READ["eagle3"](tmp_path / "head", loaded)
+    lesson = lesson_of(model, made.taps(TINY), 24)
+    with torch.no_grad():
+        steps = [np.array(step.hidden @ learner.output.T)[:, :] for step in learner(lesson)]
+    for row in (0, 3, 19):
+        ours = chain(head, lesson, row, made.steps)
+        for step, logits in enumerate(ours):
+            np.testing.assert_allclose(logits[ids.numpy()], steps[step][row], atol=2e-3)
+            assert vocab is None or np.isinf(logits).sum() == TINY.vocab - vocab
+
+
+def chain(head: Any, lesson: Lesson, row: int, steps: int) -> list[np.ndarray]:
+    """The loader's logits behind the true pairs up to `row`, and behind those that it then makes itself."""
+    pairs, tokens = Pairs(head), np.array(lesson.tokens[0])
+    features = head.fuse(mx.array(lesson.rows[0, : row + 1].flatten(1).float().numpy()))
+    text, found = pairs.open(), []
+    fed = mx.array(tokens[1 : row + 2], mx.int32)
+    for step in range(steps):
+        hidden = pairs.forward([PairFeed(text, fed, features)])
+        found.append(np.array(head.logits(hidden))[0])
+        features, fed = head.onward(hidden), mx.array(tokens[row + step + 2 : row + step + 3], mx.int32)
+    return found
+
+
+def test_the_divergence_and_its_gradients_are_those_of_its_definition() -> None:
+    torch.manual_seed(0)
+    hidden, matrix = torch.randn(300, 8).bfloat16().float(), torch.randn(40, 8).bfloat16().float()
+    log_probs = torch.log_softmax(2 * torch.randn(310, 50), dim=-1)
+    best = log_probs.topk(6, dim=-1)
+    names = torch.cat((torch.full((10,), -1), torch.arange(40)))  # the head lacks ten tokens
+    words = foretold.Words.of(best.indices[None], best.values[None], names)
+    where = torch.arange(300) + 10
+    results = []
+    for divergence in (foretold.divergence, plainly):
+        inputs = [hidden.clone().requires_grad_(), matrix.clone().requires_grad_()]
+        found = divergence(*inputs, words, where)
+        (3 * found).backward()
+        results.append([found.detach(), *(one.grad for one in inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
+
+
+def plainly(hidden: Any, matrix: Any, words: foretold.Words, where: Any) -> Any:
+    q = (hidden @ matrix.T).softmax(dim=-1)
+    total, count = 0, 0
+    for row, at in enumerate(where.tolist()):
+        if not words.known[at, 0]:
+            continue
+        known = words.known[at]
+        kept = list(zip(words.ids[at][known].tolist(), words.log_probs[at][known].exp().tolist(), strict=True))
+        rest = max(0.0, 1 - float(words.log_probs[at].exp().sum()))
+        scale = sum(p for _, p in kept) + rest
+        lump = 1 - sum(q[row, i] for i, _ in kept)
+        total = total + sum(p / scale * (np.log(p / scale) - q[row, i].log()) for i, p in kept)
+        total, count = total + rest / scale * (np.log(rest / scale) - lump.log()), count + 1
+    return total / count
+
+
+def test_the_target_writes_as_its_own_forward_says(target: Path) -> None:
+    """At temperature 0 the best token each time; others are drawn, and what was given stays."""
+    from models.training.heads.writer import write
+
+    model = read_target(target, CPU).float()
+    windows = torch.from_numpy(np.random.default_rng(2).integers(0, TINY.vocab, (3, 20)))
+    before, given = windows.clone(), torch.tensor([4, 6, 20])
+    write(model, windows, given, torch.tensor([0.0, 0.8, 0.8]), torch.Generator().manual_seed(1))
+    for row, count in enumerate(given.tolist()):
+        assert torch.equal(windows[row, :count], before[row, :count])
+    best = model(windows).argmax(dim=-1)
+    assert (windows[0, 4:] == best[0, 3:-1]).float().mean() > 0.8  # bfloat16 and near-ties
+    assert not torch.equal(windows[1, 6:], best[1, 5:-1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"kind": "medusa"}, "no head is called 'medusa'; expected one of eagle3"),
+        ({"hidden": 40}, "a head's width must be a multiple of 16 up to 64"),
+        ({"vocab": 999}, "a head can have 17 to 300 tokens here, not 999"),
+        ({"length": 100}, "at most 64, the target's context"),
+        ({"steps": 0}, "a head can learn 1 to 16 steps"),
+        ({"tokens": 5}, "expected at least a batch"),
+    ],
+)
+def test_bad_settings_are_one_sentence(target: Path, tmp_path: Path, settings: dict[str, Any], sentence: str) -> None:
+    made = recipe(**{"kind": "eagle3", **settings})
+    with pytest.raises(InvalidRequest, match=sentence):
+        pipeline.run(made, target, tmp_path / "head")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"model_type": "mamba"}, "holds a mamba model; heads are made for Llama-like ones"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "has rope_scaling; heads are made for plain Llamas"),
+        ({"num_hidden_layers": 5}, "lacks layers.4."),
+        ({"hidden_size": None}, "lacks .*expected a Llama's sizes"),
+    ],
+)
+def test_a_target_that_no_head_can_be_made_for_is_told(
+    target: Path, tmp_path: Path, changed: dict[str, Any], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "target"
+    other.mkdir()
+    for file in target.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    config = {**json.loads((target / "config.json").read_text()), **changed}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=sentence):
+        pipeline.run(recipe("eagle3"), other, tmp_path / "head")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--head", "eagle3"], "a head is made for a target; name its folder with --target"),
+        (["--head", "eagle3", "--target", "x", "--preset", "tiny"], "--preset is for a pair"),
+        (["--hidden", "64"], "--hidden is for a head; name which with --head: eagle3"),
+        (["--head", "eagle3", "--target", "nowhere"], "nowhere holds no readable config.json"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["--out", str(tmp_path / "head"), *arguments]) != 0
+    captured = capsys.readouterr().err
+    assert sentence in captured and captured.count("\n") == 1
+
+
+def test_a_store_of_another_target_is_left_alone(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "mine").write_text("mine")
+    with pytest.raises(InvalidRequest, match="holds files of another origin"):
+        pipeline.run(recipe("eagle3"), target, tmp_path / "head", tmp_path / "store")
+    assert [entry.name for entry in (tmp_path / "store").iterdir()] == ["mine"]
