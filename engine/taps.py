@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from outrider.engine.listening import listen
 from outrider.engine.parts import backbone_of, final_norm
 from outrider.protocol.errors import ModelError
 
@@ -47,9 +48,9 @@ class Taps:
         for number in points.layers:
             if not 0 <= number < len(layers):
                 raise ModelError(f"there is no layer {number} to tap: the model has {len(layers)}, from 0 on")
-            _listen(layers[number], partial(self._note_layer, number))
+            listen(layers[number], "taps", partial(self._note_layer, number))
         if points.before_norm or points.after_norm:
-            _listen(final_norm(backbone), self._note_norm)
+            listen(final_norm(backbone), "taps", self._note_norm)
         self._try(model)
 
     def forward(self, call: Callable[[], mx.array], parts: Sequence[tuple[int, Takes | None]]) -> mx.array:
@@ -101,25 +102,6 @@ class Taps:
         for key, shape in shapes.items():
             if shape is None or shape[:-1] != (1, 2):
                 raise ModelError(f"the model gives no hidden row a token at {key!r} ({shape}); it can't be tapped")
-
-
-class _Tapped:
-    """Put before a module's own class: tells what went in and came out. The module stays what it was in all else."""
-
-    _tell: Callable[[Any, Any], None]
-
-    def __call__(self, *args: Any, **others: Any) -> Any:
-        out = super().__call__(*args, **others)  # type: ignore[misc]
-        self._tell(next(iter((*args, *others.values()))), out)
-        return out
-
-
-def _listen(module: nn.Module, tell: Callable[[Any, Any], None]) -> None:
-    """`tell` hears of each call of `module` from now on, and nobody else does."""
-    kind = type(module)
-    if not issubclass(kind, _Tapped):
-        module.__class__ = type(kind.__name__, (_Tapped, kind), {"__module__": kind.__module__})
-    module._tell = tell
 
 
 def _wanted(parts: Sequence[tuple[int, Takes | None]]) -> list[int]:

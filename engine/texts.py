@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from outrider.engine import head
 from outrider.engine.cache import KVState
+from outrider.engine.first_layers import FirstLayers
 from outrider.engine.flat_rows import FlatRows
 from outrider.engine.piece import Piece
 from outrider.engine.prompt_cache import Saved, Start
@@ -141,6 +142,15 @@ class FlatTexts(FlatRows):
         for feed in feeds:
             feed.text.length += feed.count
         return logits
+
+    def first(self, layers: FirstLayers, feeds: Sequence[Feed]) -> mx.array:
+        """Feeds them, in the order of their rows, to the model's first layers alone; the rows there, [T, D]. Lazy."""
+        self._frame.begin([_piece(feed) for feed in feeds])
+        tokens = _joined([feed.tokens for feed in feeds])
+        rows = layers.rows(lambda: self._model(tokens[None], cache=self._caches))[0]
+        for feed in feeds:
+            feed.text.length += feed.count
+        return rows
 
     def _rows(self, feeds: Sequence[Feed], order: Sequence[int], pieces: Sequence[Piece]) -> mx.array | None:
         """Where the wanted logits stand in the flat row, feed after feed; None: all, as they stand."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-HEADS = ("dflash", "eagle3", "mtp", "redrafter")
-OF_TARGET = ("mtp",)
+HEADS = ("dflash", "eagle3", "mtp", "redrafter", "early-exit")
+OF_TARGET = ("mtp", "early-exit")
 """Those that a target's own repository may hold; the others lie in one of their own."""
 _WORDS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash", "dspark")}
 """What an architecture's name holds, whichever kind of head it is."""
@@ -27,6 +27,8 @@ def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None
             return kind
     if "recurrent_drafting" in str(config.get("model_type", "")):
         return "redrafter"
+    if config.get("model_type") == "early_exit_adapter":
+        return "early-exit"
     own, its = _text(config), _text(target or {})
     counts = [own.get(key) or 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers")]
     return "mtp" if any(counts) and all(own.get(key) == its.get(key) for key in _SAME) else None

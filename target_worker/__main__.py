@@ -76,7 +76,7 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
             from outrider.engine.loading import load
             from outrider.engine.pace import Pace
             from outrider.target_worker.colocated import Colocated
-            from outrider.target_worker.own_head import ColocatedHead
+            from outrider.target_worker.own_head import ColocatedExit, ColocatedHead, beside_target
             from outrider.target_worker.worker import TargetWorker
 
             profile = Profile.read(options.simulate) if options.simulate else None
@@ -87,7 +87,7 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
             model = rank_zero.load(options.model, tell) if rank_zero is not None else load(options.model, progress=tell)
             tell("trying what the model can do")
             able = abilities(model)
-            colocated: Colocated | ColocatedHead | None = None
+            colocated: Colocated | ColocatedHead | ColocatedExit | None = None
             texts = rank_zero.texts(options.model, model) if rank_zero is not None else None
             if options.draft_model:
                 try:
@@ -95,7 +95,7 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
                         colocated = Colocated(MlxDrafter.load(options.draft_model, tell))
                     else:
                         head = heads.load(options.draft_backend, options.draft_model, model, tell, rank_zero is None)
-                        colocated = ColocatedHead(head)
+                        colocated = beside_target(head)
                 except CannotDraft as error:
                     able = Abilities(chains=False, why=str(error))
             if colocated is not None:  # each load has set the limits for its own weights alone

@@ -44,7 +44,7 @@ from outrider.protocol.worker_link import WorkerLink
 from outrider.target_worker.batch import Batch, Settled, now
 from outrider.target_worker.colocated import Colocated, Part
 from outrider.target_worker.handover import Handover
-from outrider.target_worker.own_head import ColocatedHead
+from outrider.target_worker.own_head import ColocatedExit, ColocatedHead
 from outrider.target_worker.prompts import Prompts
 from outrider.target_worker.ranks.leader import Leader
 from outrider.target_worker.running import Running, opening
@@ -68,7 +68,7 @@ class TargetWorker:
         link: WorkerLink,
         model: LoadedModel,
         pace: Pace | None = None,
-        colocated: Colocated | ColocatedHead | None = None,
+        colocated: Colocated | ColocatedHead | ColocatedExit | None = None,
         texts: Texts | None = None,
         leader: Leader | None = None,
     ) -> None:

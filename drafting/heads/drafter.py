@@ -15,6 +15,7 @@ import mlx.core as mx
 from outrider.drafting.heads.follower import Follower
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.line import Line
+from outrider.drafting.heads.way import Way
 from outrider.drafting.heads.ways import way_of
 from outrider.drafting.work_ahead import Continuation
 from outrider.engine.prompt_cache import PromptCache
@@ -33,18 +34,20 @@ _NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's r
 class HeadDrafter:
     """Drafts with `head` in the target's process. `note`: what a person should know about it."""
 
-    def __init__(self, head: Head, vocab_size: int, note: str = "") -> None:
-        """`vocab_size`: the target's."""
+    def __init__(self, head: Head, vocab_size: int, note: str = "", way: Way | None = None) -> None:
+        """`vocab_size`: the target's. `way`: None: its kind's."""
         self.head, self.note = head, note
         self.vocab_size, self.weight_bytes = vocab_size, head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
-        self._way = way_of(head)
+        self._way = way or way_of(head)
         self.texts = self._way.texts
 
     def follow(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Follower:
         """What is to hear the features of a text that chains are wanted for."""
-        sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
-        return Follower(self.texts, sampler, self.head.reach)
+        return Follower(self.texts, self.sampler(sampling, constraint), self.head.reach)
+
+    def sampler(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Sampler:
+        return Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
 
     def continuations(self, lines: Sequence[Line], depths: Sequence[int]) -> list[Continuation]:
         """The `depths` tokens that follow each committed text; nothing where it can't tell. Waits.
@@ -85,7 +88,7 @@ class HeadDrafter:
         read = [follower.length for follower in followers]
         try:
             with named_errors("the head's forward"):
-                begun = [feed.text.length + feed.count for feed in feeds]
+                begun = [feed.text.length + feed.count * feed.stays for feed in feeds]
                 sound = mx.isfinite(self._way.draft(lines, feeds)).all()
                 mx.eval(sound, [chosen for line in lines for chosen, _ in line.picks])
             if not sound.item():

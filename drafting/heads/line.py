@@ -4,21 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 import mlx.core as mx
 
-from outrider.drafting.heads.follower import Follower
+from outrider.drafting.heads.pairs import PairFeed
 from outrider.drafting.work_ahead import Continuation
+from outrider.engine.flat_rows import FlatText
+from outrider.engine.sampling import Sampler
 from outrider.engine.steps import Asked, score
 from outrider.protocol.sparse import one_hot
+
+
+class Followed(Protocol):
+    """A text that a head follows: what it has read of it, and what it is still to read."""
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    @property
+    def text(self) -> FlatText: ...
+
+    @property
+    def length(self) -> int: ...
+
+    def is_up_to(self, tokens: Sequence[int]) -> bool: ...
+
+    def catch_up(self, tokens: Sequence[int]) -> PairFeed: ...
+
+    def has_read(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class Line:
     """A committed text, and the chain that grows behind it to `depth` tokens: `picks` are rows of what was chosen."""
 
-    follower: Follower
+    follower: Followed
     tokens: Sequence[int]
     depth: int = 0
     picks: list[tuple[mx.array, int]] = field(default_factory=list)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from outrider.drafting.heads import dflash_files, eagle3_files, mtp_files, redrafter_files
+from outrider.drafting.heads import dflash_files, eagle3_files, early_exit_files, mtp_files, redrafter_files
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.pairing import agreement
@@ -14,6 +14,7 @@ from outrider.engine.loading import LoadedModel, find
 from outrider.engine.parts import backbone_of, embedding
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.guard import named_errors
+from outrider.protocol.heads import OF_TARGET
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,10 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         folder = find(path, progress)
         progress(f"loading {path}")
         with named_errors(f"loading the head {path}"):
-            if kind in ("mtp", "dflash") and not alone:
+            if kind in ("dflash", *OF_TARGET) and not alone:
                 raise CannotDraft(f"{kind} needs all of the target's output layer; expected no shards, or eagle3")
+            if kind == "early-exit":
+                return early_exit_files.load(folder, model)
             head = _READ[kind](folder, model)
             doubt = ""
             if alone:

@@ -14,7 +14,7 @@ from typing import cast
 import mlx.core as mx
 
 from outrider.drafting.heads.head import Head
-from outrider.drafting.heads.way import Way
+from outrider.drafting.heads.way import TriedWay
 from outrider.drafting.heads.ways import way_of, wrong_ways_of
 from outrider.engine.loading import LoadedModel
 from outrider.engine.slots import open_slots
@@ -54,8 +54,7 @@ class Agreement:
 
 def agreement(head: Head, model: LoadedModel) -> Agreement:
     """Writes a text with the target and lets the head foretell it."""
-    slot = open_slots(model, [[0]], [SamplingParams(temp=1.0, seed=1)])[0]
-    text = [0, *(verify(slot).bonus for _ in range(_LENGTH))]
+    text = trial_text(model)
     own = _share(head, way_of(head), model, text)
     others = {f"tokens {_away(by)}": _share(head, way_of(head), model, text, tokens=by) for by in (-1, 1)}
     others |= {name: _share(head, way, model, text) for name, way in wrong_ways_of(head)}
@@ -65,6 +64,12 @@ def agreement(head: Head, model: LoadedModel) -> Agreement:
         except ModelError:  # there is no such layer
             continue
     return Agreement(own, others)
+
+
+def trial_text(model: LoadedModel) -> list[int]:
+    """What the target writes by itself."""
+    slot = open_slots(model, [[0]], [SamplingParams(temp=1.0, seed=1)])[0]
+    return [0, *(verify(slot).bonus for _ in range(_LENGTH))]
 
 
 def _other_points(points: TapPoints) -> Iterator[tuple[str, TapPoints]]:
@@ -80,7 +85,7 @@ def _away(by: int) -> str:
 
 
 def _share(
-    head: Head, way: Way, model: LoadedModel, text: list[int], points: TapPoints | None = None, tokens: int = 0
+    head: Head, way: TriedWay, model: LoadedModel, text: list[int], points: TapPoints | None = None, tokens: int = 0
 ) -> float:
     """How often it is right with rows from these points, and tokens so far from where they belong."""
     rows: list[mx.array] = []

@@ -22,11 +22,15 @@ _LONG = 32  # so many pairs attend by themselves, as a prompt's do: they would p
 
 @dataclass(frozen=True, slots=True)
 class PairFeed:
-    """The next pairs of a text: tokens [N], maybe unread, each behind the token of its feature [N, W]."""
+    """The next pairs of a text: tokens [N], maybe unread, each behind the token of its feature [N, W].
+
+    `stays`: what is remembered of them is for good.
+    """
 
     text: FlatText
     tokens: mx.array
     features: mx.array
+    stays: bool = True
 
     @property
     def count(self) -> int:

@@ -32,6 +32,10 @@ class Way(Protocol):
         """
         ...
 
+
+class TriedWay(Way, Protocol):
+    """One whose pairing can be tried."""
+
     def foretell(self, tokens: mx.array, features: mx.array) -> mx.array:
         """The likeliest token behind each pair of a text by what it has read up to there, [T]."""
         ...

@@ -9,11 +9,11 @@ from outrider.drafting.heads.contexts import Contexts
 from outrider.drafting.heads.head import BlockHead, Head, MaskedHead, StepHead
 from outrider.drafting.heads.pairs import MaskedPairs
 from outrider.drafting.heads.steps import Steps
-from outrider.drafting.heads.way import Way
+from outrider.drafting.heads.way import TriedWay
 from outrider.protocol.errors import CannotDraft
 
 
-def way_of(head: Head) -> Way:
+def way_of(head: Head) -> TriedWay:
     """Raises CannotDraft: it is of no known kind."""
     if isinstance(head, BlockHead):
         return Blocks(head, Contexts(head), head.link)
@@ -24,7 +24,7 @@ def way_of(head: Head) -> Way:
     raise CannotDraft(f"nothing here drafts with a {type(head).__name__}")
 
 
-def wrong_ways_of(head: Head) -> Iterator[tuple[str, Way]]:
+def wrong_ways_of(head: Head) -> Iterator[tuple[str, TriedWay]]:
     """Ways that a head may have been meant to draft in, though its checkpoint does not say so, by name."""
     if isinstance(head, BlockHead):
         other = not head.from_anchor
