@@ -26,7 +26,7 @@ class FirstLayers:
         if not 0 < count <= len(layers):
             raise ModelError(f"the model has {len(layers)} layers, so none can be left after {count}")
         self._ends = False
-        listen(layers[count - 1], "first layers", self._end)
+        listen(layers[count - 1], self, self._end)
 
     def rows(self, call: Callable[[], Any]) -> mx.array:
         """What they make of what `call` feeds to the model, [1, T, D]. Lazy."""

@@ -10,8 +10,8 @@ import mlx.nn as nn
 Tell = Callable[[Any, Any], None]
 
 
-def listen(module: nn.Module, who: str, tell: Tell) -> None:
-    """`tell` hears of each call of `module` from now on, in place of whom `who` named before."""
+def listen(module: nn.Module, who: object, tell: Tell) -> None:
+    """`tell` hears of each call of `module` from now on, in place of what `who` had hear before."""
     kind = type(module)
     if not issubclass(kind, _Heard):
         module.__class__ = type(kind.__name__, (_Heard, kind), {"__module__": kind.__module__})
@@ -23,7 +23,7 @@ class _Ears:
     """Who hears of a module. (A plain dict would become part of the module.)"""
 
     def __init__(self) -> None:
-        self.by: dict[str, Tell] = {}
+        self.by: dict[object, Tell] = {}
 
 
 class _Heard:

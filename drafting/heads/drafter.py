@@ -15,6 +15,7 @@ import mlx.core as mx
 from outrider.drafting.heads.follower import Follower
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.line import Line
+from outrider.drafting.heads.pairs import Reader
 from outrider.drafting.heads.way import Way
 from outrider.drafting.heads.ways import way_of
 from outrider.drafting.work_ahead import Continuation
@@ -40,7 +41,11 @@ class HeadDrafter:
         self.vocab_size, self.weight_bytes = vocab_size, head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
         self._way = way or way_of(head)
-        self.texts = self._way.texts
+
+    @property
+    def texts(self) -> Reader:
+        """What the head remembers."""
+        return self._way.texts
 
     def follow(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Follower:
         """What is to hear the features of a text that chains are wanted for."""

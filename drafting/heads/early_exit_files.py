@@ -41,7 +41,7 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
         raise CannotDraft(
             f"a {target.model_type} model does more to its rows than its norm and output layer: none can leave it early"
         )
-    if folder == target.folder:
+    if target.folder is not None and folder.samefile(target.folder):
         return _best(target, count)
     return _adapted(folder, target, count)
 

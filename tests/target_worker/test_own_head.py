@@ -30,7 +30,7 @@ from outrider.engine.texts import FlatTexts
 from outrider.engine.verify import Ask, Reading, begin
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.own_head import ColocatedHead
+from outrider.target_worker.own_head import ColocatedHead, beside_target
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
 from tests.drafting import nextn_heads
@@ -79,7 +79,7 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
         for n, prompt in enumerate(PROMPTS[:requests])
     ]
     link = FakeLink("target-0", deque(opens))
-    worker = TargetWorker(link, target, colocated=ColocatedHead(own) if own else None)  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, colocated=beside_target(own) if own else None)  # type: ignore[arg-type]
     found = answered(worker, link, ())
     draft = DEPTH if own else 0
     go = [Verify(o.request, 0, 1, len(o.tokens) + 1, (), going_on=True, draft=draft, room=LENGTH) for o in opens]

@@ -1,0 +1,255 @@
+"""A target's first layers draft in its own texts: chains are an independent forward's, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafting.heads.drafter import HeadDrafter
+from outrider.drafting.heads.early_exit import AdapterConfig, ExitAdapter
+from outrider.drafting.heads.exit_trial import speedup
+from outrider.drafting.heads.line import Line
+from outrider.drafting.heads.load import load as load_head
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.open_texts import open_texts
+from outrider.engine.slots import Slot
+from outrider.engine.texts import FlatTexts
+from outrider.engine.verify import verify
+from outrider.protocol.digest import digest
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.own_head import beside_target
+from tests.drafting.experts import gated_mlp, rms
+from tests.drafting.mtp_heads import turned
+from tests.target_worker.heads import LAYERS, H, markov_llama
+from tests.target_worker.test_own_head import accepted, run, texts
+from tests.tiny import VOCAB_SIZE, write_model
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Alone = Callable[[float, int], list[list[int]]]
+SIZES = AdapterConfig(2, 8, 64, VOCAB_SIZE, 3)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(write_model(tmp_path_factory.mktemp("llama"), "llama", 3))
+
+
+@pytest.fixture(scope="module")
+def alone(target: LoadedModel) -> Alone:
+    return cache(lambda temp, requests: texts(run(target, None, temp, requests)))
+
+
+@pytest.fixture(scope="module")
+def drafters(target: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], HeadDrafter]:
+    """By its layers alone, or with a random adapter of this scale."""
+
+    def make(scale: float) -> HeadDrafter:
+        return drafter(target, adapter(tmp_path_factory.mktemp("adapter"), scale) if scale else None)
+
+    return cache(make)
+
+
+def adapter(folder: Path, scale: float = 0.1, weights: dict[str, Any] | None = None, **other: Any) -> Path:
+    """A random one; `other` settings or weights in place of its own, None for what is missing."""
+    arrays = {key: mx.array(value) for key, value in adapter_weights(scale).items()} | (weights or {})
+    config = {"model_type": "early_exit_adapter", **asdict(SIZES), **other}
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = {key: value for key, value in arrays.items() if value is not None}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+    return folder
+
+
+def adapter_weights(scale: float) -> dict[str, Array]:
+    draws, (rank, size) = np.random.default_rng(4), (SIZES.rank, SIZES.hidden_size)
+    shapes = {"norm.weight": (size,), "down.weight": (rank, size), "up.weight": (size, rank)}
+    return {key: (scale * draws.standard_normal(shape)).astype(np.float32) for key, shape in shapes.items()}
+
+
+def drafter(target: LoadedModel, folder: Path | None = None) -> HeadDrafter:
+    return load_head("early-exit", str(folder or target.folder), target, lambda stage: None)
+
+
+def by_numpy(target: LoadedModel, tokens: list[int], layers: int, adapted: Callable[[Array], Array]) -> Array:
+    """Logits [T, V] behind the first layers of a Llama."""
+    flat = {key.removesuffix(".weight"): np.array(value) for key, value in mx.load(_weights(target)).items()}  # type: ignore[union-attr]
+    x = flat["model.embed_tokens"][tokens]
+    for number in range(layers):
+        at = f"model.layers.{number}."
+        y = rms(x, flat[f"{at}input_layernorm"])
+
+        def heads(key: str, count: int, y: Array = y, at: str = at) -> Array:
+            z = (y @ flat[f"{at}self_attn.{key}_proj"].T).reshape(len(y), count, 16).swapaxes(0, 1)
+            return z if key == "v" else turned(z, 16)
+
+        q, k, v = heads("q", 4), heads("k", 2).repeat(2, axis=0), heads("v", 2).repeat(2, axis=0)
+        scores = np.where(np.tri(len(y), dtype=bool), q @ k.swapaxes(1, 2) / 4, -np.inf)
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        found = (shares / shares.sum(axis=-1, keepdims=True)) @ v
+        x = x + found.swapaxes(0, 1).reshape(len(y), -1) @ flat[f"{at}self_attn.o_proj"].T
+        x = x + gated_mlp(flat, f"{at}mlp.", rms(x, flat[f"{at}post_attention_layernorm"]))
+    logits: Array = rms(adapted(x), flat["model.norm"]) @ flat["model.embed_tokens"].T
+    return logits
+
+
+def _weights(target: LoadedModel) -> str:
+    return str(target.folder / "model.safetensors")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("scale", [0, 0.1])
+def test_chains_are_those_of_an_independent_forward(
+    target: LoadedModel, drafters: Callable[[float], HeadDrafter], scale: float
+) -> None:
+    """Over many rounds in company, whatever was drafted and accepted before; and the target goes on by itself."""
+    own = drafters(scale)
+    layers = own.head.layers  # type: ignore[attr-defined]
+    held = open_texts(target)
+    assert isinstance(held, FlatTexts)
+    together = beside_target(own)
+    together.read(target, held)
+    slots = [Slot(target, held, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
+    for slot in slots:
+        slot.feed_all_but(1)
+    parts = [together.part_of(slot, SamplingParams(), lambda d, t: None, None)() for slot in slots]
+    draws, weights = np.random.default_rng(9), adapter_weights(scale)
+
+    def adapted(x: Array) -> Array:
+        return x + rms(x, weights["norm.weight"]) @ weights["down.weight"].T @ weights["up.weight"].T
+
+    for _ in range(6):
+        some = [n for n in range(3) if draws.random() < 0.7]
+        lines = [Line(parts[n].follower, slots[n].tokens) for n in some]  # type: ignore[union-attr]
+        found = own.continuations(lines, [int(draws.integers(1, 5)) for _ in some])
+        for n, chain in zip(some, (one.chain for one in found), strict=True):
+            truth = by_numpy(target, [*slots[n].tokens, *chain[:-1]], layers, adapted)
+            assert tuple(truth[-len(chain) :].argmax(axis=-1)) == chain
+            assert slots[n].fed == len(slots[n].tokens) - 1
+        for n, slot in enumerate(slots):
+            said = verify(slot, found[some.index(n)].chain if n in some and draws.random() < 0.8 else ())
+            whole = np.array(target.model(mx.array([slot.tokens[:-1]]))[0, -said.accepted - 1 :])
+            assert slot.tokens[-said.accepted - 1 :] == whole.argmax(axis=-1).tolist()
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("requests", [1, 4])
+@pytest.mark.parametrize("scale", [0, 3.0])
+def test_the_text_is_the_targets_own(
+    target: LoadedModel,
+    alone: Alone,
+    drafters: Callable[[float], HeadDrafter],
+    scale: float,
+    temp: float,
+    requests: int,
+) -> None:
+    """By its layers alone, and by an adapter that says anything."""
+    outcomes = run(target, drafters(scale), temp, requests)
+    assert texts(outcomes) == alone(temp, requests)
+    assert any(a.drafted for one in outcomes for a in one)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_of_a_target_whose_layers_add_nothing_the_first_knows_all(tmp_path: Path, temp: float) -> None:
+    """At a temperature too, for the noise is the target's; an adapter's rows are used, so a wild one spoils it."""
+    markov = markov_llama(tmp_path / "markov")
+    own = drafter(markov)
+    assert own.head.layers == 1 and "agree with all in 100%" in own.note  # type: ignore[attr-defined]
+    assert accepted(run(markov, own, temp, 4)) > 2.5
+    exit: Any = own.head
+    exit.adapter = ExitAdapter(AdapterConfig(1, 8, H, VOCAB_SIZE, LAYERS))
+    exit.adapter.up.weight = mx.random.normal((H, 8), key=mx.random.key(1)) * 5
+    assert accepted(run(markov, own, temp, 4)) < 1
+
+
+def test_rows_that_are_no_numbers_end_its_drafting_and_nothing_else(
+    target: LoadedModel,
+    alone: Alone,
+    drafters: Callable[[float], HeadDrafter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = drafters(0)
+    monkeypatch.setattr(own._exits, "_rows", lambda feeds: mx.full((len(feeds), 64), mx.nan))  # type: ignore[attr-defined]
+    outcomes = run(target, own, 0.8, 4)
+    assert texts(outcomes) == alone(0.8, 4)
+    assert "are not numbers" in caplog.text and not any(a.drafted for one in outcomes for a in one)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"hidden_size": 48}, "a width of 48, 3 layers and 258 tokens, and this one has 64, 3 and 258"),
+        ({"vocab_size": 300}, "3 layers and 300 tokens, and this one"),
+        ({"num_hidden_layers": 32}, "32 layers and 258 tokens, and this one"),
+        ({"exit_layer": 3}, "leaves after 3 layers of 3; expected 1 to 2"),
+        ({"rank": 9}, r"down.weight is \(8, 64\), expected \(9, 64\)"),
+        ({"rank": None}, "expected an adapter's sizes"),
+        ({"model_type": "llama"}, "is no adapter for an early exit"),
+        ({"quantization": {"bits": 4}}, "is quantised"),
+        ({"weights": {"up.weight": None}}, "lacks up.weight"),
+        ({"weights": {"up.weight": mx.full((64, 8), mx.inf)}}, "are not numbers"),
+        ({"scale": 9.0, "target": "0123-4567"}, "another target by its fingerprint and agrees with this one nowhere"),
+    ],
+)
+def test_an_adapter_that_cannot_be_used_is_refused_in_a_sentence(
+    target: LoadedModel, tmp_path: Path, other: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(CannotDraft, match=sentence):
+        drafter(target, adapter(tmp_path, **other))
+
+
+def test_a_fingerprint_is_looked_at(tmp_path: Path) -> None:
+    """Of a target in another number format it is another, too; then it is said, and the trial tells."""
+    markov = markov_llama(tmp_path / "markov")
+    config = AdapterConfig(2, 8, H, VOCAB_SIZE, LAYERS, target=digest(markov.folder))  # type: ignore[arg-type]
+    folder, fresh = tmp_path / "adapter", ExitAdapter(config)
+    folder.mkdir()
+    fresh.up.weight = mx.zeros_like(fresh.up.weight)
+    fresh.save_weights(str(folder / "model.safetensors"))
+    for target, said in ((config.target, False), ("0123456789abcdef-0", True)):
+        words = {"model_type": "early_exit_adapter", **asdict(config), "target": target}
+        (folder / "config.json").write_text(json.dumps(words))
+        note = drafter(markov, folder).note
+        assert "2 of 4 layers and an adapter" in note and ("by its fingerprint" in note) == said
+
+
+GRANITE = {
+    "model_type": "granite",
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "sentence"),
+    [("qwen3_next", {}, "share forwards"), ("llama", GRANITE, "granite model does more to its rows")],
+)
+def test_targets_that_cannot_be_left_early(
+    tiny_model: Callable[..., Path], family: str, config: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(CannotDraft, match=sentence):
+        drafter(load(tiny_model(family, **config)))
+
+
+def test_ordinary_layers_are_said_to_be_of_little_use(
+    target: LoadedModel, drafters: Callable[[float], HeadDrafter]
+) -> None:
+    assert "expected a model trained for early exit" in drafters(0).note
+    with pytest.raises(CannotDraft, match="early-exit needs all of the target's output layer"):
+        load_head("early-exit", str(target.folder), target, lambda stage: None, alone=False)
+
+
+def test_the_layer_is_chosen_by_what_chains_would_gain() -> None:
+    """A layer that agrees a little more is not worth twice the time."""
+    assert speedup(0.8, 0.25) > speedup(0.85, 0.5) > 1 > speedup(0.1, 0.25)
