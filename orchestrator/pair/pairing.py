@@ -92,6 +92,6 @@ def _recognised(settings: ServeSettings, draft: str, target: ModelFiles) -> Serv
     kind = head_kind(*(read_json(folder / "config.json") for folder in folders))
     if settings.draft_backend == "auto":
         return replace(settings, draft_backend=kind or "mlx")
-    if kind not in (None, *OF_TARGET) and not settings.drafts_by_head:
+    if kind not in (None, "mtp") and not settings.drafts_by_head:
         raise ModelError(f"{draft} is a head that reads the target; expected draft_backend {kind} or auto for it")
     return settings

@@ -105,6 +105,7 @@ HEADS = [
     *((config, "eagle3") for config in (*EAGLE3, {"architectures": ["PEagleDraftModel"]})),
     *((config, "dflash") for config in BLOCKS),
     ({"model_type": "recurrent_drafting_drafter"}, "redrafter"),
+    ({"model_type": "early_exit_adapter"}, "early-exit"),
 ]
 
 
@@ -156,6 +157,8 @@ def test_a_models_own_head_is_in_its_folder_or_in_another_of_the_same_sizes(tmp_
     assert choose_pair(ServeSettings(**named)).settings.draft_backend == "mlx"
     smaller = {**config, "mtp_num_hidden_layers": 1, "hidden_size": 64}
     (model_folder / "config.json").write_text(json.dumps(smaller))
+    early = choose_pair(ServeSettings(model=str(model_folder), draft_backend="early-exit")).settings
+    assert early.draft_model == early.model and early.colocate
     beside = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(model_folder), draft_backend="auto")
     assert choose_pair(beside).settings.draft_backend == "mlx"
 
