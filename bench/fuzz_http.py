@@ -2,13 +2,14 @@
 
     python -m outrider.bench.fuzz_http                       # 100,000 requests: an hour
     python -m outrider.bench.fuzz_http --requests 3000 --seed 7
+    python -m outrider.bench.fuzz_http --each 100 --at-once 2
 
 The requests are schemathesis's (`pip install schemathesis`), the model is a scripted one with tools and thoughts, whose
-texts cost little. Part after part has a seed of its own; the first also goes through every field's edges. Of every
-answer schemathesis checks status, kind and body, events too, against /openapi.json, and that a wrong request
-is refused. Prints after each part how many there were by status, and the server's memory. The exit code is 1 where a
-check failed, nothing came within 30 s, the process was lost, or it has grown by more than 5 % since a fifth of the
-requests.
+texts cost little. Each part is a process with a seed of its own, for schemathesis grows with what it has tried; the
+first also goes through every field's edges. One server answers all of them. Of every answer schemathesis checks status,
+kind and body, events too, against /openapi.json, and that a wrong request is refused. Prints now and then how many
+there were by status, and the server's memory. The exit code is 1 where a check failed, nothing came within 30 s, the
+process was lost, or it has grown by more than 5 % since a fifth of the requests.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import subprocess
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,6 +67,10 @@ class Tally:
     def count(self) -> int:
         return self.statuses.total()
 
+    def __str__(self) -> str:
+        by_status = (f"{count} {status}" for status, count in sorted(self.statuses.items()))
+        return f"{self.count} requests, {', '.join(by_status)}"
+
 
 def with_context(model: Path, tokens: int) -> Path:
     """The same model with another context, so that a text without an end has one."""
@@ -107,12 +113,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=100_000, help="at least so many; default 100000")
     parser.add_argument("--each", type=int, default=200, help="random requests to each path in a part; default 200")
     parser.add_argument("--seed", type=int, default=1, help="of the first part; default 1")
+    parser.add_argument("--at-once", type=int, default=1, help="parts; to make requests up takes longest; default 1")
 
 
 def run(options: argparse.Namespace) -> int:
     wanted = values.whole("requests", options.requests, 1, 10**9)
+    at_once = values.whole("at-once", options.at_once, 1, 64)
     tally, seed = Tally(), options.seed
-    with TemporaryDirectory() as name:
+    with TemporaryDirectory() as name, ThreadPoolExecutor(at_once) as threads:
         folder = Path(name)
         model = find_model(str(with_context(write_scripted(folder / "model"), CONTEXT)))
         with (
@@ -120,19 +128,21 @@ def run(options: argparse.Namespace) -> int:
             site(cluster, model) as where,
         ):
             pid = where.process.pid
-            while tally.count < wanted:
+
+            def part(seed: int) -> list[str]:
                 phases = "coverage,fuzzing,stateful" if seed == options.seed else "fuzzing"
-                found = fuzz(where.url, folder, seed, options.each, phases)
+                with TemporaryDirectory() as own:
+                    return fuzz(where.url, Path(own), seed, options.each, phases)
+
+            while tally.count < wanted:
+                found = [fault for faults in threads.map(part, range(seed, seed + at_once)) for fault in faults]
+                seed += at_once
                 where.process.check()
                 tally.faults += found
                 tally.statuses = statuses(where)
                 if not tally.early and tally.count >= wanted / 5:
                     tally.early = where.resident
-                by_status = ", ".join(f"{count} {status}" for status, count in sorted(tally.statuses.items()))
-                print(f"part {seed}: {tally.count} requests, {by_status}; {where.resident / 2**20:.1f} MiB", flush=True)
-                for one in found:
-                    print(one, flush=True)
-                seed += 1
+                print(f"before seed {seed}: {tally}; {where.resident / 2**20:.1f} MiB", *found, sep="\n", flush=True)
             grown = where.resident / tally.early
             same = where.process.pid == pid
     lost = "" if same else ", and its process was LOST"

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
 
 import zmq
 
-from outrider.orchestrator.client.async_socket import AsyncSocket
+from outrider.orchestrator.client.async_socket import AsyncSocket, Hear
 from outrider.orchestrator.client.client import FLUSH_MS
 from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout, keys_to
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.client_key import client_key
 from outrider.protocol import values
-from outrider.protocol.codec import decode
 from outrider.protocol.endpoints import connect
 from outrider.protocol.errors import EndpointError, ServerBusy, ServerStopped
-from outrider.protocol.messages import Stats
+from outrider.protocol.messages import Message, Stats
 from outrider.protocol.sampling import SamplingParams
+
+Grown = Callable[[Chunk], object]
 
 
 class AsyncClient:
@@ -83,42 +83,59 @@ class AsyncClient:
 
     async def stats(self) -> Stats:
         """The server's workers and totals."""
+        found: list[Stats] = []
+
+        def hear(answer: Message) -> bool:
+            found.extend((answer,) if isinstance(answer, Stats) else ())
+            return bool(found)
+
         patience = Patience(self.endpoint, self.timeout, self._alive, self._keys)
-        socket = self._socket()
+        socket = self._socket(hear)
         try:
             socket.send(patience.silent())
-            while True:
-                for frames in await socket.receive(patience):
-                    answer = decode(frames)
-                    if isinstance(answer, Stats):
-                        return answer
+            await socket.until_over(patience)
         finally:
             socket.close()
+        return found[0]
 
     async def exchange(self, dialogue: Dialogue) -> AsyncIterator[Chunk]:
         """Runs one dialogue to its end; cancels it when the caller leaves early."""
+        chunks = asyncio.Queue[Chunk | None]()
+        following = asyncio.create_task(self.follow(dialogue, chunks.put_nowait))
+        following.add_done_callback(lambda _: chunks.put_nowait(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+            following.result()
+        finally:
+            following.cancel()
+            await asyncio.wait((following,))
+
+    async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
+        """The same, with `grown` hearing of each chunk in the very turn of the loop that brings it."""
         while True:
             try:
-                async with aclosing(self._exchange(dialogue)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
+                await self._follow(dialogue, grown)
                 return
             except (EndpointError, ServerStopped) as error:
                 await asyncio.sleep(dialogue.retry(error))
 
-    async def _exchange(self, dialogue: Dialogue) -> AsyncGenerator[Chunk, None]:
+    async def _follow(self, dialogue: Dialogue, grown: Grown) -> None:
         """The same with one server."""
+
+        def hear(message: Message) -> bool:
+            chunk = dialogue.take(message)
+            if chunk is not None:
+                grown(chunk)
+            return dialogue.over
+
         patience = Patience(self.endpoint, self.timeout, self._alive, self._keys)
-        socket = self._socket()
+        socket = self._socket(hear)
         try:
             socket.send(dialogue.opening)
             dialogue.was_sent = True
             self._open[dialogue.request] = socket
-            while not dialogue.over:
-                for frames in await socket.receive(patience, dialogue.request):
-                    chunk = dialogue.take(decode(frames))
-                    if chunk is not None:
-                        yield chunk
+            await socket.until_over(patience, dialogue.request)
         finally:
             self._open.pop(dialogue.request, None)
             if not dialogue.over:
@@ -131,7 +148,7 @@ class AsyncClient:
         if socket is not None:
             socket.send(dialogue.farewell)
 
-    def _socket(self) -> AsyncSocket:
+    def _socket(self, hear: Hear) -> AsyncSocket:
         try:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         except zmq.ZMQError as error:  # each request has one, and there are so many to a process
@@ -143,11 +160,11 @@ class AsyncClient:
         except EndpointError:
             socket.close()
             raise
-        return AsyncSocket(socket)
+        return AsyncSocket(socket, hear)
 
 
 class AsyncStream:
-    """A completion that grows: iterate once with `async for`, then ask for the `result`.
+    """A completion that grows: iterate once with `async for`, then ask for the `result`; or `follow` it.
 
     A second loop, over a finished or a broken-off stream, is an InvalidRequest.
     """
@@ -159,6 +176,12 @@ class AsyncStream:
     def __aiter__(self) -> AsyncIterator[Chunk]:
         self._dialogue.begin()
         return self._client.exchange(self._dialogue)
+
+    async def follow(self, grown: Grown) -> GenerationResult:
+        """Reads it to its end instead of a loop: `grown` hears of each chunk as it comes, and must not take long."""
+        self._dialogue.begin()
+        await self._client.follow(self._dialogue, grown)
+        return self.result
 
     @property
     def request(self) -> str:

@@ -1,33 +1,39 @@
-"""A ZeroMQ socket in asyncio: its messages are taken in as they come, and wait here for their reader.
+"""A ZeroMQ socket in asyncio: each message is heard as it comes, in the loop's own turn, until one is the last.
 
-ZeroMQ's own sockets for asyncio (`zmq.asyncio`) cost some futures and polls for each message.
+ZeroMQ's own sockets for asyncio (`zmq.asyncio`) cost some futures and polls for each message, and a task that waits for
+each message another turn of the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 import zmq
 
 from outrider.orchestrator.client.dialogue import Patience
-from outrider.orchestrator.client.line import Line
-from outrider.protocol.codec import encode
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Message
 
 HAS_COME = int(zmq.POLLIN)
 """As a number: what Python does with flags takes longer than asking."""
 
-Frames = list[bytes]
+Hear = Callable[[Message], bool]
+"""What to do with a message; whether it is the last."""
 
 
 class AsyncSocket:
     """Owns `socket`, which is connected, until it is closed."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], hear: Hear) -> None:
         self._socket = socket
-        self._line = Line[Frames]()
+        self._hear = hear
         self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._fault: Exception | None = None
+        self._is_silent = True
         self._file = socket.FD
         self._loop.add_reader(self._file, self._take_in)
 
@@ -37,23 +43,44 @@ class AsyncSocket:
             self._socket.send_multipart(encode(message), zmq.NOBLOCK)
         self._take_in()  # sending, too, takes the sign off the file that something has come
 
-    async def receive(self, patience: Patience, about: str | None = None) -> list[Frames]:
-        """What has come, each a message's frames; asks the server `about` a request where it is silent.
+    async def until_over(self, patience: Patience, about: str | None = None) -> None:
+        """Returns when the last message has been heard; asks the server `about` a request where it is silent.
 
         Raises:
-            OutriderError: `patience` is over.
+            OutriderError: `patience` is over, what came is no message, or whoever hears it raised this.
         """
-        while not (arrived := await self._line.take(patience.poll_ms / 1000)):
-            self.send(await asyncio.to_thread(patience.silent, about))
-        patience.heard()
-        return arrived
+        while not self._over.done():
+            self._is_silent = True
+            await asyncio.wait((self._over,), timeout=patience.poll_ms / 1000)
+            if not self._is_silent:
+                patience.heard()
+            elif not self._over.done():
+                self.send(await asyncio.to_thread(patience.silent, about))
+        if self._fault is not None:
+            raise self._fault
 
     def close(self, linger_ms: int = 0) -> None:
         """What was sent and has not left yet has so many milliseconds to do so."""
         self._loop.remove_reader(self._file)
-        self._line.close()
+        self._over.cancel()
         self._socket.close(linger_ms)
 
     def _take_in(self) -> None:
         while int(self._socket.get(zmq.EVENTS)) & HAS_COME:
-            self._line.put(self._socket.recv_multipart(zmq.NOBLOCK))
+            self._is_silent = False
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            if not self._over.done():
+                self._take(frames)
+
+    def _take(self, frames: list[bytes]) -> None:
+        is_last = True
+        try:
+            is_last = self._hear(decode(frames))
+        except OutriderError as error:
+            self._fault = error  # whoever waits for the end raises it
+        except Exception as error:
+            self._fault = error
+            raise
+        finally:
+            if is_last:
+                self._over.set_result(None)

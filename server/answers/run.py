@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from outrider.orchestrator.client.async_client import AsyncClient, AsyncStream
-from outrider.orchestrator.client.line import Line
-from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.errors import OutriderError
 from outrider.server.answers.extras import NO_EXTRAS, Extras, extras_of
+from outrider.server.answers.line import Line
 from outrider.server.mapping.manner import Manner
 from outrider.server.metrics import Watch
 from outrider.server.problems import Refused
@@ -139,14 +139,16 @@ class Run:
         result: GenerationResult | None = None
         failed: Exception | None = None
         limits = [limit for limit in (job.manner.timeout, self._longest) if limit is not None]
+
+        def grown(chunk: Chunk) -> None:
+            watch.grown(len(chunk.token_ids))
+            self._line.put(Grown(index, chunk.text, chunk.token_ids, extras_of(chunk, job.words)))
+
         try:
             stream = self._streams[index] = self._stream(index, job)
             log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
-                async for chunk in stream:
-                    watch.grown(len(chunk.token_ids))
-                    self._line.put(Grown(index, chunk.text, chunk.token_ids, extras_of(chunk, job.words)))
-            result = stream.result
+                result = await stream.follow(grown)
             self._line.put(Ended(index, result))
         except OutriderError as error:
             self._line.put(failed := error)
