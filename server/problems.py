@@ -22,6 +22,7 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_NO_FIELDS = frozenset({"body", "str", "int", "float", "bool", "none"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,17 @@ def problem_of(error: Exception) -> Problem:
 
 def _invalid(errors: Sequence[Any]) -> Problem:
     """The first field that is wrong. Of alternatives that all fail, the one that was meant got the furthest."""
-    first: dict[str, Any] = max(errors, key=lambda error: len(error["loc"]))
-    path = [str(part) for part in first["loc"] if part != "body"]
-    name = next((part for part in path), None)
-    where = ".".join(path)
-    said = first["msg"]
-    if first.get("type") == "extra_forbidden":
-        said = "no such field is known here; leave it out"
-    if first.get("type") == "json_invalid":
-        return Problem(400, f"the body is not JSON ({first.get('ctx', {}).get('error', said)}); expected an object")
-    return Problem(400, f"{where or 'the body'}: {said}", param=name)
+    first: dict[str, Any] = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
+    if first["type"] == "json_invalid":
+        return Problem(400, f"the body is not JSON ({first['ctx']['error']}); expected an object")
+    *above, last = first["loc"]
+    is_unknown = first["type"] == "extra_forbidden"
+    path = [str(part) for part in above if _is_field(part)]
+    path += [str(last)] if is_unknown or _is_field(last) else []
+    said = "no such field is known here; leave it out" if is_unknown else first["msg"]
+    return Problem(400, f"{'.'.join(path) or 'the body'}: {said}", param=path[0] if path else None)
+
+
+def _is_field(part: str | int) -> bool:
+    """Whether the requester knows it: a name or a place, and not what the library calls an alternative."""
+    return isinstance(part, int) or (part.islower() and part.isidentifier() and part not in _NO_FIELDS)

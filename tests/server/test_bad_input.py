@@ -178,6 +178,26 @@ def test_a_field_that_cannot_be(ask: Ask, path: str, wrong: dict[str, Any], word
     assert answer.status_code == 400 and words in complaint(answer, anthropic=path == CLAUDE)
 
 
+@pytest.mark.parametrize(
+    ("path", "wrong", "words"),
+    [
+        (CHAT, {"stop": ["s"] * 5000}, "stop: List should have at most 32 items"),
+        (RESPOND, {"input": []}, "input: List should have at least 1 item"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            "messages.0.content.0.type: Field required",
+        ),
+        (CHAT, {"stop": 5}, "stop: "),
+    ],
+)
+def test_of_alternatives_the_one_that_was_meant_is_told_by_its_field(
+    ask: Ask, path: str, wrong: dict[str, Any], words: str
+) -> None:
+    """Not the first that it is not, by the name that the library has for it."""
+    assert complaint(ask(path, json={**PATHS[path], **wrong})).startswith(words)
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize(("wrong", "words"), WRONG_OF_TWO)
 def test_a_field_of_the_older_apis_that_cannot_be(ask: Ask, path: str, wrong: dict[str, Any], words: str) -> None:
