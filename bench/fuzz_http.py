@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.bench.scripted_model import write_scripted
+from outrider.bench.scripted_model import END, write_scripted
 from outrider.bench.web.site import Site, site
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -38,6 +38,7 @@ from outrider.protocol import values
 GROWTH = 1.05
 CONTEXT = 192
 ANSWER_S = 30
+WORDS = 12_000
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -97,6 +98,14 @@ def fuzz(url: str, folder: Path, seed: int, each: int, phases: str) -> list[str]
     return [f"seed {seed}: {ended.stdout}{ended.stderr}"]
 
 
+def fill(url: str) -> None:
+    """A tokenizer keeps the first words that it sees, 10,000 of them: it has them before its memory is looked at."""
+    words = END.join(f"a word of its own: {number}" for number in range(WORDS))
+    asked = Request(f"{url}/tokenize", json.dumps({"content": words}).encode(), {"content-type": "application/json"})
+    with urlopen(asked, timeout=ANSWER_S) as answer:
+        answer.read()
+
+
 def statuses(where: Site) -> Counter[str]:
     """All answers so far by status, as the server counts them."""
     with urlopen(f"{where.url}/metrics", timeout=ANSWER_S) as answer:
@@ -128,6 +137,7 @@ def run(options: argparse.Namespace) -> int:
             site(cluster, model) as where,
         ):
             pid = where.process.pid
+            fill(where.url)
 
             def part(seed: int) -> list[str]:
                 phases = "coverage,fuzzing,stateful" if seed == options.seed else "fuzzing"
