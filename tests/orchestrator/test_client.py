@@ -289,6 +289,33 @@ def test_leaving_an_async_loop_cancels(stand, codec, leave):
 # --- results ------------------------------------------------------------------------------------------------------
 
 
+def test_a_stream_may_be_followed_instead(stand, codec):
+    stand.core.play = says(codec, "a b c")
+
+    async def ask():
+        heard, stream = [], AsyncClient(stand.endpoint).stream("x")
+        result = await stream.follow(heard.append)
+        assert result == stream.result and [token for chunk in heard for token in chunk.token_ids] == [
+            *result.token_ids
+        ]
+        with pytest.raises(InvalidRequest, match="read already"):
+            await stream.follow(heard.append)
+        return "".join(chunk.text for chunk in heard)
+
+    assert asyncio.run(ask()) == "a b c"
+
+
+def test_who_follows_hears_of_what_its_listener_raised_and_the_text_is_cancelled(stand, codec):
+    stand.core.play = begins(codec)
+
+    def listener(chunk):
+        raise InvalidRequest("not this")
+
+    with pytest.raises(InvalidRequest, match="not this"):
+        asyncio.run(AsyncClient(stand.endpoint).stream("x").follow(listener))
+    stand.core.wait_for(Stop)
+
+
 def test_the_summary_has_mlx_lms_lines_and_one_for_speculation():
     timings = Timings(
         prompt_n=10, prompt_ms=20.0, predicted_n=60, predicted_per_second=123.456, rounds=20, draft_n=80,
