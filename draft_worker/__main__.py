@@ -9,7 +9,8 @@ from pathlib import Path
 
 from outrider.draft_worker.slow_link import SlowLink
 from outrider.draft_worker.worker import DraftWorker, Link
-from outrider.drafting.backends import BACKENDS, make
+from outrider.drafting.backends import NAMES, make
+from outrider.drafting.drafter import HearingDrafter
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.paced import PacedDrafter
 from outrider.drafting.replay import ReplayDrafter
@@ -38,7 +39,11 @@ def main() -> int:
         try:
             link.send(Loading("draft", f"starting the {options.backend} drafter"))
             drafter = make(
-                options.backend, options.model, lambda stage: link.send(Loading("draft", stage)), options.prefill
+                options.backend,
+                options.model,
+                lambda stage: link.send(Loading("draft", stage)),
+                options.prefill,
+                options.target,
             )
             far: Link = link
             if options.simulate:
@@ -64,13 +69,14 @@ def main() -> int:
             note=drafter.note,
             kv=drafter.prompt_cache.cost,
             vocabulary=options.vocabulary,
+            features=drafter.features if isinstance(drafter, HearingDrafter) else "",
         )
         try:
             link.enter(hello)
         except OutriderError as error:
             return link.failed(error)
         memory = Peak() if options.backend == "mlx" else None
-        folder = Path(options.model)
+        folder = Path(options.target or options.model)
         compiler = Compiler(folder) if (folder / TOKENIZER).is_file() else None
         worker = DraftWorker(far, drafter, POLICIES[options.fan_out], memory, compiler)
         while True:
@@ -90,8 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="draft_worker", description=__doc__)
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--name", default="draft-0")
-    parser.add_argument("--backend", choices=sorted(BACKENDS), default="mlx")
+    parser.add_argument("--backend", choices=NAMES, default="mlx")
     parser.add_argument("--model", required=True, help="a model directory; for replay, its script")
+    parser.add_argument("--target", default="", help="the model whose hidden rows a head reads")
     parser.add_argument("--prefill", default="auto", help="who reads prompts for mlx: auto, mlx, coreml or a package")
     parser.add_argument("--fan-out", choices=sorted(POLICIES), default="best-first")
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")

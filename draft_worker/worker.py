@@ -33,6 +33,7 @@ from outrider.protocol.messages import (
     Commit,
     Drafted,
     Fault,
+    Features,
     KvMemory,
     Message,
     Open,
@@ -143,7 +144,7 @@ class DraftWorker:
             with named_errors("the draft's forward"):
                 self._handle(message)
         except OutriderError as error:
-            self._fault(message.request if isinstance(message, Open | Commit | Close) else None, error)
+            self._fault(message.request if isinstance(message, Open | Commit | Features | Close) else None, error)
 
     def _fault(self, request: str | None, error: OutriderError) -> None:
         """A drafter that fails loses that request, never the worker."""
@@ -161,6 +162,8 @@ class DraftWorker:
                 self._commit(message)
             case Close():
                 self._drop(message.request)
+            case Features():
+                self._hear(message)
             case KvMemory():
                 self._drafter.prompt_cache.allow(message.limit if message.prompt_cache else 0)
                 self._report()
@@ -310,6 +313,11 @@ class DraftWorker:
         drafting.work.commit(message.tokens, message.verifying, message.depth, message.branches, message.skip)
         drafting.newest = message
         drafting.owed = message.verifying is None and message.depth > 0
+
+    def _hear(self, message: Features) -> None:
+        drafting = self._drafting.get(message.request)
+        if drafting is not None and message.epoch == drafting.epoch:
+            drafting.work.hear(message.position, message.rows)
 
     def _forward(self, working: Sequence[Drafting]) -> None:
         """Drafts what is waited for, then grows all trees by one forward; of long texts one is read on by a piece."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from outrider.drafting.drafter import Drafter
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.heads import AHEAD
 
 Progress = Callable[[str], None]
 
@@ -31,14 +32,24 @@ def _coreml(model: str, prefill: str, progress: Progress) -> Drafter:
 
 
 BACKENDS: dict[str, Callable[[str, str, Progress], Drafter]] = {"coreml": _coreml, "mlx": _mlx, "replay": _replay}
+NAMES = (*sorted(BACKENDS), *AHEAD)
 
 
-def make(backend: str, model: str, progress: Progress, prefill: str = "auto") -> Drafter:
+def _head(kind: str, model: str, target: str, progress: Progress) -> Drafter:
+    from outrider.drafting.heads.ahead import AheadHead
+
+    return AheadHead.load(kind, model, target, progress)
+
+
+def make(backend: str, model: str, progress: Progress, prefill: str = "auto", target: str = "") -> Drafter:
     """The drafter `backend` for `model` (a model directory; for `replay` its script; `coreml` takes a package too).
 
     Args:
         prefill: who reads prompts for `mlx`, see `drafting.coreml.readers`.
+        target: the folder of the model whose rows a head reads.
     """
+    if backend in AHEAD:
+        return _head(backend, model, target, progress)
     if backend not in BACKENDS:
-        raise InvalidRequest(f"no drafter is called {backend!r}; there are {', '.join(sorted(BACKENDS))}")
+        raise InvalidRequest(f"no drafter is called {backend!r}; there are {', '.join(NAMES)}")
     return BACKENDS[backend](model, prefill, progress)

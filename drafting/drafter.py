@@ -13,6 +13,7 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
+from outrider.protocol.fields import Halves
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
 
@@ -22,6 +23,8 @@ __all__ = [
     "DrafterFault",
     "DrawingDrafter",
     "DrawingTree",
+    "HearingDrafter",
+    "HearingTree",
     "JoiningDrafter",
     "TokenTree",
     "TreeFeed",
@@ -173,6 +176,27 @@ class DrawingDrafter(Drafter, Protocol):
     ) -> DrawingTree:
         """As `open`. `cached`: of how many continuations of a node Saguaro's factor lowers the weight."""
         ...
+
+
+@runtime_checkable
+class HearingTree(TokenTree, Protocol):
+    """A tree of what reads the target's hidden rows."""
+
+    def hear(self, position: int, rows: Halves) -> None:
+        """Rows [N, W] of committed tokens, the first at `position`, as they come: also of ones yet to be committed."""
+        ...
+
+    def ready(self, ahead: int = 0) -> bool:
+        """Whether it can grow, or could once `ahead` tokens more were read. Before that there is no root."""
+        ...
+
+
+@runtime_checkable
+class HearingDrafter(Drafter, Protocol):
+    """A drafter whose trees are told the target's rows. `features`: of what they are made, which both ends compare."""
+
+    @property
+    def features(self) -> str: ...
 
 
 @runtime_checkable

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from outrider.drafting.calibration import MAX_RANK, Calibration, Point
-from outrider.drafting.drafter import DrawingTree, TokenTree, TreeFeed
+from outrider.drafting.drafter import DrawingTree, HearingTree, TokenTree, TreeFeed
 from outrider.drafting.fan_out import FanOut, Wish, ranks
+from outrider.protocol.fields import Halves
 from outrider.protocol.messages import Branch
 from outrider.protocol.sparse import SparseQ
 
@@ -119,7 +120,7 @@ class WorkAhead:
     """Prepares the likely outcomes of the chain under verification, all branches one token deeper a forward.
 
     Committed tokens that nobody drafted wait until an `advance` feeds them: after a few beside the chain, after a
-    stretch without drafts in pieces that are only read.
+    stretch without drafts in pieces that are only read. So they do while a tree that is to be told rows can't grow yet.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class WorkAhead:
         """`drawing`: `tree` itself, where its continuations are drawn."""
         self.tree = tree
         self._drawing = drawing
+        self._hearing = tree if isinstance(tree, HearingTree) else None
         self._eos = frozenset(eos)
         self._fan_out = fan_out
         self._calibration = calibration
@@ -148,12 +150,14 @@ class WorkAhead:
     @property
     def far_behind(self) -> bool:
         """True while a continuation would first have to feed many tokens: `advance` does so piece by piece."""
-        return len(self._behind) > _BESIDE
+        return len(self._behind) > _BESIDE and not self._is_blind
 
     @property
     def busy(self) -> bool:
         """True while there is a forward worth making, or it is still to be said that there is none."""
         plan = self._plan
+        if self._is_blind:
+            return False
         if plan is None:
             return bool(self._behind)
         return bool(not plan.begun or plan.unfed or plan.unforked or plan.growing)
@@ -170,19 +174,38 @@ class WorkAhead:
         """
         self._learn(tokens)
         self._wanted = Wanted(None if verifying is None else tuple(verifying), depth, branches, skip)
-        if not self._behind:
+        if not self._behind and not self._is_blind:
             known = self._known(tokens)
             self.tree.commit(known)
             tokens = tokens[len(known) :]
         self._behind += tokens
         self._plan = None
-        if not self._behind:
+        if not self._behind and not self._is_blind:
             self._make_plan()
+
+    def hear(self, position: int, rows: Halves) -> None:
+        """The target's rows of committed tokens, the first at `position`; only a tree of what reads them is told."""
+        if self._hearing is None:
+            return
+        self._hearing.hear(position, rows)
+        if self._plan is None and not self._behind and not self._is_blind:
+            self._make_plan()
+
+    @property
+    def _is_blind(self) -> bool:
+        """Whether nothing can grow or be read, for rows are to come first."""
+        return self._hearing is not None and not self._hearing.ready(len(self._behind))
+
+    @property
+    def _has_root(self) -> bool:
+        return self._hearing is None or self._hearing.ready()
 
     def continuation(self, depth: int) -> Steps[Continuation]:
         """The `depth` tokens that follow the committed text, chained on the device and evaluated once (SD)."""
-        while self._behind:
+        while self._behind and not self._is_blind:
             yield from self._catch_up()
+        if not self._has_root:
+            return Continuation()
         depth = min(depth, self.tree.room)
         if depth < 1:
             return Continuation()
@@ -229,15 +252,15 @@ class WorkAhead:
 
     def _catch_up(self) -> Steps[None]:
         """One forward over committed tokens; once there are no more, what is wanted can be planned."""
-        if self.far_behind:
+        if self.far_behind or not self._has_root:
             piece, self._behind = self._behind[:_PIECE], self._behind[_PIECE:]
-            self.tree.read(piece, more=self.far_behind)
+            self.tree.read(piece, more=len(self._behind) > _BESIDE)
         else:
             line = [*self._behind, *(self._wanted.verifying or ())]
             nodes = yield _line(self.tree, self.tree.root, line)
             self.tree.commit(nodes[: len(self._behind)])
             self._behind = []
-        if not self._behind:
+        if not self._behind and self._has_root:
             self._make_plan()
 
     def _make_plan(self) -> None:

@@ -95,16 +95,27 @@ def load(
     )
 
 
-def outline(path_or_repo: str) -> nn.Module:
-    """The model with its weights left on disk: enough to see what it would compute, and in which number format.
+def outline(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None) -> LoadedModel:
+    """The model with its weights left in their files: those that somebody computes with are read then.
 
-    Raises:
-        ModelError: as `load`.
+    Raises ModelError as `load` does.
     """
-    model, _ = _read(find(path_or_repo, log.info))
+    path = find(str(path_or_repo), progress or log.info)
+    model, config = _read(path)
+    parameters = get_total_parameters(model)
     if mx.default_device().type == mx.cpu:
-        model.set_dtype(mx.float32)
-    return model
+        model = _to_float32(model, parameters)
+    return LoadedModel(
+        model=model,
+        config=config,
+        model_type=config["model_type"],
+        vocab_size=model(mx.array([[0]])).shape[-1],  # lazy: only the shape is computed
+        context_length=_context_length(config),
+        parameters=parameters,
+        weight_bytes=0,
+        attention_only=True,
+        folder=path,
+    )
 
 
 def find(path_or_repo: str, tell: Callable[[str], None]) -> Path:

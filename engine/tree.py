@@ -26,7 +26,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.kv import KvCost
 from outrider.protocol.sparse import SparseQ
 
-_NOWHERE = -1  # the parent of a root that was just read
+NOWHERE = -1  # the parent of a root that was just read
 _SLACK = 8  # dead columns that are not worth a gather
 
 
@@ -76,6 +76,7 @@ class Tree:
         """
         self.columns, self._sampler, self._context_length = columns, sampler, context_length
         self._draws = draws
+        self._origin = 0  # the position of the first column's token; those before have none
         self._committed: list[int] = []
         self._layout = Layout(0)
         self._column_tokens: list[int] = []
@@ -188,7 +189,7 @@ class Tree:
         self.columns.prefill(self._committed, progress, start + len(tokens), start)
         self._layout = Layout(len(self._committed))
         if not more:
-            (root,) = feed_together([self], [TreeFeed([_NOWHERE], tokens[-1:])])[0]
+            (root,) = feed_together([self], [TreeFeed([NOWHERE], tokens[-1:])])[0]
             self._settle(root)
 
     def _node(self, node: int) -> _Node:
@@ -219,7 +220,7 @@ class Tree:
         tokens = fed if len(fed) == len(ids) else self._lazily(feed.parents, ids)
         self._layout.add(above)
         positions = self._layout.positions
-        places = positions[start:].tolist()
+        places = (positions[start:] + self._origin).tolist()
         told = zip(feed.parents, feed.tokens, places, strict=True)
         forks = [self._nodes[parent].fork if token is None else place for parent, token, place in told]
         new = NewColumns(tokens, start, positions, self._layout.seen(start), above)
@@ -255,7 +256,7 @@ class Tree:
         """The column of a node, also of one that is about to be fed; the last committed one's for a root to be."""
         if parent >= self._next:
             return self._layout.end + parent - self._next
-        return len(self._committed) - 1 if parent == _NOWHERE else self._node(parent).column
+        return len(self._column_tokens) - 1 if parent == NOWHERE else self._node(parent).column
 
     def _readily(self, parent: int, token: int | None) -> int | None:
         """The token to feed, if it can be told without waiting."""

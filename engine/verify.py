@@ -206,8 +206,10 @@ class Forward:
                 slot.text.roll_back(len(slot.tokens) - 1)
             hidden = self._hidden[index]
             if slot.listener is not None and hidden is not None:
-                fed = hidden[-len(chain) - 1 :]  # what was fed again stands before them
-                heard = fed[: len(new)] if verdict.path is None else mx.take(fed, mx.array(own, mx.int32), axis=0)
+                # What was fed again stands before them. A piece of an array would wait for the next forward.
+                fed = hidden if hidden.shape[0] == len(chain) + 1 else hidden[-len(chain) - 1 :]
+                heard = fed if len(new) == fed.shape[0] else fed[: len(new)]
+                heard = heard if verdict.path is None else mx.take(fed, mx.array(own, mx.int32), axis=0)
                 slot.listener(self._positions[index] - 1, heard)
         except OutriderError as error:
             return error

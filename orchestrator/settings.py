@@ -14,7 +14,7 @@ from typing import Any, TypedDict, cast
 from outrider.protocol import logs, values
 from outrider.protocol.endpoints import is_local, parse
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.heads import HEADS, OF_TARGET
+from outrider.protocol.heads import AHEAD, HEADS, OF_TARGET
 
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")
@@ -23,6 +23,7 @@ PREFILL_BACKENDS = ("mlx", "coreml")
 DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 FAN_OUTS = ("best-first", "geometric", "uniform")
 BRANCH_DEPTHS = ("auto", "full")
+HEAD_PLACES = ("target", "draft-worker")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DRAFT_TOKENS = 4
 BRANCHES = 16
@@ -32,6 +33,7 @@ _WORDS = {
     "prefill_backend": PREFILL_BACKENDS,
     "fan_out": FAN_OUTS,
     "branch_depth": BRANCH_DEPTHS,
+    "head_in": HEAD_PLACES,
     "log_level": LOG_LEVELS,
     "log_format": logs.FORMATS,
 }
@@ -57,8 +59,9 @@ class ServeSettings:
     None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts that have ended,
     where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the
     script of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
-    `draft_backend`: who drafts; a head that reads the target (`protocol.heads`) does so in its process; mtp is in the
-    model's own folder unless `draft_model` names another; auto looks what `draft_model` is. `draft_prefill`: who reads
+    `draft_backend`: who drafts; mtp, a head that reads the target (`protocol.heads`), is in the model's own folder
+    unless `draft_model` names another; auto looks what `draft_model` is. `head_in`: the process that a head drafts in,
+    the target's or a draft worker, which is told the rows that it reads and works ahead. `draft_prefill`: who reads
     prompts for a drafter on MLX (docs/coreml.md). `drafters`: so many processes draft and share a round's outcomes;
     `branches` None: `BRANCHES` for each. `colocate`: the target drafts in its own process, in turn with verifying,
     instead of a draft worker that works ahead. `shards`: so many ranks of the target on this machine, each with a part
@@ -86,6 +89,7 @@ class ServeSettings:
     branches: int | None = None
     fan_out: str = "best-first"
     branch_depth: str = "auto"
+    head_in: str = "target"
     ngrams: bool = True
     mode: str = "auto"
     endpoint: str | None = None
@@ -140,7 +144,7 @@ class ServeSettings:
             self._keep("num_draft_tokens", check_draft_tokens(self.num_draft_tokens))
         if self.branches is not None:
             self._keep("branches", check_branches(self.branches))
-        if self.drafts_by_head:
+        if self.drafts_by_head and self.head_in == "target":
             self._keep("colocate", True)
         self._check_together()
 
@@ -182,6 +186,7 @@ class ServeSettings:
             raise InvalidRequest(
                 f"drafters is {self.drafters}, and {why} in no process of its own; expected 1, or a drafter on its own"
             )
+        self._check_head()
         if self.colocate:
             self._check_colocated()
         if self.draft_model is not None and not self.needs_draft_model:
@@ -212,6 +217,30 @@ class ServeSettings:
         if self.draft_backend == "replay" and self.replay is None:
             raise InvalidRequest("draft_backend replay has no script; expected replay to name the file it plays")
 
+    def _check_head(self) -> None:
+        if self.head_in != "target" and self.draft_backend not in (*AHEAD, "auto"):
+            raise InvalidRequest(
+                f"head_in {self.head_in} is for heads that can work ahead, and draft_backend {self.draft_backend} is"
+                f" none; expected one of {', '.join(AHEAD)}, or no head_in"
+            )
+        if self.head_in != "target" and self.colocate:
+            raise InvalidRequest("colocate drafts in the target's process; expected head_in draft-worker or colocate")
+        if not self.drafts_by_head:
+            return
+        if self.simulate is not None:
+            raise InvalidRequest(
+                "a head that reads the target keeps to no latency profile; expected simulate or a draft model"
+            )
+        if self.draft_backend in OF_TARGET and self.model is None:
+            raise InvalidRequest(
+                f"draft_backend {self.draft_backend} is a model's own head; expected model, the original with that head"
+            )
+        if self.draft_backend not in OF_TARGET and self.draft_model is None:
+            raise InvalidRequest(
+                f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
+                " for this model"
+            )
+
     def _check_colocated(self) -> None:
         if self.draft_backend not in ("mlx", "auto", *HEADS):
             raise InvalidRequest(
@@ -221,15 +250,6 @@ class ServeSettings:
         if self.draft_prefill not in ("auto", "mlx"):
             raise InvalidRequest(
                 f"draft_prefill {self.draft_prefill} is for a draft worker and colocate has none; leave one out"
-            )
-        if self.draft_backend in OF_TARGET and self.model is None:
-            raise InvalidRequest(
-                f"draft_backend {self.draft_backend} is a model's own head; expected model, the original with that head"
-            )
-        if self.drafts_by_head and self.draft_backend not in OF_TARGET and self.draft_model is None:
-            raise InvalidRequest(
-                f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
-                " for this model"
             )
         if self.model is not None and self.draft_model is None and self.draft_backend not in OF_TARGET:
             raise InvalidRequest("colocate has no model to draft with; expected draft_model beside model, or neither")
@@ -251,6 +271,7 @@ class Settings(TypedDict, total=False):
     branches: int | None
     fan_out: str
     branch_depth: str
+    head_in: str
     ngrams: bool
     mode: str
     endpoint: str | None

@@ -40,7 +40,7 @@ class CoreMLReader:
         package = reader_for(model, "coreml", tell)
         if package is None:
             raise CannotDraft("no unit of this machine runs the target's Core ML package; leave the prefill worker out")
-        return cls(package, Layout.of(outline(model)))
+        return cls(package, Layout.of(outline(model).model))
 
     def read(self, tokens: Sequence[int], start: int) -> Generator[list[Piece]]:
         total, done = len(tokens) - 1, 0

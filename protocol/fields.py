@@ -72,6 +72,7 @@ Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)
 Bytes = Annotated[np.ndarray[Any, np.dtype[np.uint8]], Array("uint8", 1)]
 Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]
 Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]
+Halves = Annotated[np.ndarray[Any, np.dtype[np.float16]], Array("float16", 2)]
 Probabilities = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2, low=0)]
 Origins = Annotated[tuple[Annotated[int, Range(int(min(Origin)), int(max(Origin)))], ...], Size(2**16)]
 """An `Origin` a token."""

@@ -77,6 +77,7 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
             from outrider.engine.pace import Pace
             from outrider.target_worker.colocated import Colocated
             from outrider.target_worker.own_head import ColocatedExit, ColocatedHead, beside_target
+            from outrider.target_worker.telling import Teller
             from outrider.target_worker.worker import TargetWorker
 
             profile = Profile.read(options.simulate) if options.simulate else None
@@ -88,6 +89,7 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
             tell("trying what the model can do")
             able = abilities(model)
             colocated: Colocated | ColocatedHead | ColocatedExit | None = None
+            teller, untold = None, ""
             texts = rank_zero.texts(options.model, model) if rank_zero is not None else None
             if options.draft_model:
                 try:
@@ -95,18 +97,25 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
                         colocated = Colocated(MlxDrafter.load(options.draft_model, tell))
                     else:
                         head = heads.load(options.draft_backend, options.draft_model, model, tell, rank_zero is None)
-                        colocated = beside_target(head)
+                        if options.tell:
+                            teller = Teller.of(head, options.draft_model, model)
+                        else:
+                            colocated = beside_target(head)
                 except CannotDraft as error:
-                    able = Abilities(chains=False, why=str(error))
+                    if options.tell:
+                        untold = str(error)
+                    else:
+                        able = Abilities(chains=False, why=str(error))
             if colocated is not None:  # each load has set the limits for its own weights alone
                 memory.set_limits(model.weight_bytes + colocated.drafter.weight_bytes)
             pace = Pace(profile.target, complain=lambda why: link.send(Remark(link.name, why))) if profile else None
             leader = rank_zero.leader if rank_zero is not None else None
-            worker = TargetWorker(link, model, pace, colocated, texts, leader)
+            worker = TargetWorker(link, model, pace, colocated, texts, leader, teller)
         except OutriderError as error:
             return link.failed(error)
         drafts = f"drafting in this process with {options.draft_model}" if colocated else ""
-        doubt = colocated.drafter.note if colocated is not None else ""
+        reader = colocated.drafter if colocated is not None else teller
+        doubt = reader.note if reader is not None else untold
         of_ranks = rank_zero.note if rank_zero is not None else ""
         notes = [f"simulating {profile.name}" if profile else drafts, doubt, of_ranks]
         hello = Hello(
@@ -124,6 +133,7 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
             abilities=replace(able, takes_kv=worker.takes_kv, trees=able.chains and worker.verifies_trees),
             kv=worker.kv,
             files=digest(model.folder) if model.folder is not None else "",
+            features=teller.features if teller is not None else "",
         )
         while True:
             try:
@@ -145,6 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-model", help="a model that drafts in this process, in turn with the target")
     kind = "what that is: mlx, a model of its own, or a head that reads the target: " + ", ".join(HEADS)
     parser.add_argument("--draft-backend", default="mlx", help=kind)
+    tell = "the head drafts in the draft worker: only tell it the features that it reads"
+    parser.add_argument("--tell", action="store_true", help=tell)
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--shards", type=int, default=1, help="as many ranks on this machine, each a part of the model")
     parser.add_argument("--shard", action="store_true", help="this is one of the ranks that mlx.launch has started")

@@ -21,6 +21,7 @@ from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
 from outrider.protocol.sparse import SparseQ, one_hot
 from outrider.protocol.trees import spine
 from outrider.target_worker.colocated import Part, Turn, propose
+from outrider.target_worker.telling import Ear
 
 ANSWERS_KEPT = 2  # the orchestrator may be one behind, when the target went on by itself
 
@@ -48,7 +49,7 @@ class Running:
     drafter's part, which reads the text when it is first wanted. `ready`: when its next round could begin, seconds.
     `ended`: it came to an end token or its room while going on; `over`: it was closed. `awaits`: who reads what its
     prompt begins with; `cached` tokens of that it did not read. `offered`: a prefill worker may read it, and is waited
-    for.
+    for. `ear` hears what drafters elsewhere are to be told.
     """
 
     slot: Slot
@@ -69,6 +70,7 @@ class Running:
     awaits: Awaited | None = None
     cached: int = 0
     offered: bool = False
+    ear: Ear | None = None
     _drafting: Part | None = None
     _proposed: tuple[Continuation | OutriderError, Span] | None = None
 

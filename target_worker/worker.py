@@ -35,6 +35,7 @@ from outrider.protocol.messages import (
     Prefilled,
     Prepare,
     PromptKv,
+    Remark,
     Resync,
     Shutdown,
     Verify,
@@ -48,6 +49,7 @@ from outrider.target_worker.own_head import ColocatedExit, ColocatedHead
 from outrider.target_worker.prompts import Prompts
 from outrider.target_worker.ranks.leader import Leader
 from outrider.target_worker.running import Running, opening
+from outrider.target_worker.telling import Teller
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +61,8 @@ CLEAR_EVERY = 256  # forwards
 class TargetWorker:
     """Serves requests from `link` with `model` until told to shut down.
 
-    `pace` holds its forwards to a profile; `colocated` drafts in this process. Of a model that several ranks share
-    `leader` leads the others and `texts` are theirs, too.
+    `pace` holds its forwards to a profile; `colocated` drafts in this process, `teller` feeds a head in another. Of a
+    model that several ranks share `leader` leads the others and `texts` are theirs, too.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class TargetWorker:
         colocated: Colocated | ColocatedHead | ColocatedExit | None = None,
         texts: Texts | None = None,
         leader: Leader | None = None,
+        teller: Teller | None = None,
     ) -> None:
         self._link = link
         self._model = model
@@ -78,8 +81,10 @@ class TargetWorker:
         self._texts = texts or open_texts(model)
         self._batch = Batch(pace)
         self._colocated = colocated
-        if colocated is not None:
-            colocated.read(model, self._texts)
+        self._teller = teller
+        for reads in (colocated, teller):
+            if reads is not None:
+                reads.read(model, self._texts)
         self._handover = Handover(model, self._texts)
         self._prompts = Prompts(PromptCache(text_cost(self._texts)), model.context_length)
         self._told_use = CacheUse()
@@ -121,7 +126,8 @@ class TargetWorker:
         settled, readers = self._batch.advance(tuple(self._running.values()))
         self._listen(wait=False)  # what was prepared meanwhile decides how the requests go on
         answers = [answer for one in settled if (answer := self._answer(one)) is not None]
-        told = [*answers, *_how_far(readers)]
+        features = self._features([*(one.running for one in settled), *readers])
+        told = [*features, *answers, *_how_far(readers)]
         if told:
             self._link.send(*told)
         for reader in readers:
@@ -204,6 +210,9 @@ class TargetWorker:
         tokens = message.tokens.tolist()
         slot = Slot(self._model, self._texts, tokens, message.sampling, self._constraint(message))
         running = Running(slot, message, self._drafter_of(message, slot), opened_ns=clock.now())
+        if self._teller is not None and message.features:
+            running.ear = self._teller.ear(message.request, message.epoch)
+            slot.listener = running.ear.hear
         running.told(opening(message))
         others = tuple(self._running.values())
         self._running[message.request] = running
@@ -322,6 +331,18 @@ class TargetWorker:
             return  # its round is under way already: its outcome tells
         running.told(message)
         running.ready = now()
+
+    def _features(self, heard: Iterable[Running]) -> list[Message]:
+        """What drafters elsewhere are to be told of what these have fed."""
+        told: list[Message] = []
+        for running in heard:
+            if running.ear is None or running.over:
+                continue
+            told += running.ear.told()
+            if running.ear.fault:
+                told.append(Remark(self._link.name, running.ear.fault))
+                running.ear = running.slot.listener = None
+        return told
 
     def _answer(self, settled: Settled) -> Message | None:
         running = settled.running

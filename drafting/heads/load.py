@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.drafting.heads import dflash_files, eagle3_files, early_exit_files, mtp_files, redrafter_files
@@ -12,6 +13,7 @@ from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.pairing import agreement
 from outrider.engine.loading import LoadedModel, find
 from outrider.engine.parts import backbone_of, embedding
+from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.guard import named_errors
 from outrider.protocol.heads import OF_TARGET
@@ -32,8 +34,20 @@ _READ: dict[str, Callable[[Path, LoadedModel], Head]] = {
 }
 
 
+def read(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None]) -> Head:
+    """The head of this kind at a path or Hugging Face id, for `model`.
+
+    Raises:
+        CannotDraft: there is none, or it can't draft for this target.
+    """
+    with _named(f"loading the head {path}"):
+        folder = find(path, progress)
+        progress(f"loading {path}")
+        return _READ[kind](folder, model)
+
+
 def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None], alone: bool = True) -> HeadDrafter:
-    """The head of this kind at a path or Hugging Face id, for `model`; its `note` tells where that looks wrong.
+    """The same as a drafter beside the target; its `note` tells where head and target look wrong together.
 
     `alone`: the model is whole in this process. With one that several ranks share a head is not tried, for forwards
     are all ranks' affair, and one that needs the target's output layer finds a part of it only.
@@ -41,23 +55,35 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
     Raises:
         CannotDraft: there is none, or it can't draft for this target.
     """
+    if kind in ("dflash", *OF_TARGET) and not alone:
+        raise CannotDraft(f"{kind} needs all of the target's output layer; expected no shards, or eagle3")
+    if kind == "early-exit":
+        with _named(f"loading the head {path}"):
+            return early_exit_files.load(find(path, progress), model)
+    head, doubt = read(kind, path, model, progress), ""
+    if alone:
+        progress("trying how head and target go together")
+        with _named(f"trying the head {path}"):
+            doubt = agreement(head, model).doubt
+    if doubt:
+        log.warning("%s", doubt)
+    return HeadDrafter(head, model.vocab_size, doubt)
+
+
+def features_of(head: Head, folder: Path, target: Path) -> str:
+    """Of what its features are made: the head, the target, and where that is tapped. Two that differ don't fit."""
+    points = head.points
+    taps = [*points.layers, *["before"] * points.before_norm, *["after"] * points.after_norm]
+    return f"head {digest(folder)} at {','.join(map(str, taps))} of {digest(target)}"
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Whatever goes wrong is a reason why the head can't draft."""
     try:
-        folder = find(path, progress)
-        progress(f"loading {path}")
-        with named_errors(f"loading the head {path}"):
-            if kind in ("dflash", *OF_TARGET) and not alone:
-                raise CannotDraft(f"{kind} needs all of the target's output layer; expected no shards, or eagle3")
-            if kind == "early-exit":
-                return early_exit_files.load(folder, model)
-            head = _READ[kind](folder, model)
-            doubt = ""
-            if alone:
-                progress("trying how head and target go together")
-                doubt = agreement(head, model).doubt
+        with named_errors(what):
+            yield
     except CannotDraft:
         raise
     except OutriderError as error:
         raise CannotDraft(str(error)) from error
-    if doubt:
-        log.warning("%s", doubt)
-    return HeadDrafter(head, model.vocab_size, doubt)

@@ -14,6 +14,7 @@ from outrider.orchestrator.settings import (
     DRAFT_BACKENDS,
     DRAFT_TOKENS,
     FAN_OUTS,
+    HEAD_PLACES,
     LOG_LEVELS,
     MODES,
     PREFILL_BACKENDS,
@@ -58,6 +59,8 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prefill-backend", metavar="|".join(PREFILL_BACKENDS), help=by)
     wait = "start no target; one joins by `outrider worker target`"
     group.add_argument("--await-target", action="store_true", default=None, help=wait)
+    where = f"which process a head drafts in, default {_DEFAULTS.head_in}"
+    group.add_argument("--head-in", metavar="|".join(HEAD_PLACES), help=where)
     group.add_argument("--fan-out", metavar="|".join(FAN_OUTS), help=f"default {_DEFAULTS.fan_out}")
     group.add_argument("--branch-depth", metavar="|".join(BRANCH_DEPTHS), help=f"default {_DEFAULTS.branch_depth}")
     group.add_argument("--no-ngrams", dest="ngrams", action="store_false", default=None, help="no drafts from the text")

@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
     """Becomes the worker: this process is replaced, so signals and the exit code are the worker's own."""
     if options.role == "prefill":
         options.draft_backend, options.draft_model = "none", None  # it needs the target's model alone
-    if options.role == "draft" and options.draft_model is not None:
+    is_head = options.head_in == "draft-worker"  # which needs the target's files beside its own
+    if options.role == "draft" and options.draft_model is not None and not is_head:
         options.model = options.draft_model  # a drafter needs no other, and its machine may have no other
     settings = ServeSettings(**flags.settings_of(options))
     if options.role == "draft" and settings.colocate:
@@ -62,8 +63,10 @@ def run(options: argparse.Namespace) -> int:
         if keys is not None:
             knock(endpoint, keys)
     pair = choose_pair(settings)
-    if options.role == "draft" and pair.settings.drafts_by_head:
-        raise InvalidRequest(f"{options.draft_model} is a head: it reads the target, and drafts in its process only")
+    if options.role == "draft" and pair.settings.drafts_by_head and not is_head:
+        raise InvalidRequest(
+            f"{options.draft_model} is a head, which reads the target; expected head_in draft-worker, there and here"
+        )
     if options.role == "draft" and not pair.settings.has_draft_worker:
         raise InvalidRequest("no draft model is named; expected --draft-model, or neither that nor --model")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"
@@ -87,5 +90,6 @@ def _joining(options: argparse.Namespace, pair: ChosenPair) -> list[str]:
     for flag, value in (("--keys", options.keys), ("--server-key", options.server_key)):
         line += [f"{flag}={value}"] if value is not None else []
     if options.role == "draft" and pair.draft is not None:
-        line += ["--vocabulary", fingerprint(load_codec(pair.draft))]
+        speaks = pair.target if pair.settings.drafts_by_head else pair.draft
+        line += ["--vocabulary", fingerprint(load_codec(speaks))]
     return line

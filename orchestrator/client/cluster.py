@@ -37,6 +37,7 @@ class LocalCluster:
     - `mode` "auto": ar, sd, ssd, or what is measured to be fastest; a request may ask for another.
     - `num_draft_tokens`, `branches`: tokens of a chain (K), outcomes prepared for in a round (B); None: 4 and 16, or
       with mode auto what `outrider tune` found.
+    - `head_in` "target": the process that a head drafts in: target, or draft-worker, where it works ahead.
     - `fan_out` "best-first": how outcomes are chosen: best-first, geometric or uniform.
     - `branch_depth` "auto": "full" waits until branches are K deep.
     - `ngrams` True: let repeated text fill what the drafter has not reached.

@@ -18,7 +18,7 @@ from outrider.orchestrator.core.tempo import Tempo, dealt, evenly, quickest
 from outrider.orchestrator.core.told import Told
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.fields import MAX_COMMIT
-from outrider.protocol.messages import Branches, Close, Commit, Drafted, Open
+from outrider.protocol.messages import Branches, Close, Commit, Drafted, Features, Open
 
 
 class Crew:
@@ -84,6 +84,12 @@ class Crew:
             tempos[name].left_out = 0
         for name in others:
             tempos[name].left_out += 1
+
+    def hear(self, request: Request, message: Features) -> None:
+        """What the target tells of its rows goes to those that read them."""
+        for name in request.drafters:
+            if self._workers.features(name):
+                self._workers.send_drafter(name, message)
 
     def leave(self, request: Request, name: str) -> None:
         """It drafts for this request no longer; it may only have slept, and would work on."""

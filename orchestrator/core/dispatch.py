@@ -47,6 +47,10 @@ class Workers(Protocol):
         """A drafter has said what cannot be, a kind of `door.LIES`; who does so often is not to be heard any more."""
         ...
 
+    def features(self, name: str) -> str:
+        """Of what the rows are made that this drafter reads; empty: it reads none."""
+        ...
+
     def model(self, name: str) -> object:
         """What tells drafters that rank outcomes alike from others."""
         ...
@@ -133,4 +137,5 @@ def opening(request: Request, verifying: tuple[int, ...] | None, ranks: range = 
         verifying=verifying,
         generated=request.generated,
         skip=ranks.start,
+        features=request.admit.mode != "ar",
     )

@@ -12,9 +12,9 @@ from itertools import chain
 
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.told import Task, Tasks, Told
-from outrider.protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Resync
+from outrider.protocol.messages import Branches, Drafted, Fault, Features, Message, Outcome, Prefilled, Resync
 
-TARGETS = (Outcome, Prefilled, Resync, Fault)
+TARGETS = (Outcome, Features, Prefilled, Resync, Fault)
 DRAFTERS = (Branches, Drafted, Prefilled, Resync, Fault)
 
 flat = chain.from_iterable

@@ -29,7 +29,17 @@ from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
-from outrider.protocol.messages import Branches, Drafted, Fault, Message, Outcome, Prefilled, Remark, Resync
+from outrider.protocol.messages import (
+    Branches,
+    Drafted,
+    Fault,
+    Features,
+    Message,
+    Outcome,
+    Prefilled,
+    Remark,
+    Resync,
+)
 from outrider.protocol.patience import ASK_AGAIN_NS
 
 
@@ -170,6 +180,8 @@ class Rounds:
         match message:
             case Outcome():
                 settled += self._on_outcome(request, message, now_ns)
+            case Features():
+                self._crew.hear(request, message)
             case Branches():
                 self._on_branches(request, sender, message, now_ns)
             case Drafted():

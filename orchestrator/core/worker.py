@@ -124,3 +124,15 @@ class Loss:
 
 def _what_runs(hello: Hello) -> tuple[object, ...]:
     return hello.backend, hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes, hello.files
+
+
+def misfit(drafter: Hello, target: Hello) -> str:
+    """Why this drafter can't read what this target tells, in a sentence; empty: it can, or reads nothing of it."""
+    if not drafter.features or drafter.features == target.features:
+        return ""
+    made = f"makes those of {target.features}" if target.features else "makes none"
+    why = f" ({target.note})" if target.note and not target.features else ""
+    return (
+        f"{drafter.model} reads features of {drafter.features}, and the target {made}{why}; expected the same head and"
+        " the same model on both sides"
+    )

@@ -18,7 +18,7 @@ from outrider.orchestrator.core.door import LIES
 from outrider.orchestrator.core.places import MAX_NAME, TARGET, Places
 from outrider.orchestrator.core.pulse import SILENT, Pulse
 from outrider.orchestrator.core.supervisor import Supervisor
-from outrider.orchestrator.core.worker import Loss, Worker
+from outrider.orchestrator.core.worker import Loss, Worker, misfit
 from outrider.orchestrator.doorkeeper import Doorkeeper
 from outrider.orchestrator.events import Speaks
 from outrider.orchestrator.gate import Gate
@@ -160,6 +160,10 @@ class WorkerPool:
     def vocabulary(self, name: str) -> int:
         worker = self._places.named(name)
         return worker.hello.vocab_size if worker and worker.hello else 0
+
+    def features(self, name: str) -> str:
+        worker = self._places.named(name)
+        return worker.hello.features if worker and worker.hello else ""
 
     def model(self, name: str) -> object:
         worker = self._places.named(name)
@@ -328,6 +332,18 @@ class WorkerPool:
         self._send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
         self._share_memory()
         self.news = True
+        self._part_misfits()
+
+    def _part_misfits(self) -> None:
+        """Drafters that read other features than the target makes go; the rest goes on without them."""
+        target = self._places.named(TARGET)
+        if target is None or target.hello is None or not target.entered:
+            return
+        for worker in self._places.all():
+            why = misfit(worker.hello, target.hello) if worker.entered and worker.hello is not None else ""
+            if why:
+                log.warning("%s", why)
+                self._supervisor.dismiss(worker, why)
 
     def _refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
         """Why a stranger may not join; None when it may."""

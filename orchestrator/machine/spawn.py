@@ -125,11 +125,13 @@ def worker_command(
     if role == "draft":
         options += ["--backend", settings.draft_backend, "--fan-out", settings.fan_out]
         options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "auto" else []
+        options += ["--target", str(settings.model)] if settings.drafts_by_head else []
     if role == "prefill":
         options += ["--backend", settings.prefill_backend]
-    if role == "target" and settings.colocate:
+    if role == "target" and (settings.colocate or settings.drafts_by_head):
         options += ["--draft-model", str(settings.draft_model)]
         options += ["--draft-backend", settings.draft_backend] if settings.drafts_by_head else []
+        options += [] if settings.colocate else ["--tell"]
     if role == "target" and settings.shards > 1:
         options += ["--shards", str(settings.shards)]
     if settings.simulate is not None and role != "prefill":

@@ -24,6 +24,7 @@ from outrider.protocol.messages.rounds import (
     Close,
     Commit,
     Drafted,
+    Features,
     Halt,
     Open,
     Outcome,
@@ -64,6 +65,7 @@ Message = (
     | Halt
     | Prepare
     | Outcome
+    | Features
     | Commit
     | Branches
     | Drafted
@@ -99,6 +101,7 @@ __all__ = [
     "Drafted",
     "Failed",
     "Fault",
+    "Features",
     "Generate",
     "Halt",
     "Hello",

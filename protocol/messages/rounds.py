@@ -20,7 +20,7 @@ from outrider.protocol.fields import (
     Count,
     Depth,
     Final,
-    Floats,
+    Halves,
     Nanoseconds,
     OneOf,
     Parents,
@@ -53,6 +53,8 @@ class Open:
     that end this request (empty when it ignores them): no outcome worth preparing. The last `generated` of the tokens
     are not the prompt's: a grammar begins with them. `skip` as in Commit. `offered`: a prefill worker may read the text
     for the target, which says at once by Prefilled what it has, and waits for PromptKv until a Verify comes.
+    are not the prompt's: a grammar begins with them. `skip` as in Commit. `features`: the target is to tell Features,
+    for a drafter may read them.
     """
 
     request: RequestId
@@ -67,6 +69,7 @@ class Open:
     generated: Count = 0
     skip: Breadth = 0
     offered: bool = False
+    features: bool = False
 
     @property
     def prompt_len(self) -> int:
@@ -168,10 +171,24 @@ class Outcome:
     drafted: Chain | None = None
     drafting: Span | None = None
     logprobs: Logprobs | None = None
-    features: Floats | None = None
     path: Path | None = None
     onward_parents: Parents = ()
     drafted_parents: Parents = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Target -> orchestrator -> drafters that read it: `rows` of committed tokens, the first of them at `position`.
+
+    What the head in the draft worker is fed, made of hidden rows in the target's forward, in half precision. They leave
+    with what tells of that forward: a prompt's as it is read, a round's before its Outcome. Whether both ends mean the
+    same by a row they say in Hello. Nobody waits for one that is lost: the head goes on by vectors of its own.
+    """
+
+    request: RequestId
+    epoch: Serial
+    position: Count
+    rows: Halves
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ class Hello:
     its hot socket, and followed by `/heartbeat` that of its heartbeat's. `name` is the one wished for, or empty.
     `abilities`: what a target was found able to do; a drafter leaves it as it is. `kv`: what its texts take.
     `vocabulary`: a digest of what a joining drafter's tokens stand for, which must be that of the cluster's own; empty:
-    nobody has looked. `files`: a target's model, as `protocol.digest` tells models apart.
+    nobody has looked. `files`: a target's model, as `protocol.digest` tells models apart. `features`: of what a target
+    makes the rows in Features, or what a drafter makes of them; empty: it makes none, or reads none.
     """
 
     role: Role
@@ -43,6 +44,7 @@ class Hello:
     kv: KvCost = field(default_factory=KvCost)
     vocabulary: Name = ""
     files: Name = ""
+    features: Name = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ NOISE = {"fp32": 1e-4, "fp16": 0.1}
 @pytest.mark.parametrize("start", [0, 70])
 def test_it_hands_over_what_mlx_would(bench: Callable[..., Bench], text: list[int], weights: str, start: int) -> None:
     made, prompt = bench("llama", weights=weights, max_position_embeddings=1024), text[:200]
-    layout = Layout.of(outline(str(made.model_path)))
+    layout = Layout.of(outline(str(made.model_path)).model)
     package = CoreMLReader(PackageReader(made.package, NumpyRuntime(made.package.mlpackage), 1), layout)
     exact = MlxReader(load(made.model_path))
     found, expected = [], []
@@ -42,7 +42,8 @@ def test_it_hands_over_what_mlx_would(bench: Callable[..., Bench], text: list[in
 def test_what_lies_beyond_its_context_is_left_to_the_target(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama", max_position_embeddings=1024)
     reader = CoreMLReader(
-        PackageReader(made.package, NumpyRuntime(made.package.mlpackage), 1), Layout.of(outline(str(made.model_path)))
+        PackageReader(made.package, NumpyRuntime(made.package.mlpackage), 1),
+        Layout.of(outline(str(made.model_path)).model),
     )
     read = 0
     with pytest.raises(ReadingFault, match="the target reads the other"):

@@ -52,6 +52,7 @@ from outrider.protocol.errors import InvalidRequest
             ({"colocate": True, "draft_backend": b, "replay": Path("r")}, f"draft_backend {b} has no place")
             for b in ("coreml", "replay", "ngram", "none")
         ),
+        ({"head_in": "draft-worker"}, "is for heads that can work ahead, and draft_backend mlx is none"),
         ({"draft_backend": "eagle3"}, "draft_backend eagle3 has no head to draft with; expected draft_model"),
         ({"draft_backend": "eagle3", "model": "m", "draft_model": "d", "mode": "ssd"}, "take turns in one process"),
         ({"draft_backend": "mtp"}, "mtp is a model's own head; expected model"),
@@ -106,7 +107,9 @@ def test_every_setting_is_a_flag_that_says_the_same():
     by_own_head = ServeSettings(model="m", draft_backend="mtp")
     assert by_own_head.colocate and by_head.colocate and not by_head.has_draft_worker
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")
-    all_of_them = (said, colocated, prefilled, waiting, read, by_head, by_own_head)
+    ahead = ServeSettings(model="m", draft_model="d", draft_backend="eagle3", head_in="draft-worker", mode="ssd")
+    assert ahead.has_draft_worker and not ahead.colocate
+    all_of_them = (said, colocated, prefilled, waiting, read, by_head, by_own_head, ahead)
     assert all(any(getattr(s, f.name) != getattr(ServeSettings(), f.name) for s in all_of_them) for f in fields(said))
     parser = Parser(prog="x")
     serve.add_flags(parser)

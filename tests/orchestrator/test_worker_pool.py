@@ -82,9 +82,11 @@ class Peer:
     def say(self, message: Message) -> None:
         self.hot.send_multipart(encode(message))
 
-    def hello(self, name: str = "", model: str = "m", context: int = 100, files: str = "") -> Message:
+    def hello(
+        self, name: str = "", model: str = "m", context: int = 100, files: str = "", features: str = ""
+    ) -> Message:
         who = (self.role, name, self.incarnation, 1, "mlx", model, 10, context, 1, 1000)
-        self.say(Hello(*who, kv=self.kv, files=files))
+        self.say(Hello(*who, kv=self.kv, files=files, features=features))
         return self.hear()
 
     def hear(self) -> Message:
@@ -610,6 +612,22 @@ def test_who_comes_back_with_another_model_is_not_let_in(hall: Hall) -> None:
     assert isinstance(answer, Shutdown) and "came back with another model" in answer.reason
     assert not hall.pool.has_target() and hall.pool.target_context == 100
     assert "came back with another model" in kill(hall, "target-0")[0].why
+
+
+@pytest.mark.parametrize("reads", ["head b at 1,2 of m", ""])
+@pytest.mark.parametrize("first", ["target-0", "draft-0"])
+def test_a_head_that_reads_other_rows_than_the_target_makes_is_done_without(hall: Hall, first: str, reads: str) -> None:
+    """Whoever of the two is ready first; one that reads none is not concerned."""
+    for name in (first, *{"target-0", "draft-0"} - {first}):
+        role = name.removesuffix("-0")
+        peer = Peer(hall, role, hall.spawned[name][0])
+        peer.hello(name, features="head a at 1,2 of m" if role == "target" else reads)
+    losses = hall.pool.losses(clock.now())
+    assert hall.states()["draft-0"] == ("refused" if reads else "ready")
+    assert ["expected the same head and the same model on both sides" in loss.why for loss in losses] == [True] * bool(
+        reads
+    )
+    assert hall.pool.ready
 
 
 def test_a_drafter_that_joined_by_itself_is_not_started_by_anybody(hall: Hall) -> None:

@@ -36,7 +36,7 @@ def of_shape(shape: Shape) -> st.SearchStrategy[Any]:
             return st.sampled_from(words)
         case Array(dtype, axes, least):
             low = {} if least is None else {"min_value": least}
-            finite = {"allow_nan": False, "allow_infinity": False} if dtype == "float32" else {}
+            finite = {"allow_nan": False, "allow_infinity": False} if dtype.startswith("float") else {}
             lengths = hnp.array_shapes(min_dims=axes, max_dims=axes, min_side=0, max_side=5)
             return hnp.arrays(dtype, lengths, elements={**low, **finite})
         case Many(item, limit):

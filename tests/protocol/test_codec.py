@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 
 from outrider.protocol.codec import MESSAGES, decode, decode_all, encode, encode_all, request_of
 from outrider.protocol.errors import ProtocolError
-from outrider.protocol.messages import Branch, Branches, Chunk, Close, Commit, Drafted, Generate, Outcome, Span, Verify
+from outrider.protocol.messages import (
+    Branch,
+    Branches,
+    Chunk,
+    Close,
+    Commit,
+    Drafted,
+    Features,
+    Generate,
+    Outcome,
+    Span,
+    Verify,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
 
@@ -42,8 +54,14 @@ def test_two_arrays_keep_their_places_and_an_absent_one_takes_no_frame():
     ids, probs = np.array([[1, 2]], np.int32), np.array([[0.5, 0.25]], np.float32)
     both = decode(encode(replace(VERIFY, kind="sparse", q=SparseQ(ids, probs))))
     assert (both.q.ids == ids).all() and (both.q.probs == probs).all()
-    only = decode(encode(replace(OUTCOME, features=probs)))
-    assert only.logprobs is None and (only.features == probs).all()
+    only = decode(encode(replace(VERIFY, chain=(7,))))
+    assert only.q is None and only.chain == (7,)
+
+
+def test_rows_travel_in_half_precision():
+    rows = np.array([[0.5, -65504.0]], np.float16)
+    frames = encode(Features("r", 1, 7, rows))
+    assert len(frames[1]) == 4 and (decode(frames).rows == rows).all()
 
 
 def test_a_coupled_rounds_messages_are_one_frame_each():
@@ -75,8 +93,8 @@ UNSAYABLE = {
     "other axes": (Chunk("r", "", np.zeros((1, 2), np.int32)), "Chunk.token_ids"),
     "negative token": (Chunk("r", "", np.array([3, -1], np.int32)), "Chunk.token_ids holds -1"),
     "not finite": (
-        Outcome("r", 1, 2, 3, 0, 4, SPAN, features=np.array([[np.nan]], np.float32)),
-        "Outcome.features holds a number that is not finite",
+        Features("r", 1, 7, np.array([[np.inf]], np.float16)),
+        "Features.rows holds a number that is not finite",
     ),
     "inside an entry": (
         Branches("r", 1, 2, 3, 4, (Branch((1,), (2,)), Branch((-1,), (2,))), SPAN),

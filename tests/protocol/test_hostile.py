@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from outrider.protocol.codec import MESSAGES, decode, encode, request_of
 from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest
-from outrider.protocol.messages import Branch, Branches, Chunk, Generate, Outcome, Span, Timings
+from outrider.protocol.messages import Branch, Branches, Chunk, Features, Generate, Outcome, Span, Timings
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import fields_of
 from outrider.protocol.version import PROTOCOL_VERSION
 
 QUIET = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OUTCOME = Outcome("r", 1, 2, 30, 2, 7, Span(5, 6))
+FEATURES = Features("r", 1, 7, np.zeros((1, 2), np.float16))
 BRANCHES = Branches("r", 1, 2, 30, 2, (Branch((1,), (2, 3)), Branch((1, 4), (5, 6))), Span(5, 6))
 GENERATE = Generate("r", "p", None, SamplingParams())
 CHUNK = Chunk("r", "ab", np.array([1, 2], np.int32))
@@ -146,7 +147,7 @@ REFUSED = {
     "size": (CHUNK, {"token_ids": ["int32", [3]]}, "Chunk.token_ids has 8 bytes"),
     "negative length": (CHUNK, {"token_ids": ["int32", [-2]]}, "Chunk.token_ids"),
     "overflowing length": (CHUNK, {"token_ids": ["int32", [2**62]]}, "Chunk.token_ids"),
-    "long for nothing": (OUTCOME, {"features": ["float32", [0, 2**62]]}, "2 axes of at most 16,777,216"),
+    "long for nothing": (FEATURES, {"rows": ["float16", [0, 2**62]]}, "2 axes of at most 16,777,216"),
 }
 
 
@@ -162,9 +163,9 @@ def test_numbers_that_are_not_finite_are_refused(value):
     timings = changed(Timings, [field.default for field in dataclasses.fields(Timings)], verify_ms=value)
     with pytest.raises(ProtocolError, match=r"Done.timings.verify_ms is .* expected a finite number"):
         decode(framed("Done", ["r", "eos", timings, []]))
-    probs = np.array([[value]], "<f4").tobytes()
+    rows = np.array([[value]], "<f2").tobytes()
     with pytest.raises(ProtocolError, match="not finite"):
-        decode(framed("Outcome", fields_sent(OUTCOME, features=["float32", [1, 1]]), probs))
+        decode(framed("Features", fields_sent(FEATURES, rows=["float16", [1, 1]]), rows))
 
 
 def test_negative_tokens_in_an_array_are_refused():

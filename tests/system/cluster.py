@@ -15,6 +15,7 @@ from typing import Any
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.drafter import Drafter, DrawingDrafter, TokenTree
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.heads.ahead import AheadHead
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
@@ -28,6 +29,7 @@ from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.colocated import Colocated
+from outrider.target_worker.telling import Teller
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, VirtualClock, through_the_codec
@@ -142,6 +144,7 @@ class Cluster(HonestWorkers):
         self._model, self._clock, self._schedule = target, clock, schedule
         self._rng = random.Random(seed)
         self._own, self._kv_memory, self._policy = colocated, kv_memory, policy
+        self._head = drafter.head if isinstance(drafter, AheadHead) else None
         self.target = self._new_target()
         self._watched: WatchedDrafter | None = None
         if drafter is not None:
@@ -166,7 +169,8 @@ class Cluster(HonestWorkers):
     def _new_target(self) -> TargetWorker:
         self._target_link = self._new_link("target-0")
         own = Colocated(MlxDrafter(self._own)) if self._own is not None else None
-        return TargetWorker(self._target_link, self._model, colocated=own)  # type: ignore[arg-type]
+        teller = Teller(self._head, "features") if self._head is not None else None
+        return TargetWorker(self._target_link, self._model, colocated=own, teller=teller)  # type: ignore[arg-type]
 
     def _new_drafter(self) -> DraftWorker | None:
         self._draft_link = self._new_link("draft-0")
@@ -193,6 +197,9 @@ class Cluster(HonestWorkers):
 
     def drafters(self) -> set[str]:
         return {"draft-0"} if self._draft_worker is not None else set()
+
+    def features(self, name: str) -> str:
+        return "features" if self._head is not None else ""
 
     def send_target(self, message: Message) -> None:
         if isinstance(message, Verify):

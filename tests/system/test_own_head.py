@@ -21,3 +21,20 @@ def test_a_cluster_drafts_by_a_head_and_says_what_it_would_say_alone(tmp_path: P
             alone, by_head = (client.generate([40, 41, 42], params, mode=mode) for mode in ("ar", "sd"))
             assert alone.token_ids == by_head.token_ids and len(alone.token_ids) == 24
             assert by_head.timings.draft_n_accepted > (0 if temp else 8)
+
+
+def test_the_same_head_in_the_draft_worker_works_ahead(tmp_path: Path) -> None:
+    target = markov_llama(tmp_path / "target")
+    head = write_feature_head(tmp_path / "head", target)
+    with LocalCluster(
+        model=tmp_path / "target", draft_model=head, draft_backend="auto", head_in="draft-worker", ngrams=False,
+        memory=False,
+    ) as cluster:  # fmt: skip
+        client = cluster.client()
+        for mode in ("sd", "ssd"):
+            params = SamplingParams(max_tokens=24, temp=0.0, ignore_eos=True)
+            alone, by_head = (client.generate([40, 41, 42], params, mode=way) for way in ("ar", mode))
+            assert alone.token_ids == by_head.token_ids and len(alone.token_ids) == 24
+            assert mode == "ssd" or by_head.timings.draft_n_accepted > 4
+        by_name = {worker.name: worker for worker in client.stats().workers}
+        assert by_name["draft-0"].backend == "eagle3" and by_name["draft-0"].state == "ready"

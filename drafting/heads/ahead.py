@@ -1,0 +1,66 @@
+"""A head in a process of its own: it works ahead like a draft model, fed with rows that the target tells it.
+
+What it needs of the target's weights, as its embedding, is read from the target's files; nothing else of them is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from mlx.utils import tree_flatten
+
+from outrider.drafting.drafter import TokenTree, TreeFeed
+from outrider.drafting.heads.head import StepHead
+from outrider.drafting.heads.load import features_of, read
+from outrider.drafting.heads.tree import HeadTree
+from outrider.engine.loading import outline
+from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.sampling import Sampler
+from outrider.engine.tree import feed_together
+from outrider.grammar.constraint import Constraint
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.kv import KvCost
+from outrider.protocol.sampling import SamplingParams
+
+
+class AheadHead:
+    """A `HearingDrafter` with `head`. `features`: of what its rows are to be made."""
+
+    note = ""
+
+    def __init__(self, head: StepHead, backend: str, vocab_size: int, features: str = "") -> None:
+        """`vocab_size`: the target's."""
+        self.head, self.backend, self.features = head, backend, features
+        self.vocab_size, self.context_length = vocab_size, head.context_length
+        self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))  # type: ignore[attr-defined]
+        self.weight_bytes = head.weight_bytes
+        self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
+
+    @classmethod
+    def load(cls, kind: str, path: str, target: str, progress: Callable[[str], None]) -> AheadHead:
+        """The head of this kind in a folder, for the target in another.
+
+        Raises:
+            CannotDraft: there is none, or it can't draft for this target.
+        """
+        model = outline(target, progress=progress)
+        head = read(kind, path, model, progress)
+        if not isinstance(head, StepHead):
+            raise CannotDraft(f"{kind} heads draft in the target's process only; expected head_in target")
+        return cls(head, kind, model.vocab_size, features_of(head, Path(path), Path(target)))
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
+    ) -> TokenTree:
+        """A tree that reads `tokens` as it is told their rows."""
+        sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
+        return HeadTree(self.head, sampler, tokens)
+
+    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        return feed_together(cast(Sequence[HeadTree], trees), feeds)

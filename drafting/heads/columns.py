@@ -1,0 +1,233 @@
+"""Where a head's tree has its keys and values: columns of pairs, in place of a model's columns of tokens.
+
+A pair is a token and the feature of the one before it: the target's, where that has been heard, else what the head made
+of the pair before. So tokens behind one another that the target has not told of are fed one a forward. Knows columns
+and rows; nothing of nodes or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from outrider.drafting.heads.head import StepHead
+from outrider.drafting.heads.heard import Heard, Row
+from outrider.engine.buffers import with_room
+from outrider.engine.cache import window_of
+from outrider.engine.columns import Bools, ColumnCache, Frame, Ints, NewColumns, gather, restore, saved
+from outrider.engine.flat import Mask, install
+from outrider.engine.prompt_cache import Saved, Start
+from outrider.protocol.guard import ModelFault
+
+PIECE = 512
+NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's rows are beyond its number format"
+
+
+class PairColumns:
+    """`engine.columns.Columns` of one text. The token of column 0 stands at position `origin`."""
+
+    lazy = True
+    whole = False
+
+    def __init__(self, head: StepHead) -> None:
+        install(head)
+        self._head = head
+        self._dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[attr-defined]
+        self._frame = Frame()
+        self.heard = Heard()
+        self.begin_at(0)
+
+    def begin_at(self, origin: int) -> None:
+        """Nothing is remembered, and the text is read from here on."""
+        self.origin = origin
+        self.leaves = [ColumnCache(self._frame, window_of(cache)) for cache in make_prompt_cache(self._head)]
+        self._stand_ins: dict[int, Row] = {}  # what stands for the feature of a column's token
+        self._guessed: dict[int, int] = {}  # columns that were fed such a one, and the position that it was for
+
+    def hear(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """The target's rows of committed tokens, the first at `position`."""
+        self.heard.add(position, mx.array(rows).astype(self._dtype))
+
+    def is_stale(self, column: int) -> bool:
+        """Whether it was fed a guess where the target has spoken since."""
+        return column in self._guessed and self._guessed[column] in self.heard
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        """See `Columns.prefill`; the target's rows have been heard for all of them."""
+        for begin in range(start, len(tokens), PIECE):
+            piece = mx.array(list(tokens[begin : begin + PIECE]), mx.int32)
+            before = self.origin + begin - 1
+            self._frame.plain(begin, piece.shape[0])
+            features = self.heard.between(before, before + piece.shape[0])
+            hidden = self._head(piece[None], features[None], self.leaves)  # type: ignore[arg-type]
+            sound = mx.isfinite(hidden).all()
+            mx.eval(sound, [leaf.state for leaf in self.leaves])
+            if not sound.item():
+                raise ModelFault(NO_NUMBERS)
+
+    @staticmethod
+    def forward(texts: Sequence[PairColumns], new: Sequence[NewColumns]) -> mx.array:
+        """See `Columns.forward`. All texts together, as many forwards as tokens stand behind one another unheard of."""
+        head = texts[0]._head
+        depths = [text._depths(one) for text, one in zip(texts, new, strict=True)]
+        tokens = [one.lazy_tokens() for one in new]
+        found: list[mx.array] = []
+        order: list[tuple[int, int]] = []
+        for depth in range(1 + max(int(own.max()) for own in depths)):
+            parts: list[Part] = []
+            for number, (text, one, own) in enumerate(zip(texts, new, depths, strict=True)):
+                rows: Ints = np.flatnonzero(own == depth).astype(np.int32)
+                if len(rows):
+                    begin = parts[-1].span.stop if parts else 0
+                    parts.append(Part(text, one, rows, tokens[number], begin))
+                    order += [(number, int(row)) for row in rows]
+            found.append(_forward(head, parts))
+        hidden = found[0] if len(found) == 1 else mx.concatenate(found)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return head.logits(hidden if back == list(range(len(back))) else mx.take(hidden, mx.array(back), axis=0))
+
+    def _depths(self, new: NewColumns) -> Ints:
+        """How many forwards each token has to wait for: until the one before it has made what stands for its row."""
+        depths: list[int] = []
+        for parent, place in zip(new.parents, new.positions[new.start :].tolist(), strict=True):
+            known = parent < new.start or self.origin + place - 1 in self.heard
+            depths.append(0 if known else depths[parent - new.start] + 1)
+        return np.array(depths, np.int32)
+
+    def feature(self, column: int, parent: int, position: int) -> Row:
+        """What the token of this column is fed, which stands at `position` behind that of `parent`."""
+        before = position - 1
+        if before in self.heard:
+            self._guessed.pop(column, None)
+            return self.heard.row(before)
+        self._guessed[column] = before
+        return self._stand_ins[parent]
+
+    def made(self, column: int, row: Row) -> None:
+        """What stands for the feature of this column's token from now on."""
+        self._stand_ins[column] = row
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        gather(self.leaves, prefix, columns)
+        kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
+        self._stand_ins = {kept[old]: row for old, row in self._stand_ins.items() if old in kept}
+        self._guessed = {kept[old]: place for old, place in self._guessed.items() if old in kept}
+
+    def save(self, count: int) -> Saved:
+        return saved(self.leaves, count)
+
+    def restore(self, start: Start) -> None:
+        restore(self._frame, self.leaves, start)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tokens of one text in one forward: `rows` of those that are fed, from the place `begin` of it on."""
+
+    text: PairColumns
+    new: NewColumns
+    rows: Ints
+    all_tokens: mx.array
+    begin: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.begin, self.begin + len(self.rows))
+
+    @property
+    def tokens(self) -> mx.array:
+        whole = len(self.rows) == self.all_tokens.shape[0]
+        return self.all_tokens if whole else mx.take(self.all_tokens, mx.array(self.rows))
+
+    @property
+    def columns(self) -> Ints:
+        columns: Ints = self.rows + np.int32(self.new.start)
+        return columns
+
+    @property
+    def place(self) -> slice | mx.array:
+        """Where the columns stand in a buffer."""
+        columns = self.columns
+        in_a_row = columns[-1] - columns[0] + 1 == len(columns)
+        return slice(int(columns[0]), int(columns[-1]) + 1) if in_a_row else mx.array(columns)
+
+    @property
+    def places(self) -> Ints:
+        return self.new.positions[self.columns]
+
+    def features(self) -> list[Row]:
+        text = self.text
+        parents = [self.new.parents[row] for row in self.rows]
+        triples = zip(self.columns.tolist(), parents, (self.places + text.origin).tolist(), strict=True)
+        return [text.feature(column, parent, place) for column, parent, place in triples]
+
+    def mask(self, window: int | None) -> mx.array | None:
+        """Which columns each token sees, [rows, end]; None: all of them."""
+        seen: Bools = self.new.seen[self.rows]
+        if window is not None:
+            seen = seen & (self.places[:, None] - self.new.positions < window)
+        return None if seen.all() else mx.array(seen)
+
+
+class PartCache:
+    """One layer's columns of the texts in a forward, standing in for its cache."""
+
+    def __init__(self, parts: Sequence[Part], number: int, offset: mx.array) -> None:
+        self._parts = [(part, part.text.leaves[number]) for part in parts]
+        self.offset = offset
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        return Mask(window_size or self._parts[0][1].window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Each text remembers its own; what is returned nobody reads."""
+        for part, leaf in self._parts:
+            place, end = part.place, part.new.end
+            leaf.keys, leaf.values = with_room(leaf.keys, 1, end, keys), with_room(leaf.values, 1, end, values)
+            leaf.keys[..., place, :] = keys[:, :, part.span]
+            leaf.values[..., place, :] = values[:, :, part.span]
+        return keys, values
+
+    def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
+        """The attention of flat queries [1, H, T, D], each over its own text."""
+        found = []
+        for part, leaf in self._parts:
+            keys, values = (b[..., : part.new.end, :] for b in (leaf.keys, leaf.values))  # type: ignore[index]
+            own, mask = queries[:, :, part.span], part.mask(window)
+            found.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
+
+
+def _forward(head: StepHead, parts: Sequence[Part]) -> mx.array:
+    """Hidden vectors [T, H] of these pairs, which then stand in for what is to come."""
+    tokens = [part.tokens for part in parts]
+    features = _picked([row for part in parts for row in part.features()])
+    offset = mx.array(np.concatenate([part.places for part in parts]))
+    caches: list[Any] = [PartCache(parts, number, offset) for number in range(len(parts[0].text.leaves))]
+    flat = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
+    hidden = head(flat[None], features[None], caches)[0]
+    onward = head.onward(hidden)
+    for part in parts:
+        for index, column in enumerate(part.columns.tolist(), part.begin):
+            part.text.made(column, (onward, index))
+    return hidden
+
+
+def _picked(rows: Sequence[Row]) -> mx.array:
+    """These rows as one array [T, W]; those of one array in a row are taken from it at once."""
+    found = []
+    for _, group in groupby(rows, key=lambda row: id(row[0])):
+        own = list(group)
+        array, indices = own[0][0], [index for _, index in own]
+        whole = indices == list(range(array.shape[0]))
+        found.append(array if whole else mx.take(array, mx.array(indices), axis=0))
+    return found[0] if len(found) == 1 else mx.concatenate(found)

@@ -1,0 +1,206 @@
+"""A head in the draft worker: fed with the target's rows it works ahead, and the text is the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafting.drafter import TokenTree
+from outrider.drafting.heads.ahead import AheadHead
+from outrider.drafting.heads.head import PairHead, StepHead
+from outrider.drafting.heads.pairs import PairFeed, Pairs
+from outrider.drafting.heads.tree import HeadTree
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.messages import Features, Message
+from outrider.protocol.sampling import SamplingParams
+from tests.system.cluster import MIXED, Cluster, Run
+from tests.system.links import VirtualClock
+from tests.target_worker.heads import feature_head, markov_llama, mtp_head, random_head, token_head
+
+LENGTH = 28
+PROMPT = [40, 41, 42, 7, 8]
+Heads = Callable[[LoadedModel], StepHead]
+Alone = Callable[[float], list[int]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+@pytest.fixture(scope="module")
+def alone(target: LoadedModel) -> Alone:
+    return cache(lambda temp: Cluster(target, None, VirtualClock()).run(PROMPT, sampling(temp), "ar").tokens)
+
+
+def sampling(temp: float, seed: int = 3) -> SamplingParams:
+    return SamplingParams(max_tokens=LENGTH, temp=temp, seed=seed if temp else None)
+
+
+class Lossy(Cluster):
+    """Of what the target tells of its rows a share is lost, and a share comes after what it came before."""
+
+    lost = late = 0.0
+
+    def send_drafter(self, name: str, message: Message) -> None:
+        kept: list[Message] = self.__dict__.setdefault("kept", [])
+        chance = self._rng.random() if isinstance(message, Features) else 1.0
+        if chance < self.lost:
+            return
+        if chance < self.lost + self.late:
+            kept.append(message)
+            return
+        super().send_drafter(name, message)
+        while kept:
+            super().send_drafter(name, kept.pop())
+
+
+def cluster(target: LoadedModel, head: StepHead, kind: type[Cluster] = Cluster, **other: Any) -> Cluster:
+    drafter = AheadHead(head, "eagle3", target.vocab_size)
+    return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
+
+
+def accepted(run: Run) -> float:
+    return run.timings.draft_n_accepted / max(run.timings.rounds, 1)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("made", [token_head, feature_head, random_head, mtp_head])
+def test_the_text_is_the_targets_own(target: LoadedModel, alone: Alone, made: Heads, mode: str, temp: float) -> None:
+    run = cluster(target, made(target), schedule=MIXED).run(PROMPT, sampling(temp), mode)
+    assert run.tokens == alone(temp)
+    assert mode == "ssd" or any(round_.chain for round_ in run.rounds)  # what a random head prepares never comes
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_in_company_too(target: LoadedModel, mode: str) -> None:
+    params = [sampling(temp, seed) for seed, temp in enumerate((0.0, 0.8, 0.8, 0.8))]
+    together = cluster(target, token_head(target), full_depth=False).run_together(PROMPT, params, mode)
+    assert together == Cluster(target, None, VirtualClock()).run_together(PROMPT, params, "ar")
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_what_it_prepares_is_served(target: LoadedModel, temp: float) -> None:
+    """A head that foretells the target's text wherever it knows the token: most outcomes have a branch that holds."""
+    run = cluster(target, token_head(target)).run(PROMPT, sampling(temp), "ssd")
+    assert run.timings.cache_hits >= 5  # the rest is behind tokens that it does not know
+    assert accepted(run) > 0.6
+
+
+def test_features_are_used(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token deep the head knows the text from the target's row alone; from none, or an older one, it does not."""
+    fresh = cluster(target, feature_head(target)).run(PROMPT, sampling(0.0), "sd")
+    zeroed, stale = feature_head(target), feature_head(target)
+    fuse = stale.fuse
+    monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros((rows.shape[0], 64)))
+    monkeypatch.setattr(stale, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
+    others = [cluster(target, head).run(PROMPT, sampling(0.0), "sd") for head in (zeroed, stale)]
+    assert accepted(fresh) > max(map(accepted, others)) + 0.2
+
+
+@pytest.mark.parametrize("made", [token_head, random_head, mtp_head])
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_after_each_round_it_is_as_one_that_read_the_text_at_once(target: LoadedModel, made: Heads, mode: str) -> None:
+    """Whatever was accepted: guesses leave nothing behind, and each true row is read once."""
+    head = made(target)
+    told: dict[int, np.ndarray[Any, Any]] = {}
+    seen: set[int] = set()
+
+    def check(tree: TokenTree, text: Sequence[int]) -> None:
+        assert isinstance(tree, HeadTree)
+        if tree._nodes and tree.committed_len > len(PROMPT):
+            seen.add(tree.committed_len)
+            assert tree.column_tokens() == list(text[1 : tree.committed_len])
+            rows = np.stack([told[at] for at in range(tree.committed_len - 1)])
+            assert distance(head, tree, list(text[: tree.committed_len]), rows) < 2e-3
+
+    played = cluster(target, head, schedule=MIXED, after_draft=check)
+    send = played.send_drafter
+
+    def watched(name: str, message: Message) -> None:
+        if isinstance(message, Features):
+            told.update(enumerate(message.rows, message.position))
+        send(name, message)
+
+    played.send_drafter = watched  # type: ignore[method-assign]
+    run = played.run(PROMPT, sampling(0.8), mode)
+    assert len(seen) > 4 and run.timings.predicted_n == LENGTH
+
+
+def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[Any, Any]) -> float:
+    """How far its committed columns are from those of a head that is fed these rows of the text at once."""
+    fresh = Pairs(head)
+    fresh.hidden([PairFeed(fresh.open(), mx.array(text[1:]), mx.array(rows).astype(mx.float32))])
+    columns = [*range(tree._layout.prefix), *tree._recent]
+    apart = 0.0
+    for leaf, true in zip(tree.columns.leaves, fresh._caches, strict=True):
+        for mine, theirs in zip((leaf.keys, leaf.values), true.saved(0, len(text) - 1), strict=True):
+            assert mine is not None
+            apart = max(apart, float(mx.abs(mx.take(mine, mx.array(columns), axis=2) - theirs).max().item()))
+    return apart
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize(("lost", "late"), [(0.2, 0.3), (1.0, 0.0)])
+def test_lost_and_late_rows_change_no_text(
+    target: LoadedModel, alone: Alone, mode: str, lost: float, late: float
+) -> None:
+    for seed in range(2):
+        made = cluster(target, token_head(target), Lossy, schedule=MIXED, full_depth=False, seed=seed)
+        assert isinstance(made, Lossy)
+        made.lost, made.late = lost, late
+        run = made.run(PROMPT, sampling(0.8), mode)
+        assert run.tokens == alone(0.8)
+        assert lost == 1.0 or any(round_.chain for round_ in run.rounds)
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("who", ["replace_target", "replace_drafter"])
+def test_it_is_fed_anew_after_a_restart(target: LoadedModel, alone: Alone, mode: str, who: str) -> None:
+    made = cluster(target, token_head(target), full_depth=False)
+    turn, turns = made._turn, iter(range(10_000))
+
+    def turn_and_restart() -> None:
+        turn()
+        if next(turns) == 8:
+            getattr(made, who)()
+
+    made._turn = turn_and_restart  # type: ignore[method-assign]
+    run = made.run(PROMPT, sampling(0.8), mode)
+    assert run.tokens == alone(0.8)
+    assert run.timings.resumed + run.timings.rejoined == 1
+    assert any(round_.chain for round_ in run.rounds[-8:])
+
+
+def test_rows_beyond_half_precision_are_said_and_the_text_goes_on(
+    target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = token_head(target)
+    monkeypatch.setattr(head, "fuse", lambda rows: mx.full((rows.shape[0], 64), 1e6))
+    run = cluster(target, head, full_depth=False).run(PROMPT, sampling(0.8), "ssd")
+    assert run.tokens == alone(0.8)
+    assert any("beyond half precision" in note for note in run.notes)
+    assert not any(round_.chain for round_ in run.rounds)
+
+
+def test_a_long_prompt_is_read_as_its_pieces_come(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = np.random.default_rng(5).integers(1, 250, 700).tolist()
+    told: list[tuple[int, int]] = []
+    made = cluster(target, token_head(target), Lossy, full_depth=False)
+    send = made.send_drafter
+
+    def watched(name: str, message: Message) -> None:
+        told.extend([(message.position, len(message.rows))] if isinstance(message, Features) else [])
+        send(name, message)
+
+    monkeypatch.setattr(made, "send_drafter", watched)
+    run = made.run(prompt, sampling(0.0), "ssd")
+    assert told[0] == (0, 512) and told[1] == (512, 187) and told[2][0] == 699
+    assert run.tokens == Cluster(target, None, VirtualClock()).run(prompt, sampling(0.0), "ar").tokens
+    assert run.timings.cache_hits > 0
