@@ -3,7 +3,7 @@
 The forward of z-lab's heads and those that grew out of them, for their differences are switches: DSpark's Markov head
 and confidence, DFlash2's convolutions and selector. Names of weights are z-lab's. A layer's keys and values are those
 of the features, projected, and of the block's own rows; features know no layer below, so they are written once. Knows
-no files. Positions and masks are the caches', so that a trainer's may hold many blocks over one text.
+no files.
 """
 
 from __future__ import annotations
