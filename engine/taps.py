@@ -36,6 +36,11 @@ class TapPoints:
     def count(self) -> int:
         return len(self.layers) + self.before_norm + self.after_norm
 
+    @property
+    def keys(self) -> tuple[object, ...]:
+        """What tells them apart, in the order in which their rows stand."""
+        return (*self.layers, *["before"] * self.before_norm, *["after"] * self.after_norm)
+
 
 class Taps:
     """The taps of one model. `fuse` makes what readers get, [N, W], of the tapped rows [N, points * D]."""
@@ -59,7 +64,7 @@ class Taps:
             return call()
         with self._open() as seen:
             logits = call()
-        flat = mx.concatenate([seen[key] for key in self._keys], axis=-1)[0]
+        flat = mx.concatenate([seen[key] for key in self._points.keys], axis=-1)[0]
         if not all(takes for _, takes in parts):
             flat = mx.take(flat, mx.array(_wanted(parts), mx.int32), axis=0)
         hidden, begin = flat if self._fuse is None else self._fuse(flat), 0
@@ -68,11 +73,6 @@ class Taps:
                 takes(hidden[begin : begin + count])
                 begin += count
         return logits
-
-    @property
-    def _keys(self) -> list[object]:
-        points = self._points
-        return [*points.layers, *["before"] * points.before_norm, *["after"] * points.after_norm]
 
     @contextmanager
     def _open(self) -> Iterator[dict[object, mx.array]]:
@@ -98,7 +98,7 @@ class Taps:
         """Builds a forward and evaluates none of it: only the shapes are looked at."""
         with self._open() as seen:
             model(mx.array([[0, 0]]))
-        shapes = {key: seen[key].shape if key in seen else None for key in self._keys}
+        shapes = {key: seen[key].shape if key in seen else None for key in self._points.keys}
         for key, shape in shapes.items():
             if shape is None or shape[:-1] != (1, 2):
                 raise ModelError(f"the model gives no hidden row a token at {key!r} ({shape}); it can't be tapped")

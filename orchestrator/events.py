@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outrider.orchestrator.kv_room import KvRoom
+from outrider.protocol.heads import DRAFT_MODEL
 from outrider.protocol.logprobs import Logprobs, joined
 from outrider.protocol.messages import RoundRecord, Timings, WorkerStats
 from outrider.protocol.origins import Origin
@@ -24,7 +25,8 @@ class Admit:
     ignored.
 
     `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server. `origins`, `rounds`:
-    tell them. `said`: the text's first tokens, which another server has made.
+    tell them. `said`: the text's first tokens, which another server has made. `drafter`: the only one to draft, if it
+    is named.
     """
 
     request: str
@@ -37,6 +39,12 @@ class Admit:
     origins: bool = False
     rounds: bool = False
     said: tuple[int, ...] = ()
+    drafter: str = ""
+
+    @property
+    def takes_workers(self) -> bool:
+        """Whether draft workers may draft for it."""
+        return self.mode != "ar" and self.drafter in ("", DRAFT_MODEL)
 
 
 @dataclass(frozen=True, slots=True)

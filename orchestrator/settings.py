@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -42,8 +43,8 @@ MAX_DRAFT_TOKENS = 32
 MAX_SHARDS = 64
 MAX_BRANCHES_ASKED = 256
 NO_SSD_COLOCATED = (
-    "mode ssd needs a drafter that works while the target verifies, and colocate makes both take turns in one process;"
-    " expected mode sd, ar or auto, or no colocate"
+    "mode ssd needs a drafter that works while the target verifies, and with colocate, or heads alone, both take turns"
+    " in one process; expected mode sd, ar or auto, or a drafter on its own"
 )
 
 
@@ -61,7 +62,9 @@ class ServeSettings:
     script of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
     `draft_backend`: who drafts; mtp, a head that reads the target (`protocol.heads`), is in the model's own folder
     unless `draft_model` names another; auto looks what `draft_model` is. `head_in`: the process that a head drafts in,
-    the target's or a draft worker, which is told the rows that it reads and works ahead. `draft_prefill`: who reads
+    the target's or a draft worker, which is told the rows that it reads and works ahead. `head`: heads that draft in
+    the target's process beside whoever else does, "mtp" or "early-exit" for the model's own; one that can't be used is
+    done without. `draft_prefill`: who reads
     prompts for a drafter on MLX (docs/coreml.md). `drafters`: so many processes draft and share a round's outcomes;
     `branches` None: `BRANCHES` for each. `colocate`: the target drafts in its own process, in turn with verifying,
     instead of a draft worker that works ahead. `shards`: so many ranks of the target on this machine, each with a part
@@ -83,6 +86,7 @@ class ServeSettings:
     model: str | None = None
     draft_model: str | None = None
     draft_backend: str = "mlx"
+    head: tuple[str, ...] = ()
     draft_prefill: str = "auto"
     drafters: int = 1
     num_draft_tokens: int | None = None
@@ -139,6 +143,7 @@ class ServeSettings:
         for name in ("trace", "replay", "simulate", "keys"):
             if getattr(self, name) is not None:
                 self._keep(name, values.path(name, getattr(self, name)))
+        self._keep("head", values.texts("head", self.head))
         self._keep("draft_prefill", values.text("draft_prefill", self.draft_prefill))
         if self.num_draft_tokens is not None:
             self._keep("num_draft_tokens", check_draft_tokens(self.num_draft_tokens))
@@ -174,6 +179,11 @@ class ServeSettings:
     def has_draft_worker(self) -> bool:
         """Whether a process of its own proposes; n-grams live in the orchestrator."""
         return self.draft_backend not in ("ngram", "none") and not self.colocate
+
+    @property
+    def can_work_ahead(self) -> bool:
+        """Whether somebody may draft while the target verifies, or what stands for that, n-grams."""
+        return not self.colocate and not (self.head and self.draft_backend == "none")
 
     @property
     def needs_draft_model(self) -> bool:
@@ -212,8 +222,12 @@ class ServeSettings:
             )
         if self.draft_backend == "ngram" and not self.ngrams:
             raise InvalidRequest("draft_backend ngram without ngrams drafts nothing; expected one or the other")
-        if self.draft_backend == "none" and self.mode in ("sd", "ssd"):
+        if self.draft_backend == "none" and self.mode in ("sd", "ssd") and not self.head:
             raise InvalidRequest(f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar")
+        if self.head and self.simulate is not None:
+            raise InvalidRequest("a head keeps to no latency profile; expected simulate or head, not both")
+        if self.mode == "ssd" and not self.can_work_ahead:
+            raise InvalidRequest(NO_SSD_COLOCATED)
         if self.draft_backend == "replay" and self.replay is None:
             raise InvalidRequest("draft_backend replay has no script; expected replay to name the file it plays")
 
@@ -255,8 +269,6 @@ class ServeSettings:
             raise InvalidRequest("colocate has no model to draft with; expected draft_model beside model, or neither")
         if self.simulate is not None:
             raise InvalidRequest("colocate keeps to no latency profile; expected simulate or colocate, not both")
-        if self.mode == "ssd":
-            raise InvalidRequest(NO_SSD_COLOCATED)
 
 
 class Settings(TypedDict, total=False):
@@ -265,6 +277,7 @@ class Settings(TypedDict, total=False):
     model: str | os.PathLike[str] | None
     draft_model: str | os.PathLike[str] | None
     draft_backend: str
+    head: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     draft_prefill: str | os.PathLike[str]
     drafters: int
     num_draft_tokens: int | None
@@ -313,6 +326,8 @@ def flags(settings: ServeSettings) -> list[str]:
             continue
         if isinstance(value, bool):
             line.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, tuple):
+            line += [f"--{name}={one}" for one in value]
         else:
             line.append(f"--{name}={value}")  # in one word, for a value may begin with a dash
     return line

@@ -5,7 +5,8 @@ Knows names only; what a head computes is `drafting.heads`'.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 HEADS = ("dflash", "eagle3", "mtp", "redrafter", "early-exit")
@@ -15,6 +16,10 @@ AHEAD = ("eagle3", "mtp", "redrafter")
 """Those that can draft in a process of their own, ahead of the target's rows."""
 _WORDS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash", "dspark")}
 """What an architecture's name holds, whichever kind of head it is."""
+DRAFT_MODEL = "draft"
+"""Names the draft model among drafters, in a process of its own or in the target's."""
+NGRAM = "ngram"
+"""Names what is copied from the text."""
 _SAME = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -43,6 +48,16 @@ def own_head(config: Mapping[str, Any]) -> tuple[str, ...]:
     """
     count = _text(config).get("num_hidden_layers")
     return ("mtp.", "model.mtp_layers.", *([f"model.layers.{count}."] if count else []))
+
+
+def names_of(kinds: Iterable[str]) -> tuple[str, ...]:
+    """What drafters of these kinds are called, in this order: of several of a kind all but the first have a number."""
+    seen: Counter[str] = Counter()
+    found = []
+    for kind in kinds:
+        seen[kind] += 1
+        found.append(kind if seen[kind] == 1 else f"{kind}-{seen[kind]}")
+    return tuple(found)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

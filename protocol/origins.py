@@ -16,3 +16,5 @@ class Origin(IntEnum):
     """Drafted just in time, once the tokens before it were known."""
     COPIED = 3
     """Copied from the text, which had been in the same place before."""
+    HEAD = 4
+    """Drafted just in time by a head that reads the target, in its process."""

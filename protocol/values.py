@@ -61,6 +61,13 @@ def text(name: str, value: object) -> str:
     return plain(str(os.fspath(value)))
 
 
+def texts(name: str, value: object) -> tuple[str, ...]:
+    """One or several of them."""
+    if isinstance(value, list | tuple):
+        return tuple(text(name, one) for one in value)
+    return (text(name, value),)
+
+
 def path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise InvalidRequest(f"{name} is {_shown(value)}; expected a path")

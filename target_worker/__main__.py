@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.protocol import logs
-from outrider.protocol.abilities import Abilities
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
-from outrider.protocol.heads import HEADS
+from outrider.protocol.heads import DRAFT_MODEL, HEADS, names_of
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, end_with_parent
@@ -70,13 +69,12 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
         try:
             link.send(Loading("target", "importing MLX"))
             from outrider.drafting.heads import load as heads
-            from outrider.drafting.mlx import MlxDrafter
             from outrider.engine import memory
             from outrider.engine.abilities import abilities
             from outrider.engine.loading import load
             from outrider.engine.pace import Pace
-            from outrider.target_worker.colocated import Colocated
-            from outrider.target_worker.own_head import ColocatedExit, ColocatedHead, beside_target
+            from outrider.target_worker import own_loading
+            from outrider.target_worker.own_drafters import OwnDrafters
             from outrider.target_worker.telling import Teller
             from outrider.target_worker.worker import TargetWorker
 
@@ -88,36 +86,29 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
             model = rank_zero.load(options.model, tell) if rank_zero is not None else load(options.model, progress=tell)
             tell("trying what the model can do")
             able = abilities(model)
-            colocated: Colocated | ColocatedHead | ColocatedExit | None = None
-            teller, untold = None, ""
             texts = rank_zero.texts(options.model, model) if rank_zero is not None else None
-            if options.draft_model:
+            kinds = [kind for kind, _ in options.own]
+            wanted = [own_loading.Wanted(n, *one) for n, one in zip(names_of(kinds), options.own, strict=True)]
+            loaded = own_loading.load(wanted if able.chains else (), model, tell, rank_zero is None)
+            able = replace(able, drafters=loaded.told, left_out=loaded.left_out)
+            own, teller, untold = OwnDrafters(loaded.drafters), None, ""
+            memory.set_limits(model.weight_bytes + own.weight_bytes)  # each load has set them for its own alone
+            if options.tell:
+                kind, folder = options.tell
                 try:
-                    if options.draft_backend == "mlx":
-                        colocated = Colocated(MlxDrafter.load(options.draft_model, tell))
-                    else:
-                        head = heads.load(options.draft_backend, options.draft_model, model, tell, rank_zero is None)
-                        if options.tell:
-                            teller = Teller.of(head, options.draft_model, model)
-                        else:
-                            colocated = beside_target(head)
+                    teller = Teller.of(heads.load(kind, folder, model, tell, rank_zero is None), folder, model)
                 except CannotDraft as error:
-                    if options.tell:
-                        untold = str(error)
-                    else:
-                        able = Abilities(chains=False, why=str(error))
-            if colocated is not None:  # each load has set the limits for its own weights alone
-                memory.set_limits(model.weight_bytes + colocated.drafter.weight_bytes)
+                    untold = str(error)
             pace = Pace(profile.target, complain=lambda why: link.send(Remark(link.name, why))) if profile else None
             leader = rank_zero.leader if rank_zero is not None else None
-            worker = TargetWorker(link, model, pace, colocated, texts, leader, teller)
+            worker = TargetWorker(link, model, pace, own, texts, leader, teller)
         except OutriderError as error:
             return link.failed(error)
-        drafts = f"drafting in this process with {options.draft_model}" if colocated else ""
-        reader = colocated.drafter if colocated is not None else teller
-        doubt = reader.note if reader is not None else untold
+        drafts = [f"drafting in this process with {one.model}" for one in loaded.told]
+        doubts = [*loaded.doubts, teller.note if teller is not None else untold]
         of_ranks = rank_zero.note if rank_zero is not None else ""
-        notes = [f"simulating {profile.name}" if profile else drafts, doubt, of_ranks]
+        simulating = [f"simulating {profile.name}"] if profile else []
+        notes = [*simulating, *drafts, *loaded.left_out, *doubts, of_ranks]
         hello = Hello(
             role="target",
             name=options.name,
@@ -152,11 +143,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--name", default="target-0")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--draft-model", help="a model that drafts in this process, in turn with the target")
-    kind = "what that is: mlx, a model of its own, or a head that reads the target: " + ", ".join(HEADS)
-    parser.add_argument("--draft-backend", default="mlx", help=kind)
-    tell = "the head drafts in the draft worker: only tell it the features that it reads"
-    parser.add_argument("--tell", action="store_true", help=tell)
+    drafts = f"drafts in this process: {DRAFT_MODEL}, a model of its own, or a head: {', '.join(HEADS)}; several may"
+    parser.add_argument("--own", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
+    tell = "a head that drafts in the draft worker: tell it the features that it reads"
+    parser.add_argument("--tell", nargs=2, metavar=("KIND", "PATH"), help=tell)
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--shards", type=int, default=1, help="as many ranks on this machine, each a part of the model")
     parser.add_argument("--shard", action="store_true", help="this is one of the ranks that mlx.launch has started")

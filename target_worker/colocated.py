@@ -16,9 +16,7 @@ from outrider.drafting.drafter import Drafter, DrafterFault
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.together import Together
 from outrider.drafting.work_ahead import Continuation, WorkAhead
-from outrider.engine.loading import LoadedModel
 from outrider.engine.slots import Slot
-from outrider.engine.texts import Texts
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -34,9 +32,6 @@ class Colocated:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.together = Together(drafter)
-
-    def read(self, model: LoadedModel, texts: Texts) -> None:
-        """It reads tokens alone, nothing of the target."""
 
     def part_of(
         self, slot: Slot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None

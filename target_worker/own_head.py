@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.exit_drafter import ExitDrafter
+from outrider.drafting.heads.follower import Follower
+from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.line import Followed, Line
-from outrider.engine.loading import LoadedModel
 from outrider.engine.slots import Slot
-from outrider.engine.taps import Taps
 from outrider.engine.texts import FlatTexts, Texts
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import ModelError
@@ -27,17 +27,17 @@ class ColocatedHead:
     def __init__(self, drafter: HeadDrafter) -> None:
         self.drafter = drafter
 
-    def read(self, model: LoadedModel, texts: Texts) -> None:
-        """From now on it can read what these texts of the target think."""
-        texts.tap(Taps(model.model, self.drafter.head.points, self.drafter.head.fuse))
+    @property
+    def head(self) -> Head:
+        return self.drafter.head
 
-    def part_of(
-        self, slot: Slot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
-    ) -> Callable[[], HeadPart]:
-        """What opens its part of a request, which hears from the first token on, opened or not."""
-        follower = self.drafter.follow(sampling, constraint)
-        slot.listener, part = follower.hear, HeadPart(self.drafter, follower)
-        return lambda: part
+    def follow(self, sampling: SamplingParams, constraint: Constraint | None) -> Follower:
+        """What is to hear a request's text from the first token on."""
+        return self.drafter.follow(sampling, constraint)
+
+    def part_of(self, follower: Follower) -> HeadPart:
+        """Its part of the request that this follows."""
+        return HeadPart(self.drafter, follower)
 
 
 class ColocatedExit:
@@ -46,7 +46,7 @@ class ColocatedExit:
     def __init__(self, drafter: ExitDrafter) -> None:
         self.drafter = drafter
 
-    def read(self, model: LoadedModel, texts: Texts) -> None:
+    def read(self, texts: Texts) -> None:
         """From now on it drafts in these. Raises ModelError: they share no forwards."""
         if not isinstance(texts, FlatTexts):
             raise ModelError("the target's texts share no forwards, so none can leave it early")

@@ -1,14 +1,14 @@
 """A request on the target: its slot, what it has answered, and what it verifies next.
 
-That comes from a VERIFY, from a branch that was prepared, from plain decoding or from a drafter in this process: one
-question, `next_ask`, whatever the source.
+That comes from a VERIFY, from a branch that was prepared, from plain decoding or from one of the drafters in this
+process: one question, `next_ask`, whatever the source.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.drafting.work_ahead import Continuation
@@ -43,24 +43,24 @@ class Awaited:
 class Running:
     """A request on this target.
 
-    `asked` is what a VERIFY wants of it; `onward` the prepared chain that it goes on with, and its
-    parents. `going_on`: it decodes by
-    itself until told otherwise, `draft` tokens of an own drafter a round, for `room` tokens more. `drafter` opens that
-    drafter's part, which reads the text when it is first wanted. `ready`: when its next round could begin, seconds.
-    `ended`: it came to an end token or its room while going on; `over`: it was closed. `awaits`: who reads what its
-    prompt begins with; `cached` tokens of that it did not read. `offered`: a prefill worker may read it, and is waited
-    for. `ear` hears what drafters elsewhere are to be told.
+    `asked` is what a VERIFY wants of it; `onward` the prepared chain that it goes on with, and its parents. `going_on`:
+    it decodes by itself until told otherwise, `draft` tokens of the own `drafter` a round, for `room` tokens more.
+    `drafters` open each own drafter's part, which reads the text when it is first wanted. `ready`: when its next round
+    could begin, seconds. `ended`: it came to an end token or its room while going on; `over`: it was closed. `awaits`:
+    who reads what its prompt begins with; `cached` tokens of that it did not read. `offered`: a prefill worker may read
+    it, and is waited for. `ear` hears what drafters elsewhere are to be told.
     """
 
     slot: Slot
     opened: Open
-    drafter: Callable[[], Part] | None = None
+    drafters: Mapping[str, Callable[[], Part]] = field(default_factory=dict)
     answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))
     asked: Verify | None = None
     prepared: Prepare | None = None
     onward: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     going_on: bool = False
     draft: int = 0
+    drafter: str = ""
     room: int = 0
     ready: float = 0.0
     opened_ns: int = 0
@@ -71,7 +71,7 @@ class Running:
     cached: int = 0
     offered: bool = False
     ear: Ear | None = None
-    _drafting: Part | None = None
+    _drafting: dict[str, Part] = field(default_factory=dict)
     _proposed: tuple[Continuation | OutriderError, Span] | None = None
 
     @property
@@ -130,6 +130,7 @@ class Running:
         """Takes in what its next round is to be."""
         self.asked, self.onward, self.ended, self.halting = message, None, False, False
         self.going_on, self.draft, self.room = message.going_on, message.draft, message.room
+        self.drafter = message.drafter or next(iter(self.drafters), "")
 
     def halt(self) -> None:
         """The round that it has said to go on with is the last that was not asked for."""
@@ -170,8 +171,8 @@ class Running:
     def close(self, spoilt: bool) -> None:
         """Nothing more is wanted of it; its own drafter may keep what it has read."""
         self.over = True
-        if self._drafting is not None:
-            self._drafting.close(spoilt)
+        for part in self._drafting.values():
+            part.close(spoilt)
 
     def _prepared_for(self, number: int, committed: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         prepared = self.prepared
@@ -185,11 +186,13 @@ class Running:
         return self.has_next and self.going_on and self.draft > 0 and self._proposed is None
 
     def turn(self) -> Turn:
-        """What its own drafter is to draft; the first time it reads the text for it."""
-        if self.drafter is None:
-            raise InvalidRequest("this target has no drafter of its own; expected a draft of 0, or --draft-model")
-        self._drafting = self._drafting or self.drafter()
-        return self._drafting.turn(self.slot.tokens, min(self.draft, self.room - 1))
+        """What its own drafter is to draft; the first time that one reads the text for it."""
+        if self.drafter not in self.drafters:
+            known = ", ".join(self.drafters) or "a draft of 0"
+            raise InvalidRequest(f"this target has no drafter of its own called {self.drafter!r}; expected {known}")
+        if self.drafter not in self._drafting:
+            self._drafting[self.drafter] = self.drafters[self.drafter]()
+        return self._drafting[self.drafter].turn(self.slot.tokens, min(self.draft, self.room - 1))
 
     def proposed(self, found: Continuation | OutriderError, span: Span) -> None:
         """Takes in what was drafted, or why nothing was, which its next ask raises.
@@ -216,7 +219,15 @@ class Running:
 
 
 def draft_together(requests: Sequence[Running]) -> None:
-    """Own drafters draft what these verify next, in forwards that they share."""
+    """Own drafters draft what these verify next, each in forwards that its requests share."""
+    of_each: defaultdict[str, list[Running]] = defaultdict(list)
+    for request in requests:
+        of_each[request.drafter].append(request)
+    for own in of_each.values():
+        _draft_by_one([request for request in own if not request.over])  # closed while another's text was read
+
+
+def _draft_by_one(requests: Sequence[Running]) -> None:
     started_ns = clock.now()
     turns: list[tuple[Running, Turn]] = []
     for request in requests:

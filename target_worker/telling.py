@@ -15,8 +15,7 @@ from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.load import features_of
 from outrider.engine.loading import LoadedModel
-from outrider.engine.taps import Taps
-from outrider.engine.texts import Texts
+from outrider.engine.readers import Reader
 from outrider.protocol.messages import Features
 
 log = logging.getLogger(__name__)
@@ -44,9 +43,10 @@ class Teller:
         """What hears for one text."""
         return Ear(request, epoch, self._reach)
 
-    def read(self, model: LoadedModel, texts: Texts) -> None:
-        """From now on these texts of the target can be heard."""
-        texts.tap(Taps(model.model, self._points, lambda rows: self._fuse(rows).astype(mx.float16)))
+    @property
+    def reader(self) -> Reader:
+        """What is to be tapped of the target for it."""
+        return Reader(self._points, lambda rows: self._fuse(rows).astype(mx.float16))
 
 
 class Ear:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import mlx.core as mx
 
@@ -43,9 +43,8 @@ from outrider.protocol.messages import (
 from outrider.protocol.patience import FORGET_NS
 from outrider.protocol.worker_link import WorkerLink
 from outrider.target_worker.batch import Batch, Settled, now
-from outrider.target_worker.colocated import Colocated, Part
 from outrider.target_worker.handover import Handover
-from outrider.target_worker.own_head import ColocatedExit, ColocatedHead
+from outrider.target_worker.own_drafters import OwnDrafters
 from outrider.target_worker.prompts import Prompts
 from outrider.target_worker.ranks.leader import Leader
 from outrider.target_worker.running import Running, opening
@@ -61,8 +60,8 @@ CLEAR_EVERY = 256  # forwards
 class TargetWorker:
     """Serves requests from `link` with `model` until told to shut down.
 
-    `pace` holds its forwards to a profile; `colocated` drafts in this process, `teller` feeds a head in another. Of a
-    model that several ranks share `leader` leads the others and `texts` are theirs, too.
+    `pace` holds its forwards to a profile; `own` draft in this process, `teller` feeds a head in another. Of a model
+    that several ranks share `leader` leads the others and `texts` are theirs, too.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class TargetWorker:
         link: WorkerLink,
         model: LoadedModel,
         pace: Pace | None = None,
-        colocated: Colocated | ColocatedHead | ColocatedExit | None = None,
+        own: OwnDrafters | None = None,
         texts: Texts | None = None,
         leader: Leader | None = None,
         teller: Teller | None = None,
@@ -80,11 +79,9 @@ class TargetWorker:
         self._leader = leader
         self._texts = texts or open_texts(model)
         self._batch = Batch(pace)
-        self._colocated = colocated
+        self._own = own or OwnDrafters({})
         self._teller = teller
-        for reads in (colocated, teller):
-            if reads is not None:
-                reads.read(model, self._texts)
+        self._own.read(model, self._texts, teller.reader if teller is not None else None)
         self._handover = Handover(model, self._texts)
         self._prompts = Prompts(PromptCache(text_cost(self._texts)), model.context_length)
         self._told_use = CacheUse()
@@ -97,13 +94,12 @@ class TargetWorker:
     @property
     def takes_kv(self) -> bool:
         """Whether prompts can be read elsewhere: not where a head has to see what the model thinks of them."""
-        return self._handover.is_possible and not isinstance(self._colocated, ColocatedHead)
+        return self._handover.is_possible and not self._own.reads
 
     @property
     def kv(self) -> KvCost:
-        """What a request's text takes, its own drafter's part included."""
-        own = self._colocated.drafter.prompt_cache.cost if self._colocated is not None else KvCost()
-        return self._prompts.cache.cost + own
+        """What a request's text takes, own drafters' parts included."""
+        return self._prompts.cache.cost + self._own.cost
 
     @property
     def verifies_trees(self) -> bool:
@@ -209,10 +205,17 @@ class TargetWorker:
             mx.reset_peak_memory()
         tokens = message.tokens.tolist()
         slot = Slot(self._model, self._texts, tokens, message.sampling, self._constraint(message))
-        running = Running(slot, message, self._drafter_of(message, slot), opened_ns=clock.now())
+        ear = None
         if self._teller is not None and message.features:
-            running.ear = self._teller.ear(message.request, message.epoch)
-            slot.listener = running.ear.hear
+            ear = self._teller.ear(message.request, message.epoch)
+        parts = self._own.parts_of(
+            slot,
+            message.sampling,
+            lambda done, total: self._listen(wait=False),  # while a drafter reads a long text
+            lambda: self._constraint(message),
+            ear.hear if ear is not None else None,
+        )
+        running = Running(slot, message, parts, opened_ns=clock.now(), ear=ear)
         running.told(opening(message))
         others = tuple(self._running.values())
         self._running[message.request] = running
@@ -236,14 +239,6 @@ class TargetWorker:
 
     def _constraint(self, message: Open) -> Constraint | None:
         return self._compiler.constraint(message.sampling.grammar, message.eos, message.prompt_len)
-
-    def _drafter_of(self, message: Open, slot: Slot) -> Callable[[], Part] | None:
-        """What opens the own drafter's part of a request; while it reads a long text news are heard."""
-        colocated = self._colocated
-        if colocated is None:
-            return None
-        constraint = self._constraint(message)  # the slot's stands elsewhere in the text
-        return colocated.part_of(slot, message.sampling, lambda done, total: self._listen(wait=False), constraint)
 
     def _take_over(self, message: PromptKv) -> None:
         running = self._running.get(message.request)
@@ -271,19 +266,12 @@ class TargetWorker:
             self._report()
 
     def _allow(self, message: KvMemory) -> None:
-        """So much memory for all texts, from now on; an own drafter has its share, by what a text takes there."""
-        memory.set_limits(self._model.weight_bytes, message.limit)
+        """So much memory for all texts, from now on; own drafters have their shares, by what a text takes there."""
+        memory.set_limits(self._model.weight_bytes + self._own.weight_bytes, message.limit)
         if self._leader is not None:
             self._leader.tell(message)
         limit = message.limit if message.prompt_cache else 0
-        if self._colocated is not None:
-            drafter = self._colocated.drafter
-            memory.set_limits(self._model.weight_bytes + drafter.weight_bytes, message.limit)
-            context = self._model.context_length
-            share = limit * drafter.prompt_cache.cost.of(context) // max(self.kv.of(context), 1)
-            drafter.prompt_cache.allow(share)
-            limit -= share
-        self._prompts.cache.allow(limit)
+        self._prompts.cache.allow(self._own.allow(limit, self._model.context_length, self.kv))
         self._report()
 
     def _wake(self) -> None:

@@ -33,11 +33,14 @@ _NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's r
 
 
 class HeadDrafter:
-    """Drafts with `head` in the target's process. `note`: what a person should know about it."""
+    """Drafts with `head` in the target's process. `note`: what a person should know about it. `agreement`: how often it
+    said the target's next token in a trial, if there was one."""
 
-    def __init__(self, head: Head, vocab_size: int, note: str = "", way: Way | None = None) -> None:
+    def __init__(
+        self, head: Head, vocab_size: int, note: str = "", way: Way | None = None, agreement: float | None = None
+    ) -> None:
         """`vocab_size`: the target's. `way`: None: its kind's."""
-        self.head, self.note = head, note
+        self.head, self.note, self.agreement = head, note, agreement
         self.vocab_size, self.weight_bytes = vocab_size, head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
         self._way = way or way_of(head)

@@ -60,14 +60,15 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
     if kind == "early-exit":
         with _named(f"loading the head {path}"):
             return early_exit_files.load(find(path, progress), model)
-    head, doubt = read(kind, path, model, progress), ""
+    head, doubt, agrees = read(kind, path, model, progress), "", None
     if alone:
         progress("trying how head and target go together")
         with _named(f"trying the head {path}"):
-            doubt = agreement(head, model).doubt
+            found = agreement(head, model)
+            doubt, agrees = found.doubt, found.own
     if doubt:
         log.warning("%s", doubt)
-    return HeadDrafter(head, model.vocab_size, doubt)
+    return HeadDrafter(head, model.vocab_size, doubt, agreement=agrees)
 
 
 def features_of(head: Head, folder: Path, target: Path) -> str:

@@ -37,6 +37,7 @@ def add_request_flags(parser: argparse.ArgumentParser, mode: bool = True, depth:
     if depth:
         note = f"default {DRAFT_TOKENS}; what is copied from the text may be longer"
         group.add_argument("--num-draft-tokens", type=int, metavar="K", help=note)
+    group.add_argument("--drafter", metavar="NAME", help="only this one drafts: draft, ngram, or a head: eagle3, mtp")
     group.add_argument("--branches", type=int, metavar="B", help=f"outcomes a round, default {BRANCHES}")
 
 
@@ -47,6 +48,8 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-model", metavar="ID|PATH", help="a small model of the same family")
     drafts = f"who drafts: {', '.join(DRAFT_BACKENDS)}; default {_DEFAULTS.draft_backend}"
     group.add_argument("--draft-backend", metavar="NAME", help=drafts)
+    head = "a head that drafts beside them in the target's process; mtp, early-exit: the model's own; again for more"
+    group.add_argument("--head", action="append", metavar="ID|PATH", help=head)
     group.add_argument("--drafters", type=int, metavar="N", help="processes that draft, default 1; they share outcomes")
     group.add_argument("--draft-prefill", metavar="auto|mlx|coreml|PACKAGE", help="who reads an mlx drafter's prompts")
     group.add_argument("--colocate", action="store_true", default=None, help="draft in the target's process")

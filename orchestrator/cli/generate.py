@@ -23,7 +23,7 @@ from outrider.orchestrator.pair.model_text import ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Timings
 
-REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format", "keys")
+REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "drafter", "log_level", "log_format", "keys")
 TIMINGS = (
     "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
     "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",
@@ -85,6 +85,7 @@ def generate(options: argparse.Namespace, wish: Wish, screen: Screen, show_text:
             num_draft_tokens=wish.num_draft_tokens,
             branches=wish.branches,
             chat_template=wish.chat_template,
+            drafter=wish.drafter,
             progress=lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"),
         )
         for chunk in stream:
@@ -106,6 +107,7 @@ def wish_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> W
         num_draft_tokens=options.num_draft_tokens,
         branches=options.branches,
         chat_template=not options.ignore_chat_template,
+        drafter=options.drafter or "",
     )
 
 

@@ -9,10 +9,17 @@ from outrider.orchestrator.client.result import Chunk
 from outrider.orchestrator.front.text import TextStream
 from outrider.protocol.origins import Origin
 
-COLOURS = {Origin.PREPARED: "\x1b[32m", Origin.DRAFTED: "\x1b[36m", Origin.COPIED: "\x1b[33m", Origin.TARGET: ""}
+COLOURS = {
+    Origin.PREPARED: "\x1b[32m",
+    Origin.DRAFTED: "\x1b[36m",
+    Origin.HEAD: "\x1b[35m",
+    Origin.COPIED: "\x1b[33m",
+    Origin.TARGET: "",
+}
 WORDS = {
     Origin.PREPARED: "prepared branch",
     Origin.DRAFTED: "just in time",
+    Origin.HEAD: "by a head",
     Origin.COPIED: "copied from the text",
     Origin.TARGET: "the target's own",
 }

@@ -54,9 +54,11 @@ class AsyncClient:
         branches: int | None = None,
         chat_template: bool = True,
         origins: bool = False,
+        drafter: str = "",
     ) -> GenerationResult:
         """The completion of `prompt`; see `Client.generate`."""
-        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins)
+        sampling = sampling or SamplingParams()
+        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, drafter=drafter)
         stream = AsyncStream(self, Dialogue(wish, None, self._reconnect))
         async for _ in stream:
             pass
@@ -73,12 +75,12 @@ class AsyncClient:
         chat_template: bool = True,
         origins: bool = False,
         rounds: bool = False,
+        drafter: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> AsyncStream:
         """The completion of `prompt` as it grows; see `Client.stream`. Leaving the loop cancels."""
-        wish = Wish(
-            prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins, rounds
-        )
+        sampling = sampling or SamplingParams()
+        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, rounds, drafter=drafter)
         return AsyncStream(self, Dialogue(wish, progress, self._reconnect))
 
     async def stats(self) -> Stats:

@@ -68,18 +68,21 @@ class Client:
         branches: int | None = None,
         chat_template: bool = True,
         origins: bool = False,
+        drafter: str = "",
     ) -> GenerationResult:
         """The completion of `prompt`: text, or token ids as a list, a tuple or a numpy array.
 
         `mode` is ar, sd, ssd, or auto: the server's own; so is None for `num_draft_tokens` and `branches`. A model's
         chat template is applied to text unless `chat_template` is False. `origins`: tell where each token came from.
+        `drafter`: the name of the only one that is to draft (draft, ngram, or a head's, as eagle3).
 
         Raises:
             InvalidRequest: something is out of range; the message says what was expected.
             EndpointError: nothing answers.
             WorkerError: a worker was lost on the way.
         """
-        wish = Wish(prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins)
+        sampling = sampling or SamplingParams()
+        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, drafter=drafter)
         stream = Stream(self, Dialogue(wish, None, self._reconnect))
         for _ in stream:
             pass
@@ -96,6 +99,7 @@ class Client:
         chat_template: bool = True,
         origins: bool = False,
         rounds: bool = False,
+        drafter: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> Stream:
         """The completion of `prompt` as it grows; see `generate`. Leaving the loop cancels.
@@ -103,9 +107,8 @@ class Client:
         `rounds`: chunks tell of each round, when it has ended. `progress(done, total)` hears how much of a long prompt
         has been read.
         """
-        wish = Wish(
-            prompt, sampling or SamplingParams(), mode, num_draft_tokens, branches, chat_template, origins, rounds
-        )
+        sampling = sampling or SamplingParams()
+        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, rounds, drafter=drafter)
         return Stream(self, Dialogue(wish, progress, self._reconnect))
 
     def stats(self) -> Stats:

@@ -32,6 +32,8 @@ class LocalCluster:
     - `model`, `draft_model`: Hugging Face ids or folders; neither: the embedded pair.
     - `draft_backend` "mlx": who drafts: mlx, coreml, replay, dflash, eagle3, redrafter or mtp (heads in the target's
       process), ngram, none, or auto: what `draft_model` is. `replay`: the replay drafter's script.
+    - `head`: heads that draft beside them in the target's process: one or several ids or folders, "mtp" or
+      "early-exit" for the model's own; what can't be used is left out with a note.
     - `drafters` 1: processes that draft and share a round's outcomes.
     - `draft_prefill` "auto": who reads prompts for a drafter on MLX: auto, mlx, coreml, or a package's folder.
     - `mode` "auto": ar, sd, ssd, or what is measured to be fastest; a request may ask for another.

@@ -51,6 +51,7 @@ class Wish:
     chat_template: bool = True
     origins: bool = False
     rounds: bool = False
+    drafter: str = ""
 
     def __post_init__(self) -> None:
         self._keep("prompt", _as_text(self.prompt) if isinstance(self.prompt, str) else _as_tokens(self.prompt))
@@ -64,6 +65,7 @@ class Wish:
         self._keep("chat_template", values.flag("chat_template", self.chat_template))
         self._keep("origins", values.flag("origins", self.origins))
         self._keep("rounds", values.flag("rounds", self.rounds))
+        self._keep("drafter", values.text("drafter", self.drafter))
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the record is frozen for everybody else
@@ -81,6 +83,7 @@ class Wish:
             chat_template=self.chat_template,
             origins=self.origins,
             rounds=self.rounds,
+            drafter=self.drafter,
         )
 
 
@@ -194,7 +197,7 @@ class Dialogue:
             prompt_tokens=started.prompt_tokens if started else 0,
             model=started.model if started else "",
             draft_model=started.draft_model if started else "",
-            notes=(*(started.notes if started else ()), *done.notes),
+            notes=tuple(dict.fromkeys((*(started.notes if started else ()), *done.notes))),
             logprobs=tuple(self._logprobs) if self.opening.sampling.logprobs is not None else None,
             origins=tuple(self._origins) if self.opening.origins else None,
         )

@@ -21,7 +21,7 @@ def begun(admit: Admit, workers: Workers, planner: Planner, room: CacheRoom, now
     less = workers.notes() if admit.mode != "ar" else []
     if not workers.target_abilities.chains:
         admit = replace(admit, mode="ar")
-    drafters = workers.drafters() if admit.mode != "ar" else set()
+    drafters = workers.drafters() if admit.takes_workers else set()
     plan, notes = planner.first_plan(admit, len(drafters))
     return Request(
         admit,

@@ -96,8 +96,8 @@ class Attempt:
 
 @dataclass(slots=True)
 class Controller:
-    """Chooses among `modes`, with K up to `max_depth` and B up to `branches`, or, `fixed`, just that, where nothing was
-    tuned. `why` explains the latest choice.
+    """Chooses among `modes`, and SD by each of `others`, who draft without a draft worker, with K up to `max_depth` and
+    B up to `branches`, or, `fixed`, just that, where nothing was tuned. `why` explains the latest choice.
     """
 
     estimates: Estimates
@@ -105,12 +105,13 @@ class Controller:
     max_depth: int
     branches: int = 0
     fixed: bool = False
+    others: tuple[str, ...] = ()
     why: str = "not started"
     _active: int = 1
     _plan: Plan | None = None
     _way: Way | None = None
     _home: Way | None = None
-    _tuned: dict[str, Way] = field(default_factory=dict)
+    _tuned: dict[Way, Way] = field(default_factory=dict)
     _by_load: dict[int, dict[Way, Record]] = field(default_factory=dict)
     _episode: int = 0
     _rounds: int = 0
@@ -119,17 +120,18 @@ class Controller:
     def start_from(self, choices: Iterable[Choice]) -> None:
         """Takes rates, best first, for first measurements, soon outweighed by real ones, and a tuning's K and B."""
         for choice in choices:
-            if choice.mode not in self.modes or choice.tokens_per_second <= 0:
+            branches = choice.branches if choice.mode == "ssd" else 0
+            way = Way(choice.mode, choice.depth, branches, choice.drafter)
+            if way.kind not in self._kinds or choice.tokens_per_second <= 0:
                 continue
-            way = Way(choice.mode, choice.depth, choice.branches if choice.mode == "ssd" else 0)
             source = "measured before" if choice.measured else "a forecast of tune's"
-            if choice.depth and self._tuned.setdefault(choice.mode, way) != way:
+            if choice.depth and self._tuned.setdefault(way.kind, way) != way:
                 continue  # of an older tuning
             rate, records = choice.tokens_per_second / 1000, self._by_load.setdefault(_load(choice.at_once), {})
             retry = FIRST_RETRY if choice.measured and not choice.depth else TUNED_RETRY
             records[way] = Record(rate * TUNING_WEIGHT_MS, TUNING_WEIGHT_MS, retry=retry, source=source)
             if choice.depth:
-                records.setdefault(Way(choice.mode), Record(retry=TUNED_RETRY))
+                records.setdefault(way.kind, Record(retry=TUNED_RETRY))
             if choice.at_once == 1 and self._home is None:
                 self._home = way
 
@@ -138,7 +140,8 @@ class Controller:
         for load, records in self._by_load.items():
             for way, record in records.items():
                 if record.rate is not None and record.source == "measured":
-                    yield Choice(way.mode, way.depth, way.branches, 1000 * record.rate, True, 1 << load)
+                    rate = 1000 * record.rate
+                    yield Choice(way.mode, way.depth, way.branches, rate, True, 1 << load, way.drafter)
 
     def turn_to(self, active: int) -> None:
         """So many requests run at once now; where that is another load, what was measured at that one decides."""
@@ -176,6 +179,11 @@ class Controller:
                 self._trial.milliseconds += milliseconds
 
     @property
+    def _kinds(self) -> tuple[Way, ...]:
+        """The ways with whatever K and B."""
+        return (*map(Way, self.modes), *(Way("sd", drafter=other) for other in self.others))
+
+    @property
     def _records(self) -> dict[Way, Record]:
         return self._by_load.setdefault(_load(self._active), {})
 
@@ -200,7 +208,7 @@ class Controller:
     def _why_try(self, way: Way, rates: dict[Way, float]) -> str:
         if way in rates:
             return f"not measured for {self._age(way)} episodes"
-        return "another K may be better" if way.mode in {known.mode for known in rates} else "not measured yet"
+        return "another K may be better" if way.kind in {known.kind for known in rates} else "not measured yet"
 
     def _to_leave(self, current: Way, other: Way, rate: float) -> float:
         """What `other` must bring to take the place of `current`: luck alone must not drive it from what was tuned."""
@@ -225,14 +233,14 @@ class Controller:
 
     def _patience(self, way: Way, rates: dict[Way, float], best: float, guess: float) -> int:
         """For how many episodes a way is left alone."""
-        if way not in rates and way.mode not in self._tuned and guess > FIRST_MARGIN * best:
+        if way not in rates and way.kind not in self._tuned and guess > FIRST_MARGIN * best:
             return 0
         retry, margin = self._records[way].retry, TRY_MARGIN if way in rates else UNTRIED_MARGIN
         return retry if max(guess, rates.get(way, 0.0)) > margin * best else UNLIKELY * retry
 
     def _differs(self, way: Way, forecasts: dict[Way, Forecast]) -> bool:
         """Whether the formula's own K is, by the formula, clearly better than the tuned one of the same mode."""
-        tuned = self._tuned.get(way.mode)
+        tuned = self._tuned.get(way.kind)
         if tuned is None or way == tuned or tuned not in forecasts:
             return True
         (plan, rate), (known, usual) = forecasts[way], forecasts[tuned]
@@ -241,7 +249,8 @@ class Controller:
     def _take(self, way: Way, forecasts: dict[Way, Forecast], why: str) -> Plan:
         plan, _ = forecasts[way]
         settings = {"ar": "", "sd": f", K = {plan.depth}"}.get(plan.mode, f", K = {plan.depth}, B = {plan.branches}")
-        self._way, self.why = way, f"{plan.mode}{settings}: {why}"
+        by = f" by {plan.drafter}" if plan.drafter else ""
+        self._way, self.why = way, f"{plan.mode}{by}{settings}: {why}"
         return plan
 
     def _age(self, way: Way) -> int:
@@ -265,7 +274,7 @@ class Controller:
 
     def _forecasts(self, at_once: int) -> dict[Way, Forecast]:
         """By way: its plan, and the tokens per millisecond of that. A tuning is of one request at a time."""
-        ways = [*(self._tuned.values() if at_once == 1 else ()), *map(Way, self.modes)]
+        ways = [*(self._tuned.values() if at_once == 1 else ()), *self._kinds]
         fixed = self.fixed or at_once == 1
         formula = Forecasts(self.estimates, at_once, self.max_depth, self.branches, fixed)
         return {way: formula.of(way) for way in ways}

@@ -89,6 +89,7 @@ class Dispatch:
                 q=proposal.q,
                 going_on=proposal.going_on,
                 draft=proposal.draft,
+                drafter=proposal.drafter if proposal.draft else "",
                 room=growth(request, self.workers.target_context) if proposal.going_on else 0,
                 parents=proposal.parents,
             )

@@ -7,20 +7,23 @@ time follows its rows, whoever's they are; what a millisecond is worth follows w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from outrider.orchestrator.core.acceptance import Acceptance
 from outrider.orchestrator.core.averages import Average, Slope
 from outrider.orchestrator.core.ngram import Copy
+from outrider.orchestrator.core.own_drafts import OwnDrafts
 from outrider.orchestrator.core.row_costs import COST_PER_ROW, RowCosts, usual
-from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.core.tuning import Choice, OwnKnown, Tuning
+from outrider.protocol.abilities import OwnDrafter
 
 # Of tokens copied from the text, by how many before them matched.
 PRIOR_COPIED = (0.3, 0.3, 0.45, 0.55, 0.65, 0.75)
 # How well copies hold changes from text to text, and with the temperature: few positions and a short memory follow.
 COPY_WEIGHT = 2.0
 COPY_FADE = 0.95
+COPIED_SMOOTHING = 0.03
 PRIOR_HIT_RATE, PRIOR_BRANCHES = 0.8, 16
 # What B branches fewer miss: the misses of theorem 12 grow by this power of the budget.
 MISS_POWER = 0.5
@@ -30,7 +33,8 @@ PRIOR_VERIFY_MS, PRIOR_DEPTH_MS, PRIOR_LINK_MS, PRIOR_TURNAROUND_MS = 10.0, 3.0,
 class Estimates:
     """What the orchestrator believes about its workers and the text. `active`: so many requests share the workers.
 
-    Of several drafters what is said here is the quickest one's, which has this `part` of a round's branches.
+    Of several drafters what is said here is the quickest one's, which has this `part` of a round's branches. Where a
+    `drafter` is named it is one of the target's process.
     """
 
     def __init__(self) -> None:
@@ -53,6 +57,10 @@ class Estimates:
         self._covered = Average()
         self._branches = Average()
         self._turnaround_ms = Average()
+        self._own: dict[str, OwnDrafts] = {}
+        self._own_known: dict[str, OwnKnown] = {}
+        self._copied_tokens = Average(COPIED_SMOOTHING)
+        self._copied_rows = Average(COPIED_SMOOTHING)
 
     # --- what was seen --------------------------------------------------------------------------------------------
 
@@ -73,6 +81,7 @@ class Estimates:
         self._covered.add(tuning.hit_rate)
         self._branches.add(max((choice.branches for choice in tuning.choices), default=0) or PRIOR_BRANCHES)
         self.drafted.start_from(tuning.acceptance)
+        self._own_known |= {own.name: own for own in tuning.own}
 
     def told(self, choices: tuple[Choice, ...], temp: float) -> Tuning:
         """All this as a record that `start_from` takes."""
@@ -89,7 +98,27 @@ class Estimates:
             temp=temp,
             plain_ms=self._plain_ms.points,
             trees_ms=self._trees_ms.points,
+            own=tuple(
+                OwnKnown(own.name, own.step_ms(0.0), own.drafted.known()) for own in self._own.values() if own.is_known
+            ),
         )
+
+    def meet(self, own: Iterable[OwnDrafter]) -> None:
+        """These are in the target's process."""
+        for told in own:
+            if told.name not in self._own:
+                drafts = self._own[told.name] = OwnDrafts(told)
+                known = self._own_known.get(told.name)
+                if known is not None:
+                    drafts.start_from(known.step_ms, known.acceptance)
+
+    def is_head(self, drafter: str) -> bool:
+        """Whether this drafter of the target's process reads what the target thinks."""
+        return self._own[drafter].is_head
+
+    def saw_own(self, drafter: str, tokens: int, accepted: int, milliseconds: float) -> None:
+        """A chain of one in the target's process."""
+        self._own[drafter].saw(tokens, accepted, milliseconds)
 
     def saw_verify(self, rows: int, milliseconds: float, own: int | None = None) -> None:
         """A forward of so many rows, `own` of them one request's; None: all."""
@@ -119,6 +148,8 @@ class Estimates:
         pairs = zip(copy.chain, committed, strict=False)
         held = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self.copied(copy.matched).add(min(len(copy.chain), len(committed)), held)
+        self._copied_tokens.add(held)
+        self._copied_rows.add(len(copy.chain))
 
     def saw_link(self, milliseconds: float) -> None:
         """What asking the drafter cost beyond its own work; in company that includes its work for others."""
@@ -179,9 +210,17 @@ class Estimates:
         """Whether a drafter has ever answered."""
         return self._step_ms.value is not None
 
-    def draft_ms(self, tokens: int) -> float:
+    def holding(self, drafter: str = "") -> Acceptance:
+        """How well its tokens hold."""
+        return self._own[drafter].drafted if drafter else self.drafted
+
+    def draft_ms(self, tokens: int, drafter: str = "") -> float:
         """Asking a drafter for a chain of `tokens` and having it."""
-        return tokens * self.step_ms() + self.link_ms()
+        return self.own_ms(tokens, drafter) if drafter else tokens * self.step_ms() + self.link_ms()
+
+    def own_ms(self, tokens: int, drafter: str) -> float:
+        """A chain of one in the target's process, or so long a one for each who shares its forwards."""
+        return tokens * self._own[drafter].step_ms(self.forward_ms(1))
 
     def chain_ms(self, tokens: int) -> float:
         """The same from a drafter that has nothing else to do."""
@@ -210,6 +249,10 @@ class Estimates:
     def copied(self, matched: int) -> Acceptance:
         """How well tokens hold that followed so many matching ones before."""
         return self._copied[min(matched, len(self._copied) - 1)]
+
+    def copied_a_round(self) -> tuple[float, float]:
+        """Of what the text says comes next: how many tokens held in a round, and how many there were."""
+        return _or(self._copied_tokens, 0.0), _or(self._copied_rows, 0.0)
 
     def hit_rate(self) -> float:
         return _or(self._hits, PRIOR_HIT_RATE)

@@ -47,9 +47,9 @@ def worth_hoping(estimates: Estimates, alternative: Stopgap, longest: int, wait_
     return estimates.hit_rate() * (hit - alternative.value) > waiting
 
 
-def drafts_better(estimates: Estimates, tail: Tail, longest: int) -> bool:
+def drafts_better(estimates: Estimates, tail: Tail, longest: int, drafter: str = "") -> bool:
     """Whether a drafter's chain of `longest` is worth asking for when this can be copied for nothing (SD)."""
-    return not tail.tokens or _asked(estimates, longest) > _alone(estimates, tail)
+    return not tail.tokens or _asked(estimates, longest, drafter) > _alone(estimates, tail)
 
 
 def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms: float) -> bool:
@@ -66,11 +66,11 @@ def _alone(estimates: Estimates, tail: Tail) -> float:
     return 1.0 - estimates.tokens_per_ms() * estimates.verify_ms(1) + tail.gain
 
 
-def _asked(estimates: Estimates, length: int) -> float:
+def _asked(estimates: Estimates, length: int, drafter: str = "") -> float:
     """What a chain that is asked for brings, less the worth of its forward and of the wait."""
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
-    waiting = estimates.own_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length))
-    return estimates.drafted.expected_tokens(length) - forward - waiting
+    waiting = estimates.own_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
+    return estimates.holding(drafter).expected_tokens(length) - forward - waiting
 
 
 def longest_wait_ms(expected_ms: float) -> float:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.speedup import Costs, Odds, ar_rate, sd_rate, ssd_rate
+from outrider.orchestrator.core.speedup import Costs, Odds, ar_rate, own_rate, sd_rate, ssd_rate
+from outrider.protocol.heads import NGRAM
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 BREADTHS = (1, 2, 4, 8, 16, 32)
@@ -18,11 +19,13 @@ BREADTHS = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How rounds are made: `mode` is ar, sd or ssd; `depth` is K, `branches` B."""
+    """How rounds are made: `mode` is ar, sd or ssd; `depth` is K, `branches` B. `drafter`: the one of the target's
+    process, or n-grams; empty: draft workers."""
 
     mode: str
     depth: int
     branches: int = 0
+    drafter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,12 @@ class Way:
     mode: str
     depth: int = 0
     branches: int = 0
+    drafter: str = ""
+
+    @property
+    def kind(self) -> Way:
+        """The same with whatever K and B."""
+        return Way(self.mode, drafter=self.drafter)
 
 
 Forecast = tuple[Plan, float]
@@ -47,23 +56,22 @@ class Forecasts:
     max_depth: int
     branches: int
     fixed: bool
-    _tokens: list[float] = field(default_factory=list)
+    _tokens: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        deepest = max(self.max_depth, DEPTHS[-1])
-        reach, self._tokens = 1.0, [1.0]
-        for position in range(deepest):
-            reach *= self.estimates.drafted.rate(position)
-            self._tokens.append(self._tokens[-1] + reach)
         self._verify_ms = cache(self.estimates.forward_ms)
 
     def of(self, way: Way) -> Forecast:
         """The best plan of this way."""
         if way.mode == "ar":
             return Plan("ar", 1, self.branches), ar_rate(self._costs(1))
+        if way.drafter == NGRAM:
+            return Plan("sd", self.max_depth, self.branches, NGRAM), self._copying()
         depths = (
             [way.depth] if way.depth else [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
         )
+        if way.drafter:
+            return max((self._own(way.drafter, depth) for depth in depths), key=lambda forecast: forecast[1])
         if way.mode == "sd":
             return self._best("sd", depths, [self.branches])
         return self._best("ssd", depths, [way.branches] if way.branches else self._breadths())
@@ -80,10 +88,26 @@ class Forecasts:
             found += [(Plan(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
         return max(found, key=lambda forecast: forecast[1])
 
-    def _brings(self, depth: int) -> float:
-        while len(self._tokens) <= depth:  # a tuned K may be deeper than those asked for
-            self._tokens.append(self._tokens[-1])
-        return self._tokens[depth]
+    def _own(self, drafter: str, depth: int) -> Forecast:
+        """A chain of so many tokens by one in the target's process."""
+        odds, draft_ms = Odds(partial(self._brings, drafter=drafter), 0.0), self.estimates.own_ms(depth, drafter)
+        return Plan("sd", depth, self.branches, drafter), own_rate(self._costs(1), odds, depth, draft_ms)
+
+    def _copying(self) -> float:
+        """Rounds that verify what the text says comes next, and nothing where it says nothing."""
+        tokens, rows = self.estimates.copied_a_round()
+        return self.at_once * (1.0 + tokens) / self._verify_ms(self.at_once * (1 + round(rows)))
+
+    def _brings(self, depth: int, drafter: str = "") -> float:
+        """E[tokens] of a round with a chain of K; a tuned K may be deeper than is told apart."""
+        known = self._tokens.get(drafter)
+        if known is None:
+            known, reach = [1.0], 1.0
+            for position in range(max(self.max_depth, DEPTHS[-1])):
+                reach *= self.estimates.holding(drafter).rate(position)
+                known.append(known[-1] + reach)
+            self._tokens[drafter] = known
+        return known[min(depth, len(known) - 1)]
 
     def _costs(self, breadth: int) -> Costs:
         e, n = self.estimates, self.at_once

@@ -65,7 +65,6 @@ class Core:
                 settings.branch_depth == "full",
                 settings.ngrams,
                 settings.simulate is not None,
-                settings.colocate,
                 each=settings.branches is None,
                 drafters=settings.drafters,
                 prefill_from=settings.prefill_from or _prefill_from(tunings),

@@ -5,31 +5,50 @@ The rounds tell it what was sent and what came; it writes nothing down and never
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from outrider.orchestrator.core.controller import Controller
 from outrider.orchestrator.core.copies import LONGEST_COPY, longest_copy
+from outrider.orchestrator.core.drift import Drift
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.proposal import Lookup
 from outrider.orchestrator.core.request import Foretold, Request, Round, RoundSettings, Waiting
 from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
+from outrider.protocol.abilities import OwnDrafter
 from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.heads import DRAFT_MODEL, NGRAM
 from outrider.protocol.messages import Branches, Drafted, Outcome, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Who may draft: so many draft `workers`, and `others` without one: drafters of the target's process, n-grams."""
+
+    workers: int
+    others: tuple[str, ...] = ()
 
 
 class Planner:
     """One for all requests, so that what one taught serves the next."""
 
-    def __init__(self, settings: RoundSettings, tunings: Sequence[Tuning] = (), memory: Sequence[Tuning] = ()) -> None:
-        """`tunings` are tune's, `memory` what an earlier server's planner `learned`."""
+    def __init__(
+        self,
+        settings: RoundSettings,
+        tunings: Sequence[Tuning] = (),
+        memory: Sequence[Tuning] = (),
+        own: Callable[[], Iterable[OwnDrafter]] = tuple,
+    ) -> None:
+        """`tunings` are tune's, `memory` what an earlier server's planner `learned`, `own` the target's drafters."""
         self.estimates = Estimates()
+        self._own = own
         self._tunings, self._memory = tunings, memory
         for known in (*tunings[:1], *memory[:1]):
             self.estimates.start_from(known)
         self._settings = settings
-        self._controllers: dict[tuple[int, int | None, int | None, bool], Controller] = {}
+        self._controllers: dict[tuple[Means, int | None, int | None, bool], Controller] = {}
         self._forward_ns = 0
 
     def turn_to(self, active: int) -> None:
@@ -44,8 +63,8 @@ class Planner:
         for greedy in (True, False):
             choices = [
                 choice
-                for (drafters, depth, branches, warm), controller in self._controllers.items()
-                if drafters == self._settings.drafters and depth is None and branches is None and warm != greedy
+                for (means, depth, branches, warm), controller in self._controllers.items()
+                if means == self._all_means and depth is None and branches is None and warm != greedy
                 for choice in controller.learned()
             ]
             known = next((record for record in self._memory if record.is_greedy == greedy), None)
@@ -58,18 +77,27 @@ class Planner:
     # --- plans ----------------------------------------------------------------------------------------------------
 
     def first_plan(self, admit: Admit, drafters: int) -> tuple[Plan, list[str]]:
-        """How a request's rounds are made with so many drafters, and the reason when speculation is off."""
-        depth, branches = self._depth(admit), self._branches(admit, drafters)
+        """How a request's rounds are made with so many draft workers, and the reason when speculation is off."""
+        means = self._means(admit, drafters)
         if admit.mode == "auto":
-            return self._controller(admit, drafters).plan(), []
-        if admit.mode == "ar" or drafters or self._settings.ngrams or self._settings.colocated:
+            return self._controller(admit, means).plan(), []
+        return self._fixed_plan(admit, means)
+
+    def _fixed_plan(self, admit: Admit, means: Means) -> tuple[Plan, list[str]]:
+        """Draft workers go before the drafters of the target's process where nobody is named, these before n-grams."""
+        depth, branches = self._depth(admit), self._branches(admit, means.workers)
+        if admit.mode == "ar" or means.workers:
+            return Plan(admit.mode, depth, branches), []
+        if means.others:
+            return Plan("sd", depth, branches, means.others[0]), []
+        if self._settings.ngrams:
             return Plan(admit.mode, depth, branches), []
         return Plan("ar", depth, branches), ["speculation is off: there is no drafter"]
 
     def regain(self, request: Request) -> None:
-        """There is a drafter for a request that may have begun without one."""
+        """There is another set of drafters than the request began with."""
         if request.admit.mode != "auto":
-            request.plan, _ = self.first_plan(request.admit, len(request.drafters))
+            request.plan, _ = self._fixed_plan(request.admit, self._means_of(request))
 
     def replan(self, request: Request) -> None:
         """In `auto` the controller may change its mind between two rounds."""
@@ -135,14 +163,27 @@ class Planner:
                 estimates.saw_plain(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
             self._saw_forward(len(proposal.chain) + 1, outcome)
-            estimates.saw_chain(proposal.drafted, proposal.along(proposal.nodes(outcome) or ()))
-        if proposal.chain and outcome.drafting is not None:
-            estimates.saw_draft(len(proposal.line), _milliseconds(outcome.drafting))
-            estimates.saw_link(0.0)
+            along = proposal.along(proposal.nodes(outcome) or ())
+            if not proposal.draft:
+                estimates.saw_chain(proposal.drafted, along)
+            elif proposal.chain and outcome.drafting is not None:
+                drafting_ms = _milliseconds(outcome.drafting)
+                estimates.saw_own(proposal.drafter, len(proposal.line), along, drafting_ms)
         if proposal.lookup is Lookup.HIT:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
             self._controller_of(request).saw_round(ended.plan, len(kept), round_ms)
+
+    def judge_own(self, request: Request, ended: Round, outcome: Outcome) -> None:
+        """Leaves a drafter of the target's process that is of no use any more out of the request, and says so."""
+        drafter = ended.proposal.drafter
+        if not ended.proposal.draft or drafter in request.left_out or request.remaining < ended.plan.depth:
+            return
+        why = request.drifts.setdefault(drafter, Drift()).saw(ended.proposal.depth, outcome.accepted)
+        if why:
+            request.left_out.add(drafter)
+            request.note(f"speculation: {drafter} is left out: {why}")
+            self.regain(request)
 
     def _judge_copy(self, request: Request, outcome: Outcome, kept: tuple[int, ...]) -> None:
         """Every round shows what a copy would have been worth in it, whatever was verified."""
@@ -160,25 +201,45 @@ class Planner:
 
     # --- controllers ----------------------------------------------------------------------------------------------
 
-    def _controller_of(self, request: Request) -> Controller:
-        return self._controller(request.admit, len(request.drafters))
+    def _means_of(self, request: Request) -> Means:
+        return self._means(request.admit, len(request.drafters), request.left_out)
 
-    def _controller(self, admit: Admit, drafters: int) -> Controller:
+    def _means(self, admit: Admit, workers: int, left_out: Collection[str] = ()) -> Means:
+        """Who may draft for a request; where it names one, only that one."""
+        own = tuple(self._own())
+        self.estimates.meet(own)
+        others = tuple(one.name for one in own if one.name not in left_out)
+        others += (NGRAM,) if self._settings.ngrams and (own or admit.drafter == NGRAM) else ()
+        if admit.drafter:
+            others = tuple(name for name in others if name == admit.drafter)
+            workers = workers if admit.drafter == DRAFT_MODEL else 0
+        return Means(workers, others)
+
+    @property
+    def _all_means(self) -> Means:
+        """Those that the cluster begins with."""
+        others = tuple(one.name for one in self._own())
+        return Means(self._settings.drafters, (*others, NGRAM) if others and self._settings.ngrams else others)
+
+    def _controller_of(self, request: Request) -> Controller:
+        return self._controller(request.admit, self._means_of(request))
+
+    def _controller(self, admit: Admit, means: Means) -> Controller:
         """One for each set of means and class of temperature: what was learned with others would mislead."""
-        means = (drafters, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0)
-        if means not in self._controllers:
-            drafts = self._settings.ngrams or self._settings.colocated
-            modes = ("ar", "sd", "ssd") if drafters else ("ar", "sd") if drafts else ("ar",)
+        key = (means, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0)
+        if key not in self._controllers:
+            copies = self._settings.ngrams and not means.others
+            modes = ("ar", "sd", "ssd") if means.workers else ("ar", "sd") if copies else ("ar",)
             fixed = admit.branches is not None
-            branches = self._branches(admit, drafters)
-            controller = Controller(self.estimates, modes, self._depth(admit), branches, fixed)
+            branches = self._branches(admit, means.workers)
+            controller = Controller(self.estimates, modes, self._depth(admit), branches, fixed, means.others)
             controller.turn_to(self.estimates.active)
-            for known in (self._tunings, self._memory) if drafters else ():
+            for known in (self._tunings, self._memory) if means.workers or means.others else ():
                 record = nearest(known, admit.sampling.temp)
                 if record is not None and (known is self._tunings or record.is_greedy == (admit.sampling.temp == 0)):
                     controller.start_from(choice for choice in record.choices if _may_have(admit, choice))
-            self._controllers[means] = controller
-        return self._controllers[means]
+            self._controllers[key] = controller
+        return self._controllers[key]
 
     def _depth(self, admit: Admit) -> int:
         return admit.num_draft_tokens or self._settings.depth

@@ -21,6 +21,10 @@ class Source(Enum):
     CACHE = "cache"
     DRAFTER = "drafter"
     NGRAM = "ngram"
+    HEAD = "head"
+
+
+_ORIGINS = {Source.CACHE: Origin.PREPARED, Source.HEAD: Origin.HEAD}
 
 
 class Lookup(Enum):
@@ -106,18 +110,20 @@ class Proposal:
         if not self.draft:
             return self
         chain, parents = outcome.drafted or (), outcome.drafted_parents
-        return replace(self, chain=chain, parents=parents, by=(Origin.DRAFTED,) * len(parents))
+        return replace(self, chain=chain, parents=parents, by=(self.origin,) * len(parents))
 
     def again(self) -> Proposal:
         """The round after, which the target makes by itself."""
         return replace(self, chain=(), parents=(), by=(), lookup=Lookup.NONE)
 
+    @property
+    def origin(self) -> Origin:
+        """Of what a drafter has said of it."""
+        return _ORIGINS.get(self.source, Origin.DRAFTED)
+
     def origins(self, nodes: Sequence[int]) -> tuple[Origin, ...]:
         """Of the tokens of an outcome of which these nodes hold."""
-        by = self.by
-        if not by:
-            drafted = Origin.PREPARED if self.source is Source.CACHE else Origin.DRAFTED
-            by = (drafted,) * (len(self.chain) - self.copied) + (Origin.COPIED,) * self.copied
+        by = self.by or (self.origin,) * (len(self.chain) - self.copied) + (Origin.COPIED,) * self.copied
         return (*(by[node] for node in nodes), Origin.TARGET)
 
     def after_wait(self, missed: bool) -> Proposal:

@@ -14,6 +14,7 @@ from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.speculation_cache import Prepared
 from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Drafted
 from outrider.protocol.sparse import SparseQ
 
@@ -40,14 +41,10 @@ Step = Proposal | Ask | Linger
 
 @dataclass(frozen=True, slots=True)
 class Proposer:
-    """Decides by the mode of the request. `full_depth`: a round's branches are waited for until all are complete.
-
-    `colocated`: the target drafts for itself.
-    """
+    """Decides by the mode of the request. `full_depth`: a round's branches are waited for until all are complete."""
 
     estimates: Estimates
     full_depth: bool
-    colocated: bool = False
 
     def after(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
         """The step after the outcome that made `committed` final; a chain has room for so many tokens."""
@@ -58,13 +55,15 @@ class Proposer:
         if request.mode == "ssd" and request.drafters:
             return self.serve(request, committed, room, now_ns)
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
-        if not request.drafters and not self.colocated:
+        drafter = request.plan.drafter
+        if drafter == NGRAM or not (drafter or request.drafters):
             return copied(tail)
         longest = min(request.depth, room)
-        if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest):
+        if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest, drafter):
             return copied(tail)
-        if self.colocated:
-            return Proposal(source=Source.DRAFTER, going_on=True, draft=request.depth)
+        if drafter:
+            source = Source.HEAD if self.estimates.is_head(drafter) else Source.DRAFTER
+            return Proposal(source=source, going_on=True, draft=request.depth, drafter=drafter)
         return Ask(longest)
 
     def stays(self, request: Request, room: int) -> bool:
@@ -72,10 +71,12 @@ class Proposer:
         plainly where a drafter has come meanwhile."""
         if not request.proposal.draft:
             return request.mode == "ar"
+        if request.proposal.drafter in request.left_out:
+            return False
         if request.ngrams.is_empty or self._is_fixed(request) or room < 1:
             return True
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
-        return drafts_better(self.estimates, tail, min(request.depth, room))
+        return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
 
     def branch(self, request: Request, found: Prepared, room: int, committed: tuple[int, ...] = ()) -> Proposal:
         """A branch as the chain to verify after `committed` tokens that are still to come, filled from the text."""

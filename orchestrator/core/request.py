@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.account import Account
+from outrider.orchestrator.core.drift import Drift
 from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.part import Part
@@ -29,8 +30,8 @@ class RoundSettings:
     """`depth` is K, `branches` B, with `each` for each drafter; the cluster begins with so many `drafters`.
 
     `full_depth`: wait until a round's branches are complete (reproducible rounds). `simulated`: without its drafters a
-    request stands for no machine, so it fails. `colocated`: the target drafts for itself. `prefill_from`: prompts of so
-    many unread tokens go to a prefill worker, where there is one.
+    request stands for no machine, so it fails. `prefill_from`: prompts of so many unread tokens go to a prefill worker,
+    where there is one.
     """
 
     depth: int
@@ -38,7 +39,6 @@ class RoundSettings:
     full_depth: bool = False
     ngrams: bool = True
     simulated: bool = False
-    colocated: bool = False
     each: bool = False
     drafters: int = 1
     prefill_from: int = 1
@@ -86,7 +86,8 @@ class Request:
     last outcome has come. `drafters`: by name, with the part that each has. `foretold`: of the round under way.
     `covered`: of how many outcomes drafters had finished by the latest one. `records`: of its rounds, if it asked for
     them. `reads`: the round under way begins with reading all tokens. `deaths` of the target in a row, while this was
-    under way there and got no token; `losses`: the same of each drafter, by name. `heard_ns`: when the target was last
+    under way there and got no token; `losses`: the same of each drafter, by name. `drifts`: how drafters of the
+    target's process do; `left_out`: those that are of no use any more. `heard_ns`: when the target was last
     heard to get on with it, or asked again.
     """
 
@@ -112,6 +113,8 @@ class Request:
     reads: bool = True
     deaths: int = 0
     losses: Counter[str] = field(default_factory=Counter)
+    drifts: dict[str, Drift] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
     heard_ns: int = 0
     account: Account = field(default_factory=Account)
     records: RoundRecords | None = None
@@ -137,7 +140,7 @@ class Request:
 
     def welcomes(self, drafter: str) -> bool:
         """Whether a drafter that can be used now may draft for it: not where it died of it, as it seems."""
-        return self.admit.mode != "ar" and drafter not in self.drafters and self.losses[drafter] < MOST_LOSSES
+        return self.admit.takes_workers and drafter not in self.drafters and self.losses[drafter] < MOST_LOSSES
 
     def rejoins(self, drafter: str) -> None:
         """Is one of its drafters, in the middle of the text."""

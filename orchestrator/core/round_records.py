@@ -52,7 +52,7 @@ class RoundRecords:
         drafting, self._drafting = self._drafting, []
         if outcome.drafting is not None:
             work = self._told(outcome.drafting)
-            drafting.append(DraftWork(TARGETS_DRAFTER, number, len(proposal.chain), 0, work))
+            drafting.append(DraftWork(proposal.drafter or TARGETS_DRAFTER, number, len(proposal.chain), 0, work))
         lookup, decided = self._decided.pop(number, (proposal.lookup, None))
         return RoundRecord(
             round=number,

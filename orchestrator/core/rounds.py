@@ -65,10 +65,10 @@ class Rounds:
         self._settings = settings
         self._tell = tell
         self._ledger = Ledger(trace)
-        self._planner = Planner(settings, tunings, memory)
+        self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities.drafters)
         self._crew = Crew(workers, self._door.told, self._planner.estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
-        self._proposer = Proposer(self._planner.estimates, settings.full_depth, settings.colocated)
+        self._proposer = Proposer(self._planner.estimates, settings.full_depth)
         self._outage = Outage(self._open)
 
     @property
@@ -143,6 +143,8 @@ class Rounds:
 
     def found_target(self) -> None:
         """Requests go on where they were, from their committed tokens."""
+        for request in self._requests.values():
+            self._planner.regain(request)  # another process may lack a drafter of its own, or have one more
         self._outage.ended()
 
     # --- what workers say -----------------------------------------------------------------------------------------
@@ -268,6 +270,7 @@ class Rounds:
         request, ended, outcome, kept = settled.request, settled.ended, settled.outcome, settled.kept
         self._ledger.outcome(request, ended, outcome, len(kept), now_ns)
         self._planner.outcome(request, ended, outcome, kept, now_ns)
+        self._planner.judge_own(request, ended, outcome)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
         origins = ended.proposal.origins(settled.nodes)[: len(kept)] if request.admit.origins else None
         record = self._ledger.record(request, ended, outcome, len(kept))
@@ -410,6 +413,7 @@ class Rounds:
             self._break(request, why)
             return
         self._crew.leave(request, drafter)
+        self._planner.regain(request)
         request.note(f"speculation: {why}")
         self._end_wait(request, now_ns)
 

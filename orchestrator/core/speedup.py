@@ -73,6 +73,12 @@ def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     return mixed_rate(costs, [Kind(1.0, depth + 1, odds.tokens(depth), asked=depth)])
 
 
+def own_rate(costs: Costs, odds: Odds, depth: int, draft_ms: float) -> float:
+    """Draft, then verify, in the target's process: those who share the verify share the drafting, too."""
+    verify_ms = costs.verify_ms(costs.at_once * (depth + 1))
+    return costs.at_once * odds.tokens(depth) / (draft_ms + verify_ms)
+
+
 def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     """Theorem 7. After a miss the better of an AR step and a just-in-time chain is taken."""
     hit = Kind(odds.hit, depth + 1, odds.tokens(depth), ahead=depth)

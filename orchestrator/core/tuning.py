@@ -32,6 +32,7 @@ class Choice:
     """A mode with the settings that suit it, and its tokens per second: `measured` in real rounds, or a forecast.
 
     K and B of 0: not tuned, they follow the formula. `at_once`: so many requests brought that rate together.
+    `drafter`: of the target's process, or n-grams; empty: draft workers.
     """
 
     mode: str
@@ -40,6 +41,16 @@ class Choice:
     tokens_per_second: float
     measured: bool = False
     at_once: int = 1
+    drafter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnKnown:
+    """Of a drafter in the target's process: what a token of its chains takes, and how often those hold, by place."""
+
+    name: str
+    step_ms: float
+    acceptance: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,7 @@ class Tuning:
     plain_ms: tuple[tuple[int, float], ...] = ()
     trees_ms: tuple[tuple[int, float], ...] = ()
     prefill_from: int = 0
+    own: tuple[OwnKnown, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -77,7 +89,9 @@ def path_for(settings: ServeSettings) -> Path:
 
 def memory_for(settings: ServeSettings) -> Path:
     """Where lies what servers of this pair learned; who drafts, and where, is part of it."""
-    return _file("memory", [*_pair(settings), settings.ngrams, settings.colocate, str(settings.replay)])
+    heads = list(settings.head)
+    what = [*_pair(settings), settings.ngrams, settings.colocate, str(settings.replay), *([heads] if heads else [])]
+    return _file("memory", what)
 
 
 def folder() -> Path:
@@ -166,9 +180,10 @@ def digest(path: Path) -> str:
 
 def _tuning(fields: dict[str, Any]) -> Tuning:
     fields["choices"] = tuple(_choice(**choice) for choice in fields["choices"])
+    fields["own"] = tuple(_own(**own) for own in fields.get("own", ()))
     for name in ("verify_ms", "plain_ms", "trees_ms"):
         fields[name] = tuple((max(int(rows), 1), _number(ms, LEAST_MS)) for rows, ms in fields.get(name, ()))
-    fields["acceptance"] = tuple(min(_number(share), 1.0) for share in fields["acceptance"])
+    fields["acceptance"] = _shares(fields["acceptance"])
     fields["hit_rate"] = min(_number(fields["hit_rate"]), 1.0)
     fields["step_ms"] = _number(fields["step_ms"], LEAST_MS)
     fields["prefill_from"] = max(int(fields.get("prefill_from", 0)), 0)
@@ -178,11 +193,24 @@ def _tuning(fields: dict[str, Any]) -> Tuning:
 
 
 def _choice(
-    mode: str, depth: int, branches: int, tokens_per_second: float, measured: bool = False, at_once: int = 1
+    mode: str,
+    depth: int,
+    branches: int,
+    tokens_per_second: float,
+    measured: bool = False,
+    at_once: int = 1,
+    drafter: str = "",
 ) -> Choice:
-    return Choice(
-        str(mode), int(depth), int(branches), _number(tokens_per_second), bool(measured), max(int(at_once), 1)
-    )
+    rate, together = _number(tokens_per_second), max(int(at_once), 1)
+    return Choice(str(mode), int(depth), int(branches), rate, bool(measured), together, str(drafter))
+
+
+def _own(name: str, step_ms: float, acceptance: Sequence[float]) -> OwnKnown:
+    return OwnKnown(str(name), _number(step_ms), _shares(acceptance))
+
+
+def _shares(given: Sequence[Any]) -> tuple[float, ...]:
+    return tuple(min(_number(share), 1.0) for share in given)
 
 
 def _number(value: Any, least: float = 0.0) -> float:

@@ -137,10 +137,12 @@ class WorkerPool:
 
     def notes(self) -> list[str]:
         """Why requests get less speculation than was asked for, a sentence each."""
-        off = [] if self.target_abilities.chains else [self.target_abilities.why]
+        able = self.target_abilities
         drafters = [worker for worker in self._places.all() if worker.role == "draft" and worker.spawned]
         refused = [worker.fault for worker in drafters if worker.state in ("refused", "lost")]
-        return [f"speculation is off: {why}" for why in off] or [f"no draft model: {why}" for why in refused]
+        if not able.chains:
+            return [f"speculation is off: {able.why}"]
+        return [*(f"no draft model: {why}" for why in refused), *able.left_out]
 
     def is_target(self, name: str) -> bool:
         worker = self._places.named(name)

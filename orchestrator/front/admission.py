@@ -13,11 +13,13 @@ from outrider.grammar.vocabulary import vocabulary_of
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.kv_room import KvRoom, in_mb
+from outrider.orchestrator.pair.heads import drafters
 from outrider.orchestrator.pair.model_text import ModelText
 from outrider.orchestrator.pair.pairing import PairText
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.grammar import Grammar
+from outrider.protocol.heads import DRAFT_MODEL
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import SamplingParams
 
@@ -47,6 +49,7 @@ class Admission:
     def __init__(self, text: PairText) -> None:
         self._text = text
         self._settings = text.pair.settings
+        self._drafters = drafters(text.pair.settings)
         self._vocabulary = vocabulary_of(text.codec.tokenizer)
         self.context_length = text.pair.target.context_length
         self.vocab_size = text.pair.target.vocab_size
@@ -86,6 +89,7 @@ class Admission:
             origins=asked.origins,
             rounds=asked.rounds,
             said=said,
+            drafter=self._drafter(asked),
         )
         text = TextStream(self._text.codec, tokens, sampling.stop, eos)
         return Accepted(admit, text, notes, _ended(admit, text))
@@ -96,13 +100,24 @@ class Admission:
 
     def _mode(self, asked: str) -> str:
         mode = self._settings.mode if asked == "auto" else asked
-        if self._settings.draft_backend == "none":
+        if self._settings.draft_backend == "none" and not self._settings.head:
             if mode in ("sd", "ssd"):
                 raise InvalidRequest(f"mode {mode} needs a drafter and this server has none; expected auto or ar")
             return "ar"
-        if self._settings.colocate and mode == "ssd":
+        if mode == "ssd" and not self._settings.can_work_ahead:
             raise InvalidRequest(NO_SSD_COLOCATED)
         return mode
+
+    def _drafter(self, asked: Generate) -> str:
+        """The only one that is to draft; empty: whoever is there."""
+        if asked.drafter and asked.drafter not in self._drafters:
+            known = ", ".join(self._drafters) or "none: nobody drafts here"
+            raise InvalidRequest(f"no drafter is called {asked.drafter!r} here; expected {known}")
+        if asked.drafter not in ("", DRAFT_MODEL) and asked.mode == "ssd":
+            raise InvalidRequest(
+                f"mode ssd is for draft workers, and {asked.drafter} is none; expected mode sd or auto"
+            )
+        return asked.drafter
 
     def _tokens(self, asked: Generate) -> tuple[int, ...]:
         if (asked.prompt is None) == (asked.tokens is None):

@@ -15,6 +15,7 @@ from pathlib import Path
 from outrider.orchestrator.machine import blas, cores
 from outrider.orchestrator.machine.log_file import log_file
 from outrider.orchestrator.machine.log_tail import log_tail
+from outrider.orchestrator.pair.heads import own_drafters
 from outrider.orchestrator.pair.model_files import PACKAGE
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
@@ -128,10 +129,10 @@ def worker_command(
         options += ["--target", str(settings.model)] if settings.drafts_by_head else []
     if role == "prefill":
         options += ["--backend", settings.prefill_backend]
-    if role == "target" and (settings.colocate or settings.drafts_by_head):
-        options += ["--draft-model", str(settings.draft_model)]
-        options += ["--draft-backend", settings.draft_backend] if settings.drafts_by_head else []
-        options += [] if settings.colocate else ["--tell"]
+    for own in own_drafters(settings) if role == "target" else ():
+        options += ["--own", *own]
+    if role == "target" and settings.drafts_by_head and not settings.colocate:
+        options += ["--tell", settings.draft_backend, str(settings.draft_model)]
     if role == "target" and settings.shards > 1:
         options += ["--shards", str(settings.shards)]
     if settings.simulate is not None and role != "prefill":

@@ -8,18 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.pair.chat import chat_template
-from outrider.orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model, find_own_head, read_json
+from outrider.orchestrator.pair.heads import kind_of
+from outrider.orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model, find_own_head
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.pair.vocabulary import require_same
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import ModelError
-from outrider.protocol.heads import OF_TARGET, head_kind
+from outrider.protocol.errors import ModelError, OutriderError
+from outrider.protocol.heads import HEADS, OF_TARGET
 from outrider.protocol.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenPair:
-    """The models to run; `settings` name their folders. `notes` say what was chosen for the person."""
+    """The models to run; `settings` name their folders. `notes` say what was chosen for the person, or left out."""
 
     settings: ServeSettings
     target: ModelFiles
@@ -52,7 +53,8 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
         names = (target, draft)
     elif settings.draft_model is None and settings.draft_backend in ("mlx", "auto"):
         settings = replace(settings, draft_backend="ngram")
-        notes = ("no draft model is named (--draft-model), so drafts come from n-grams of the text alone",)
+        if not settings.head:
+            notes = ("no draft model is named (--draft-model), so drafts come from n-grams of the text alone",)
     elif settings.draft_model is None and settings.draft_backend in OF_TARGET:
         names = (settings.model, settings.model)
     if not settings.needs_draft_model:
@@ -66,12 +68,14 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
             draft_files = replace(draft_files, vocab_size=None, context_length=None)
     if settings.replay is not None and not settings.replay.is_file():
         raise ModelError(f"no such path: {settings.replay}; expected the replay drafter's script")
+    heads, left_out = _heads(settings.head, target_files)
     folders = replace(
         settings,
+        head=heads,
         model=str(target_files.folder),
         draft_model=str(draft_files.folder) if draft_files else None,
     )
-    return ChosenPair(folders, target_files, draft_files, notes)
+    return ChosenPair(folders, target_files, draft_files, (*notes, *left_out))
 
 
 def read_pair(pair: ChosenPair) -> PairText:
@@ -86,10 +90,31 @@ def read_pair(pair: ChosenPair) -> PairText:
     return PairText(pair, codec, chat_template(pair.target.folder))
 
 
+def _heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The folders of these heads, and a sentence for each that is none for this target, which ends nothing."""
+    folders, left_out = [], []
+    for name in named:
+        try:
+            folders.append(_head(name, target))
+        except OutriderError as error:
+            left_out.append(f"the head {name} is left out: {error}")
+    return tuple(folders), tuple(left_out)
+
+
+def _head(name: str, target: ModelFiles) -> str:
+    """Its folder, or its kind, where it is the target's own."""
+    if name in OF_TARGET:
+        find_own_head(target.name)
+        return name
+    kind = kind_of(find_model(name, weights=False).folder, target.folder)
+    if kind is None:
+        raise ModelError(f"{name} is no head for {target.name} by its config.json; expected one of {', '.join(HEADS)}")
+    return str((find_own_head(name) if kind == "mtp" else find_model(name)).folder)
+
+
 def _recognised(settings: ServeSettings, draft: str, target: ModelFiles) -> ServeSettings:
     """The backend that `auto` means for this draft. Raises ModelError: it is a head, and asked for as a model."""
-    folders = (find_model(draft, weights=False).folder, target.folder)
-    kind = head_kind(*(read_json(folder / "config.json") for folder in folders))
+    kind = kind_of(find_model(draft, weights=False).folder, target.folder)
     if settings.draft_backend == "auto":
         return replace(settings, draft_backend=kind or "mlx")
     if kind not in (None, "mtp") and not settings.drafts_by_head:

@@ -30,7 +30,7 @@ class Generate:
 
     `origins`: tell with each token where it came from; `rounds`: tell of each round, when it has ended. `said`: what
     was received of this very text before, with the seed of `sampling`: it goes on behind that, and only what is new is
-    told.
+    told. `drafter`: the name of the only one that is to draft; empty: whoever is there.
     """
 
     request: RequestId
@@ -44,6 +44,7 @@ class Generate:
     origins: bool = False
     rounds: bool = False
     said: Tokens | None = None
+    drafter: Name = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class RoundRecord:
 
     round: Serial
     lookup: Annotated[str, OneOf(("none", "hit", "grown", "late", "miss"))]
-    source: Annotated[str, OneOf(("none", "cache", "drafter", "ngram"))]
+    source: Annotated[str, OneOf(("none", "cache", "drafter", "ngram", "head"))]
     drafted: Count
     accepted: Count
     tokens: Count
@@ -104,8 +105,8 @@ class RoundRecord:
 class Chunk:
     """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last.
 
-    `logprobs` and `origins` (0 target, 1 prepared, 2 drafted just in time, 3 copied from the text) are those of the
-    tokens, `rounds` those that brought them, if the request asked for them.
+    `logprobs` and `origins` (0 target, 1 prepared, 2 drafted just in time, 3 copied from the text, 4 by a head) are
+    those of the tokens, `rounds` those that brought them, if the request asked for them.
     """
 
     request: RequestId

@@ -21,6 +21,7 @@ from outrider.protocol.fields import (
     Depth,
     Final,
     Halves,
+    Name,
     Nanoseconds,
     OneOf,
     Parents,
@@ -86,9 +87,9 @@ class Verify:
     tree, which is verified by equality, by a target that has said that it does so.
 
     `going_on` lets the target go on by itself from then on, one Outcome a round, until Halt or any other word about the
-    request: with `draft` = K tokens of the drafter in its own process in each round, this one included, whose `chain`
-    is empty; with 0 by plain decoding. `room` is then how many tokens the request may still grow by: the rounds end
-    there, or with a token of Open's `eos`.
+    request: with `draft` = K tokens of a drafter in its own process in each round, this one included, whose `chain`
+    is empty; with 0 by plain decoding. `drafter` is that one's name (`abilities.OwnDrafter`); empty: the first.
+    `room` is then how many tokens the request may still grow by: the rounds end there, or with a token of Open's `eos`.
     """
 
     request: RequestId
@@ -102,6 +103,7 @@ class Verify:
     draft: Depth = 0
     room: Count = 0
     parents: Parents = ()
+    drafter: Name = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,7 @@ class Run:
             branches=manner.branches,
             origins=manner.origins,
             rounds=manner.rounds,
+            drafter=manner.drafter,
             progress=lambda done, total: self._line.put(Reading(index, done, total)),
         )
 

@@ -34,7 +34,7 @@ _SAME_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """`sampling` has a seed. `mode`, `num_draft_tokens`, `branches`: as `Client.generate` takes them.
+    """`sampling` has a seed. `mode`, `num_draft_tokens`, `branches`, `drafter`: as `Client.generate` takes them.
 
     `timeout`: seconds after which the answer is given up. `origins`, `rounds`: tell them.
     """
@@ -46,6 +46,7 @@ class Manner:
     timeout: float | None = None
     origins: bool = False
     rounds: bool = False
+    drafter: str = ""
 
     def another(self, index: int) -> Manner:
         """The same with the seed of choice `index`; that of choice 0 is the request's own."""
@@ -73,7 +74,9 @@ def manner(
         fields["top_k"] = 0
     fields.setdefault("seed", secrets.randbelow(SEEDS))
     asked = speculation or Speculation()
-    return Manner(SamplingParams(**fields), asked.mode, asked.num_draft_tokens, asked.branches, timeout)
+    return Manner(
+        SamplingParams(**fields), asked.mode, asked.num_draft_tokens, asked.branches, timeout, drafter=asked.drafter
+    )
 
 
 def manner_of(

@@ -3,6 +3,7 @@
 export const ORIGINS = {
   prepared: "from a prepared branch",
   drafted: "drafted just in time",
+  head: "drafted by a head",
   copied: "copied from the text",
   target: "the target’s own",
 };

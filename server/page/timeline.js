@@ -1,11 +1,16 @@
 /** A request's rounds on one clock: a row each for the target, its drafters and the orchestrator. Knows rounds alone. */
 
 const SVG = "http://www.w3.org/2000/svg";
-const FROM = { cache: "prepared", drafter: "drafted", ngram: "copied", none: "target" };
-const WORDS = { cache: "a prepared branch", drafter: "a chain drafted just in time", ngram: "a chain copied from the text" };
+const FROM = { cache: "prepared", drafter: "drafted", head: "head", ngram: "copied", none: "target" };
+const WORDS = {
+  cache: "a prepared branch",
+  drafter: "a chain drafted just in time",
+  head: "a chain by a head",
+  ngram: "a chain copied from the text",
+};
 const LOOKUPS = { hit: "hit", grown: "hit, waited for to grow", late: "miss, its branch came late", miss: "miss" };
 const MARKS = { hit: "hit", grown: "hit", late: "late", miss: "miss" };
-const OVERLAYS = { drafted: "stripes", copied: "dots" };
+const OVERLAYS = { drafted: "stripes", head: "grid", copied: "dots" };
 const ROUND_WIDTH = 70;
 const BAR = 22;
 const ROW = 50;

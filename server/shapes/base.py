@@ -90,11 +90,14 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], many(1000, least=
 
 
 class Speculation(Given):
-    """Outrider's own: how drafts are used. The text is the same in every mode."""
+    """Outrider's own: how drafts are used, and whose. The text is the same in every mode."""
 
     mode: Literal["auto", "ar", "sd", "ssd"] = "auto"
     num_draft_tokens: DraftTokens | None = None
     branches: Branches | None = None
+    drafter: str = Field(
+        default="", max_length=64, description="draft, ngram, or a head's name; empty: whoever is there"
+    )
 
 
 class Watched(Speculation):

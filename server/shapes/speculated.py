@@ -11,7 +11,7 @@ class TokenOrigin(Answered):
     """The text that a token completes, and who said it first."""
 
     text: str
-    origin: str = Field(description="target, prepared, drafted (just in time) or copied (from the text)")
+    origin: str = Field(description="target, prepared, drafted (just in time), head (just in time, by one) or copied")
 
 
 class Work(Answered):

@@ -287,8 +287,8 @@ class Watch:
         running, texts, cache = worker._running, worker._texts._texts, worker._prompts.cache
         for name, one in running.items():
             self._are_committed(name, one.slot.tokens)
-            own = one._drafting.column_tokens() if one._drafting is not None else []
-            self._are_committed(name, own)
+            for part in one._drafting.values():
+                self._are_committed(name, part.column_tokens())
             fed = one.slot.fed - worker._batch.makes(one)  # a step may be under way behind one that is not read
             self._judge("columns", fed < len(one.slot.tokens), f"{name}: {fed} of {one.slot.tokens} are fed")
         self._judge("memory", len(texts) == len(running), f"{len(texts)} texts are held for {len(running)} requests")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.fan_out import POLICIES
@@ -22,9 +22,10 @@ from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.trust import MOST_LIES
 from outrider.orchestrator.events import Admit
-from outrider.protocol.abilities import Abilities
+from outrider.protocol.abilities import Abilities, OwnDrafter
 from outrider.protocol.messages import KvMemory, Message, Outcome
 from outrider.target_worker.colocated import Colocated
+from outrider.target_worker.own_drafters import OwnDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers
 from tests.network.transport import CLEAR, Journal, Way, Weather
@@ -117,9 +118,7 @@ class World(HonestWorkers):
         self._going: dict[str, list[Message]] = {}
         self._coming: list[tuple[int, str, Node]] = []  # tick, what is noticed then, of whom
         self._weather: dict[str, Weather] = {}
-        rounds = RoundSettings(
-            setting.depth, setting.branches, setting.full_depth, setting.ngrams, colocated=setting.colocated
-        )
+        rounds = RoundSettings(setting.depth, setting.branches, setting.full_depth, setting.ngrams)
         self.rounds = Rounds(self, rounds, self.watch.told, Trace(None))
         drafters = 0 if setting.colocated else setting.drafters
         self.nodes = {name: self._started(name) for name in (TARGET, *(f"draft-{n}" for n in range(drafters)))}
@@ -133,7 +132,8 @@ class World(HonestWorkers):
 
     @property
     def target_abilities(self) -> Abilities:
-        return abilities(self._target)
+        own = (OwnDrafter("draft"),) if self.setting.colocated else ()
+        return replace(abilities(self._target), drafters=own)
 
     def model(self, name: str) -> object:
         return name in self._others
@@ -343,7 +343,7 @@ class World(HonestWorkers):
         down.weather = up.weather = self._weather.get(name, CLEAR)
         link.inbox.append(KvMemory(KV_LIMIT))
         if name == TARGET:
-            own = Colocated(MlxDrafter(self._draft)) if self.setting.colocated else None
-            return Node(name, link, TargetWorker(link, self._target, colocated=own))  # type: ignore[arg-type]
+            own = OwnDrafters({"draft": Colocated(MlxDrafter(self._draft))} if self.setting.colocated else {})
+            return Node(name, link, TargetWorker(link, self._target, own=own))  # type: ignore[arg-type]
         watched = WatchedDrafter(MlxDrafter(self._others.get(name, self._draft)))
         return Node(name, link, DraftWorker(link, watched, POLICIES["best-first"]), watched)

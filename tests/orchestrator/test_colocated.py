@@ -10,7 +10,7 @@ from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, Ended
-from outrider.protocol.abilities import Abilities
+from outrider.protocol.abilities import Abilities, OwnDrafter
 from outrider.protocol.messages import Close, Halt, Outcome, Span, Verify
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
@@ -23,13 +23,13 @@ class Target(HonestWorkers):
     """Accepts `accepted` tokens of every chain; drafting a token takes 2 ms, a verify 10 ms and 1 ms a chain token."""
 
     target_context = 1000
-    target_abilities = Abilities()
+    target_abilities = Abilities(drafters=(OwnDrafter("draft"),))
 
     def __init__(self, accepted: int, ngrams: bool = False) -> None:
         self.told: list[Any] = []
         self.events: list[Any] = []
         self.accepted = accepted
-        settings = RoundSettings(4, 8, ngrams=ngrams, colocated=True)
+        settings = RoundSettings(4, 8, ngrams=ngrams)
         self.trace = Recorded()
         self.rounds = Rounds(self, settings, self.events.append, self.trace)
         self._now, self._next = 0, 100
@@ -145,9 +145,10 @@ def test_drafting_and_verifying_are_learned_apart() -> None:
     target = Target(accepted=2)
     target.run(60)
     estimates = target.rounds._planner.estimates
-    assert estimates.draft_ms(4) == pytest.approx(8.0)
+    assert estimates.draft_ms(4, "draft") == pytest.approx(8.0)
     assert estimates.verify_ms(5) == pytest.approx(14.0)
-    assert estimates.drafted.rate(0) > 0.9 > 0.4 > estimates.drafted.rate(2)
+    holding = estimates.holding("draft")
+    assert holding.rate(0) > 0.9 > 0.4 > holding.rate(2)
 
 
 def test_time_of_verifying_is_the_verifys_alone() -> None:

@@ -69,9 +69,16 @@ def test_what_is_out_of_range_is_refused_in_a_sentence(given, words):
 
 def test_paths_texts_and_numpys_numbers_say_the_same():
     said = settings_from(
-        {"model": Path("m"), "draft_model": "d", "trace": "t.json", "threads": np.int64(2), "ngrams": np.bool_(False)}
+        {
+            "model": Path("m"),
+            "draft_model": "d",
+            "trace": "t.json",
+            "threads": np.int64(2),
+            "ngrams": np.bool_(False),
+            "head": Path("h"),
+        }
     )
-    plain = ServeSettings(model="m", draft_model="d", trace=Path("t.json"), threads=2, ngrams=False)
+    plain = ServeSettings(model="m", draft_model="d", trace=Path("t.json"), threads=2, ngrams=False, head=("h",))
     assert said == plain
     assert all(type(getattr(said, f.name)) is type(getattr(plain, f.name)) for f in fields(said))
 
@@ -104,7 +111,7 @@ def test_every_setting_is_a_flag_that_says_the_same():
     waiting = ServeSettings(await_target=True)
     read = ServeSettings(prefill_workers=2, prefill_from=9, prefill_backend="coreml")
     by_head = ServeSettings(model="m", draft_model="d", draft_backend="eagle3")
-    by_own_head = ServeSettings(model="m", draft_backend="mtp")
+    by_own_head = ServeSettings(model="m", draft_backend="mtp", head=("mtp", "-x"))
     assert by_own_head.colocate and by_head.colocate and not by_head.has_draft_worker
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")
     ahead = ServeSettings(model="m", draft_model="d", draft_backend="eagle3", head_in="draft-worker", mode="ssd")

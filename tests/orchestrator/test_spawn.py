@@ -55,10 +55,10 @@ def test_commands_say_what_the_settings_say():
     assert "/script" in spawn.worker_command("draft", "draft-0", "ipc:///e", replay)
     colocated = ServeSettings(model="/m", draft_model="/d", colocate=True)
     command = spawn.worker_command("target", "target-0", "ipc:///e", colocated)
-    assert command[command.index("--draft-model") + 1] == "/d"
+    assert command[command.index("--own") :][1:3] == ["draft", "/d"]
     by_head = ServeSettings(model="/m", draft_model="/d", draft_backend="eagle3")
     command = spawn.worker_command("target", "target-0", "ipc:///e", by_head)
-    assert command[command.index("--draft-backend") + 1] == "eagle3" and "/d" in command
+    assert command[command.index("--own") :][1:3] == ["eagle3", "/d"]
     simulated = ServeSettings(model="/m", draft_model="/d", simulate=Path("/machine"))
     for role in ("target", "draft"):
         command = spawn.worker_command(role, "w", "ipc:///e", simulated)

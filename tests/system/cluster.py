@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.draft_worker.worker import DraftWorker
@@ -24,11 +24,12 @@ from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import ORCHESTRATOR, Trace
 from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
-from outrider.protocol.abilities import Abilities
+from outrider.protocol.abilities import Abilities, OwnDrafter
 from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.colocated import Colocated
+from outrider.target_worker.own_drafters import OwnDrafters
 from outrider.target_worker.telling import Teller
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers
@@ -156,7 +157,7 @@ class Cluster(HonestWorkers):
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
         self._recorder = Recorder()
-        settings = RoundSettings(depth, branches, full_depth, ngrams, colocated=colocated is not None)
+        settings = RoundSettings(depth, branches, full_depth, ngrams)
         self.rounds = Rounds(self, settings, self._tell, self._recorder)
         self._serial = 0
         self._going_on = False
@@ -168,9 +169,9 @@ class Cluster(HonestWorkers):
 
     def _new_target(self) -> TargetWorker:
         self._target_link = self._new_link("target-0")
-        own = Colocated(MlxDrafter(self._own)) if self._own is not None else None
+        own = OwnDrafters({"draft": Colocated(MlxDrafter(self._own))} if self._own is not None else {})
         teller = Teller(self._head, "features") if self._head is not None else None
-        return TargetWorker(self._target_link, self._model, colocated=own, teller=teller)  # type: ignore[arg-type]
+        return TargetWorker(self._target_link, self._model, own=own, teller=teller)  # type: ignore[arg-type]
 
     def _new_drafter(self) -> DraftWorker | None:
         self._draft_link = self._new_link("draft-0")
@@ -187,7 +188,8 @@ class Cluster(HonestWorkers):
 
     @property
     def target_abilities(self) -> Abilities:
-        return abilities(self._model)
+        own = (OwnDrafter("draft"),) if self._own is not None else ()
+        return replace(abilities(self._model), drafters=own)
 
     def notes(self) -> list[str]:
         return [] if self.target_abilities.chains else [f"speculation is off: {self.target_abilities.why}"]

@@ -89,7 +89,8 @@ def test_the_drafters_columns_are_the_committed_tokens(make_cluster: Make, sampl
 
     def look(sender: str, message: Message, now_ns: int) -> None:
         for running in cluster.target._running.values():
-            columns = running._drafting.column_tokens() if running._drafting is not None else []
+            parts = list(running._drafting.values())
+            columns = parts[0].column_tokens() if parts else []  # type: ignore[attr-defined]
             assert columns == running.slot.tokens[: len(columns)]
             seen.append(len(columns))
         handle(sender, message, now_ns)

@@ -14,6 +14,7 @@ from outrider.drafting.mlx import MlxDrafter
 from outrider.protocol.messages import Close, Fault, Halt, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.colocated import Colocated, OwnDraft
+from outrider.target_worker.own_drafters import OwnDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
@@ -42,7 +43,9 @@ class Stand:
                 return open_one(*arguments)
 
             colocated.open = counted  # type: ignore[method-assign]
-        self.worker = TargetWorker(self.link, markov(TABLE), colocated=colocated)  # type: ignore[arg-type]
+        self.own = colocated
+        own = OwnDrafters({"draft": colocated} if colocated is not None else {})
+        self.worker = TargetWorker(self.link, markov(TABLE), own=own)  # type: ignore[arg-type]
         answered(self.worker, self.link, ())
 
     def say(self, *messages: Any, turns: int = 1000) -> list[Any]:
@@ -131,8 +134,7 @@ def test_plain_decoding_chains_of_others_and_own_ones_take_turns() -> None:
     assert turns > 6
     assert stand.tokens == TRUTH[: len(stand.tokens)]
     running = stand.worker._running["r"]
-    assert running._drafting is not None
-    columns = running._drafting.column_tokens()
+    columns = running._drafting["draft"].column_tokens()  # type: ignore[attr-defined]
     assert columns == TRUTH[: len(columns)]
 
 
@@ -182,14 +184,14 @@ def test_a_request_closed_while_anothers_draft_reads_leaves_the_other_as_it_was(
     stand = Stand()
     stand.say(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING), Open("t", 0, 0, PROMPT, SAMPLING))
     others = [replace(drafting(1, 1501), request="s"), replace(drafting(1, START), request="t")]
-    open_one = stand.worker._colocated.open  # type: ignore[union-attr]
+    open_one = stand.own.open  # type: ignore[union-attr]
 
     def closing(tokens: list[int], *arguments: Any) -> Any:
         if len(tokens) > 1000:
             stand.worker._handle(Close("r"))
         return open_one(tokens, *arguments)
 
-    stand.worker._colocated.open = closing  # type: ignore[union-attr, method-assign]
+    stand.own.open = closing  # type: ignore[union-attr, method-assign]
     found = stand.say(drafting(1, START), *others, turns=6)
     ours = [a for a in found if a.request == "t"]
     assert ours and text(ours) == TRUTH[START : START + len(text(ours))]

@@ -114,7 +114,7 @@ def test_chains_are_those_of_an_independent_forward(
     held = open_texts(target)
     assert isinstance(held, FlatTexts)
     together = beside_target(own)
-    together.read(target, held)
+    together.read(held)
     slots = [Slot(target, held, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
     for slot in slots:
         slot.feed_all_but(1)

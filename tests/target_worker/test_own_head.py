@@ -30,6 +30,7 @@ from outrider.engine.texts import FlatTexts
 from outrider.engine.verify import Ask, Reading, begin
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.own_drafters import OwnDrafters
 from outrider.target_worker.own_head import ColocatedHead, beside_target
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
@@ -79,7 +80,8 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
         for n, prompt in enumerate(PROMPTS[:requests])
     ]
     link = FakeLink("target-0", deque(opens))
-    worker = TargetWorker(link, target, colocated=beside_target(own) if own else None)  # type: ignore[arg-type]
+    together = OwnDrafters({"own": beside_target(own)} if own else {})
+    worker = TargetWorker(link, target, own=together)  # type: ignore[arg-type]
     found = answered(worker, link, ())
     draft = DEPTH if own else 0
     go = [Verify(o.request, 0, 1, len(o.tokens) + 1, (), going_on=True, draft=draft, room=LENGTH) for o in opens]
@@ -121,7 +123,7 @@ def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel
     opened = Open("r", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
     own = drafter(token_head(target), target)
-    worker = TargetWorker(link, target, colocated=ColocatedHead(own))  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, own=OwnDrafters({"own": ColocatedHead(own)}))  # type: ignore[arg-type]
     answered(worker, link, ())
     running, start = worker._running["r"], len(PROMPTS[0])
     for turn in range(6):
@@ -132,7 +134,7 @@ def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel
         word = Verify("r", 0, running.round + 1, at, chain) if turn % 3 == 1 else going_on
         answered(worker, link, [word])
     assert running.slot.tokens[start:] == truth[: len(running.slot.tokens) - start]
-    follower = running._drafting.follower  # type: ignore[union-attr]
+    follower = running._drafting["own"].follower  # type: ignore[union-attr]
     assert follower.length + follower.waiting == len(running.slot.tokens) - 1
 
 

@@ -1,0 +1,69 @@
+"""Loads the drafters of the target's process. One that can't be used is left out, with a sentence, and ends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from outrider.drafting.heads import load as heads
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel
+from outrider.protocol import abilities
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.heads import DRAFT_MODEL
+from outrider.target_worker.colocated import Colocated
+from outrider.target_worker.own_drafters import OwnDrafter
+from outrider.target_worker.own_head import beside_target
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A drafter to have: its `name`, its `kind`, which is of `protocol.heads.HEADS` or a model's, and its files."""
+
+    name: str
+    kind: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The drafters that are there, by name, and a sentence for each that is not."""
+
+    drafters: Mapping[str, OwnDrafter]
+    told: tuple[abilities.OwnDrafter, ...] = ()
+    left_out: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+
+def load(wanted: Sequence[Wanted], model: LoadedModel, progress: Callable[[str], None], alone: bool) -> Loaded:
+    """`alone`: the model is whole in this process, see `drafting.heads.load`."""
+    found: dict[str, OwnDrafter] = {}
+    told, left_out, doubts = [], [], []
+    for one in wanted:
+        try:
+            drafter = _loaded(one, model, progress, alone)
+        except OutriderError as error:
+            left_out.append(f"the drafter {one.name} is left out: {error}")
+            continue
+        found[one.name] = drafter
+        doubts += [drafter.drafter.note] if drafter.drafter.note else []
+        told.append(_told(one, drafter, model))
+    return Loaded(found, tuple(told), tuple(left_out), tuple(doubts))
+
+
+def _loaded(wanted: Wanted, model: LoadedModel, progress: Callable[[str], None], alone: bool) -> OwnDrafter:
+    if wanted.kind == DRAFT_MODEL:
+        return Colocated(MlxDrafter.load(wanted.path, progress))
+    return beside_target(heads.load(wanted.kind, wanted.path, model, progress, alone))
+
+
+def _told(wanted: Wanted, drafter: OwnDrafter, model: LoadedModel) -> abilities.OwnDrafter:
+    is_head = not isinstance(drafter, Colocated)
+    agreement = None if isinstance(drafter, Colocated) else drafter.drafter.agreement
+    return abilities.OwnDrafter(
+        wanted.name,
+        wanted.path,
+        is_head,
+        -1.0 if agreement is None else agreement,
+        drafter.drafter.weight_bytes / max(model.weight_bytes, 1),
+    )

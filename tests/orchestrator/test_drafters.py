@@ -1,0 +1,121 @@
+"""Several drafters at once, in the target's process and beside it: who is asked, learned from and left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.orchestrator.core.controller import Controller
+from outrider.orchestrator.core.drift import SILENT_ROUNDS, TOKENS, Drift
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.forecasts import Plan
+from outrider.orchestrator.core.ngram import Copy
+from outrider.orchestrator.core.planner import Planner
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.tuning import Choice, load, write
+from outrider.orchestrator.events import Admit
+from outrider.protocol.abilities import OwnDrafter
+from outrider.protocol.sampling import SamplingParams
+
+GOOD, POOR = OwnDrafter("eagle3", is_head=True, agreement=0.8), OwnDrafter("mtp", is_head=True, agreement=0.1)
+STEP_MS = 10.0
+
+
+def asked(mode: str = "auto", drafter: str = "") -> Admit:
+    return Admit("r", (1, 2), SamplingParams(), mode, frozenset(), drafter=drafter)
+
+
+def planner(*own: OwnDrafter, ngrams: bool = True) -> Planner:
+    return Planner(RoundSettings(4, 16, ngrams=ngrams), own=lambda: own)
+
+
+def plan(found: Planner, admit: Admit, workers: int = 1) -> Plan:
+    return found.first_plan(admit, workers)[0]
+
+
+def test_without_a_name_draft_workers_draft_then_heads_then_the_text() -> None:
+    assert plan(planner(GOOD), asked("ssd")) == Plan("ssd", 4, 16)
+    assert plan(planner(GOOD), asked("sd")) == Plan("sd", 4, 16)
+    assert plan(planner(GOOD, POOR), asked("sd"), workers=0) == Plan("sd", 4, 16, "eagle3")
+    assert plan(planner(GOOD), asked("ssd"), workers=0) == Plan("sd", 4, 16, "eagle3")
+    assert plan(planner(), asked("sd"), workers=0) == Plan("sd", 4, 16)
+
+
+def test_who_is_named_drafts_alone() -> None:
+    found = planner(POOR, GOOD)
+    assert plan(found, asked("sd", "eagle3")) == Plan("sd", 4, 16, "eagle3")
+    assert plan(found, asked("sd", "draft")) == Plan("sd", 4, 16)
+    assert plan(found, asked("sd", "ngram")) == Plan("sd", 4, 16, "ngram")
+    auto = asked("auto", "mtp")
+    kinds = found._controller(auto, found._means(auto, 1))._kinds
+    assert [(way.mode, way.drafter) for way in kinds] == [("ar", ""), ("sd", "mtp")]
+
+
+def rates(controller: Controller, found: dict[str, float], rounds: int = 4000) -> list[str]:
+    """Who drafts, a round; each way brings so many tokens a round of `STEP_MS`."""
+    said = []
+    for _ in range(rounds):
+        plan = controller.plan()
+        name = plan.drafter or plan.mode
+        said.append(name)
+        tokens = found[name]
+        controller.saw_round(plan, int(tokens) + (len(said) % 10 < 10 * (tokens % 1)), STEP_MS)
+    return said
+
+
+@pytest.mark.parametrize("best", ["ar", "sd", "ssd", "eagle3", "mtp", "ngram"])
+def test_auto_comes_to_the_best_of_them_and_stays(best: str) -> None:
+    """Whatever it believes of each at first."""
+    estimates = Estimates()
+    estimates.meet([GOOD, POOR])
+    controller = Controller(estimates, ("ar", "sd", "ssd"), 4, 16, others=("eagle3", "mtp", "ngram"))
+    found = {"ar": 1.0, "sd": 1.1, "ssd": 1.2, "eagle3": 1.3, "mtp": 1.15, "ngram": 1.05} | {best: 2.0}
+    said = rates(controller, found)
+    assert sum(name == best for name in said[2000:]) > 0.9 * 2000
+    brought = sum(found[name] for name in said[1000:]) / 3000
+    assert brought > 0.97 * 2.0
+
+
+def test_of_one_that_never_drafted_the_trial_at_load_is_believed() -> None:
+    estimates = Estimates()
+    estimates.meet([GOOD, POOR])
+    controller = Controller(estimates, ("ar",), 4, 16, others=("mtp", "eagle3"))
+    assert controller.plan().drafter == "eagle3"
+
+
+def test_what_each_taught_is_remembered_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    before = Estimates()
+    before.meet([GOOD, POOR])
+    for _ in range(100):
+        before.saw_own("mtp", 4, 4, 2.0)
+    choices = (Choice("sd", 0, 0, 200.0, True, drafter="mtp"), Choice("ar", 0, 0, 90.0, True))
+    write([before.told(choices, 0.0)], path)
+    (record,) = load(path)
+    after = Estimates()
+    after.start_from(record)
+    after.meet([GOOD, POOR])
+    assert after.own_ms(4, "mtp") == pytest.approx(2.0) and after.holding("mtp").rate(0) > 0.4
+    controller = Controller(after, ("ar",), 4, 16, others=("eagle3", "mtp"))
+    controller.start_from(record.choices)
+    assert controller.plan().drafter == "mtp" and "200 tokens/s, measured before" in controller.why
+    without = Controller(after, ("ar",), 4, 16, others=("eagle3",))
+    without.start_from(record.choices)
+    assert without.plan().drafter != "mtp"
+
+
+def test_copies_are_forecast_by_what_rounds_show_of_them() -> None:
+    estimates = Estimates()
+    controller = Controller(estimates, ("ar",), 4, 16, others=("ngram",))
+    for _ in range(200):
+        estimates.saw_copy(Copy((5, 6, 7), 3), (5, 6, 7, 8))
+    assert controller.plan().drafter == "ngram"
+
+
+def test_one_that_says_nothing_or_nothing_that_holds_is_of_no_use() -> None:
+    silent, poor, fair = Drift(), Drift(), Drift()
+    assert [bool(silent.saw(0, 0)) for _ in range(SILENT_ROUNDS)] == [False] * (SILENT_ROUNDS - 1) + [True]
+    assert [bool(poor.saw(4, 0)) for _ in range(TOKENS // 4)] == [False] * (TOKENS // 4 - 1) + [True]
+    assert not any(fair.saw(4, n % 4 == 0) for n in range(10 * TOKENS))
+    assert not any(Drift(silent=1).saw(n % 2, 0) for n in range(8))

@@ -1,0 +1,67 @@
+"""A cluster with a draft worker, heads and the text to draft by: each can be asked for by name, and says it was it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from outrider.orchestrator import Client, LocalCluster, Origin
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+from tests.target_worker.heads import markov_llama, write_feature_head
+
+WAYS = {
+    ("sd", "draft"): Origin.DRAFTED,
+    ("ssd", ""): Origin.PREPARED,
+    ("sd", "eagle3"): Origin.HEAD,
+    ("sd", "eagle3-3"): Origin.HEAD,
+    ("sd", "ngram"): Origin.COPIED,
+    ("auto", ""): None,
+}
+PROMPT = [40, 41, 42] * 4
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("several")
+    target = markov_llama(folder / "target")
+    head = write_feature_head(folder / "head", target)
+    broken = write_feature_head(folder / "broken", target)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "hidden_size": 32}))
+    heads = [head, folder / "none", broken, head]
+    settings = {"model": folder / "target", "draft_model": folder / "target"}
+    with LocalCluster(**settings, head=heads, memory=False) as cluster:
+        yield cluster.client()
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_whoever_drafts_the_text_is_the_same_and_told_by_name(client: Client, temp: float) -> None:
+    params = SamplingParams(max_tokens=40, temp=temp, seed=3, ignore_eos=True)
+    alone = client.generate(PROMPT, params, mode="ar")
+    for (mode, drafter), origin in WAYS.items():
+        found = client.generate(PROMPT, params, mode=mode, drafter=drafter, origins=True)
+        assert found.token_ids == alone.token_ids
+        assert origin in (None, Origin.COPIED) or origin in (found.origins or ())
+        if drafter.startswith("eagle3"):
+            held = {one.name: one.count for one in found.timings.draft_n_accepted_by}
+            assert set(held) == {drafter} and held[drafter] == (found.origins or ()).count(Origin.HEAD)
+
+
+def test_what_is_left_out_is_said_once_and_leaves_the_rest(client: Client) -> None:
+    """What is no head, and what is none for this target."""
+    found = client.generate(PROMPT, SamplingParams(max_tokens=4))
+    absent, broken = sorted(note for note in found.notes if "is left out" in note)[::-1]
+    assert absent.startswith("the head ") and "no such path" in absent
+    assert broken.startswith("the drafter eagle3-2 is left out: ")
+    other = client.generate(PROMPT, SamplingParams(max_tokens=4), mode="sd", drafter="eagle3-2")
+    assert other.token_ids == found.token_ids and broken in other.notes
+
+
+def test_a_drafter_that_is_not_there_is_refused_with_those_that_are(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match="expected draft, eagle3, eagle3-2, eagle3-3, ngram"):
+        client.generate(PROMPT, drafter="mtp")
+    with pytest.raises(InvalidRequest, match="mode ssd is for draft workers"):
+        client.generate(PROMPT, mode="ssd", drafter="eagle3")

@@ -1,0 +1,129 @@
+"""Several drafters in the target's process at once: each reads its own, any may draft any round, no text changes."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import cycle
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel
+from outrider.engine.readers import Reader, Readers
+from outrider.engine.taps import TapPoints
+from outrider.protocol.heads import names_of
+from outrider.protocol.kv import KvCost
+from outrider.protocol.messages import Halt, Open, Outcome, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker import own_loading
+from outrider.target_worker.colocated import Colocated
+from outrider.target_worker.own_drafters import OwnDrafters
+from outrider.target_worker.own_head import ColocatedHead
+from outrider.target_worker.own_loading import Wanted
+from outrider.target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, answered
+from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, token_head, write_feature_head
+
+LENGTH, DEPTH = 24, 3
+PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+def four(target: LoadedModel) -> OwnDrafters:
+    """Heads of two kinds with points of their own, and a model."""
+    heads = {"token": token_head, "feature": feature_head, "mtp": mtp_head}
+    own = {name: ColocatedHead(drafter(made(target), target)) for name, made in heads.items()}  # type: ignore[operator]
+    return OwnDrafters({**own, "draft": Colocated(MlxDrafter(target))})
+
+
+def run(
+    target: LoadedModel, own: OwnDrafters, turns: list[str], temp: float, requests: int = 1
+) -> dict[str, list[tuple[str, Outcome]]]:
+    """Who drafted, and what came of it, a round: request n is drafted for by the names in turn, from the nth on."""
+    opens = [
+        Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n if temp else None))
+        for n, prompt in enumerate(PROMPTS[:requests])
+    ]
+    link = FakeLink("target-0", deque(opens))
+    worker = TargetWorker(link, target, own=own)  # type: ignore[arg-type]
+    found = {one.request: [("", one)] for one in answered(worker, link, ())}
+    by = {o.request: cycle(turns[n % len(turns) :] + turns[: n % len(turns)]) for n, o in enumerate(opens)}
+    while any(len(texts(rounds)) < LENGTH for rounds in found.values()):
+        words, names = [], {request: next(each) for request, each in by.items()}
+        for request, name in names.items():
+            running = worker._running[request]
+            at, depth = len(running.slot.tokens), DEPTH if name else 0
+            words += [Verify(request, 0, running.round + 1, at, (), going_on=True, draft=depth, room=9, drafter=name)]
+            words += [Halt(request, 0)]
+        for one in answered(worker, link, words):
+            assert isinstance(one, Outcome), one
+            found[one.request].append((names[one.request], one))
+    return found
+
+
+def texts(rounds: list[tuple[str, Outcome]]) -> list[int]:
+    return [token for _, a in rounds for token in [*(a.drafted or ())[: a.accepted], a.bonus]]
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("requests", [1, 4])
+def test_whoever_drafts_a_round_the_text_is_the_targets_own(target: LoadedModel, temp: float, requests: int) -> None:
+    alone = run(target, OwnDrafters({}), [""], temp, requests)
+    found = run(target, four(target), ["token", "draft", "", "feature", "mtp"], temp, requests)
+    for request, rounds in found.items():
+        assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
+    drafted = {name for rounds in found.values() for name, a in rounds if a.drafted}
+    assert drafted == {"token", "draft", "feature", "mtp"}
+
+
+def test_each_drafts_beside_others_what_it_drafts_alone(target: LoadedModel) -> None:
+    """So each is fed its own rows, and all of them, those of rounds that others drafted for, too."""
+    together = run(target, four(target), ["token", "feature", "mtp"], 0.0)["0"]
+    for name, made in (("token", token_head), ("feature", feature_head), ("mtp", mtp_head)):
+        own = OwnDrafters({name: ColocatedHead(drafter(made(target), target))})  # type: ignore[operator]
+        alone = run(target, own, [name], 0.0)["0"]
+        said = {a.base_len: a.drafted for _, a in alone if a.drafted}
+        shared = [(said[a.base_len], a.drafted) for who, a in together if who == name and a.base_len in said]
+        assert shared and all(before == now for before, now in shared)
+
+
+def test_what_several_read_is_tapped_once_and_told_apart() -> None:
+    rows = mx.arange(24, dtype=mx.float32).reshape(2, 12)  # layers 1, 3, before the norm, after it: 3 wide
+    half = Reader(TapPoints((3, 1)), lambda x: x.astype(mx.float16))
+    norm = Reader(TapPoints((3,), after_norm=True), lambda x: x + 1)
+    early = Reader(TapPoints(before_norm=True), lambda x: x)
+    readers = Readers([half, norm, early])
+    assert readers.points == TapPoints((1, 3), True, True)
+    first, second, third = readers.apart(readers.fuse(rows))
+    assert first.dtype == mx.float16 and first[0].tolist() == [3, 4, 5, 0, 1, 2]
+    assert second[0].tolist() == [4, 5, 6, 10, 11, 12]
+    assert third[1].tolist() == [18, 19, 20]
+
+
+def test_one_that_cannot_be_used_is_left_out_with_a_sentence_and_ends_nothing(
+    target: LoadedModel, tmp_path: Path
+) -> None:
+    head = write_feature_head(tmp_path / "head", target)
+    kinds = [("eagle3", str(tmp_path / "none")), ("eagle3", str(head)), ("draft", str(tmp_path / "none"))]
+    wanted = [Wanted(n, *one) for n, one in zip(names_of(kind for kind, _ in kinds), kinds, strict=True)]
+    loaded = own_loading.load(wanted, target, lambda stage: None, alone=True)
+    assert list(loaded.drafters) == ["eagle3-2"] == [one.name for one in loaded.told]
+    assert loaded.told[0].is_head and loaded.told[0].agreement > 0.1 and 0 < loaded.told[0].weight < 1
+    assert [words.split(" is left out: ")[0] for words in loaded.left_out] == [
+        "the drafter eagle3",
+        "the drafter draft",
+    ]
+
+
+def test_memory_for_texts_is_shared_out_by_what_each_keeps(target: LoadedModel) -> None:
+    own = four(target)
+    whole = own.cost + KvCost(0, 1000)
+    left = own.allow(1_000_000, 100, whole)
+    assert left == pytest.approx(1_000_000 * 1000 / whole.per_token, rel=0.1)
