@@ -19,7 +19,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from outrider.drafting.heads.convolution import BlockConvolution
 from outrider.drafting.heads.eagle3 import Mlp
-from outrider.drafting.heads.links import Confidence, Link, Markov, Selector
+from outrider.drafting.heads.links import Confidence, Confident, Link, Markov, Selector
 from outrider.drafting.heads.vocabulary import DraftVocabulary
 from outrider.engine.flat import FlatCache, attention
 from outrider.engine.taps import TapPoints
@@ -180,6 +180,8 @@ class DFlash(nn.Module):  # type: ignore[misc]
 
     @property
     def link(self) -> Link | None:
+        if "confidence_head" in self and "markov_head" in self:
+            return Confident(self.markov_head, self.confidence_head, self._config.confidence_with_markov)
         found: Link | None = self.get("candidate_selector", self.get("markov_head"))
         return found
 

@@ -98,7 +98,7 @@ class HeadDrafter:
             with named_errors("the head's forward"):
                 begun = [feed.text.length + feed.count * feed.stays for feed in feeds]
                 sound = mx.isfinite(self._way.draft(lines, feeds)).all()
-                mx.eval(sound, [chosen for line in lines for chosen, _ in line.picks])
+                mx.eval(sound, [pick.arrays for line in lines for pick in line.picks])
             if not sound.item():
                 raise ModelFault(_NO_NUMBERS)
             read = begun

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
 from outrider.drafting.heads.pairs import PairFeed
 from outrider.drafting.work_ahead import Continuation
+from outrider.engine.candidate import Candidate
 from outrider.engine.flat_rows import FlatText
 from outrider.engine.sampling import Sampler
-from outrider.engine.steps import Asked, score
+from outrider.engine.steps import Asked, Step, score
 from outrider.protocol.sparse import one_hot
 
 
@@ -37,19 +39,55 @@ class Followed(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A token of a chain: `row` of what was `chosen` [R] of several chains.
+
+    `few`: the best of each and their scores [R, C], in any order, where they are wanted. `odds` [R]: that it holds
+    where the one before it does, if the head can tell.
+    """
+
+    row: int
+    chosen: mx.array
+    few: tuple[mx.array, mx.array] | None = None
+    odds: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.chosen, *(self.few or ()), self.odds) if array is not None]
+
+    def of(self, array: mx.array) -> Any:
+        """What `array` has of it. Waits."""
+        return cast("list[Any]", array.tolist())[self.row]
+
+
 @dataclass(slots=True)
 class Line:
-    """A committed text, and the chain that grows behind it to `depth` tokens: `picks` are rows of what was chosen."""
+    """A committed text, and the chain that grows behind it to `depth` tokens: its `picks`.
+
+    `width`: so many of the best of each place are to be told.
+    """
 
     follower: Followed
     tokens: Sequence[int]
+    width: int = 0
     depth: int = 0
-    picks: list[tuple[mx.array, int]] = field(default_factory=list)
+    picks: list[Pick] = field(default_factory=list)
 
     @property
     def chain(self) -> tuple[int, ...]:
         """What was chosen. Waits."""
-        return tuple(cast("list[int]", chosen.tolist())[row] for chosen, row in self.picks)
+        return tuple(pick.of(pick.chosen) for pick in self.picks)
+
+    @property
+    def odds(self) -> tuple[float, ...]:
+        """What the head says of each token; (): nothing. Waits."""
+        return tuple(pick.of(pick.odds) for pick in self.picks if pick.odds is not None)
+
+    @property
+    def candidates(self) -> list[list[Candidate]]:
+        """The `width` best of each place, best first. Waits."""
+        return [_ranked(*map(pick.of, pick.few))[: self.width] for pick in self.picks if pick.few is not None]
 
     def asked(self, count: int = 1) -> Asked:
         """How its next tokens are chosen; one where the choice looks at those before."""
@@ -63,7 +101,7 @@ class Line:
     def continuation(self) -> Continuation:
         chain = self.chain
         drawn = self.follower.sampler.params.is_residual and chain
-        return Continuation(chain, one_hot(chain) if drawn else None)
+        return Continuation(chain, one_hot(chain) if drawn else None, odds=self.odds)
 
 
 def choose(lines: Sequence[Line], logits: mx.array) -> mx.array:
@@ -74,8 +112,24 @@ def choose(lines: Sequence[Line], logits: mx.array) -> mx.array:
     parts, order = [], [row for rows in groups.values() for row in rows]
     for rows in groups.values():
         own = logits if len(groups) == 1 else mx.take(logits, mx.array(rows, mx.int32), axis=0)
-        parts.append(score([lines[row].asked() for row in rows], own).chosen())
+        step = score([lines[row].asked() for row in rows], own)
+        take(step, [(lines[row], [number]) for number, row in enumerate(rows)])
+        parts.append(step.chosen())
     if len(parts) == 1:
         return parts[0]
     back = sorted(range(len(order)), key=order.__getitem__)
     return mx.take(mx.concatenate(parts), mx.array(back, mx.int32))
+
+
+def take(step: Step, places: Sequence[tuple[Line, Iterable[int]]]) -> None:
+    """Each line's next tokens, by these rows of what was scored."""
+    chosen, width = step.chosen(), max(line.width for line, _ in places)
+    few = step.few(width) if width else None
+    for line, rows in places:
+        line.picks += [Pick(row, chosen, few if line.width else None) for row in rows]
+
+
+def _ranked(tokens: Sequence[int], scores: Sequence[float]) -> list[Candidate]:
+    order = sorted(range(len(tokens)), key=lambda number: -scores[number])
+    best = scores[order[0]]
+    return [Candidate(tokens[n], best - scores[n]) for n in order if scores[n] > -math.inf]

@@ -7,6 +7,7 @@ are asked about a few candidates only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -31,6 +32,10 @@ class Link(Protocol):
         """
         ...
 
+    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
+        """The chance [R] that what such slots draft holds where the token before does, if it can tell."""
+        ...
+
 
 class Markov(nn.Module):  # type: ignore[misc]
     """DSpark's head: `kind` vanilla, gated (the slot's vector opens it) or rnn (it knows the chain so far)."""
@@ -48,15 +53,13 @@ class Markov(nn.Module):  # type: ignore[misc]
     def begin(self, rows: int) -> mx.array:
         return mx.zeros((rows, self._rank), self.markov_w2.weight.dtype)
 
-    def embedded(self, before: mx.array) -> mx.array:
-        """[R, rank]."""
-        found: mx.array = self.markov_w1(before)
-        return found
+    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
+        return None
 
     def __call__(
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
     ) -> tuple[mx.array, mx.array]:
-        found, memory = self._found(self.embedded(before), hidden, memory)
+        found, memory = self._found(self.markov_w1(before), hidden, memory)
         return (self.markov_w2.weight[self._vocabulary.own(candidates)] @ found[..., None])[..., 0].astype(
             mx.float32
         ), memory
@@ -89,20 +92,37 @@ class Selector(nn.Module):  # type: ignore[misc]
         wanted = self.predecessor_codebook[before] * self.hidden_projection(hidden)
         return _products(self.successor_codebook[candidates], wanted), memory
 
+    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
+        return None
+
 
 class Confidence(nn.Module):  # type: ignore[misc]
-    """DSpark's: the chance that a slot's token holds, once those before it did."""
+    """DSpark's: the chance that a slot's token holds, by its vector and `rank` numbers of the token before."""
 
     def __init__(self, size: int, rank: int) -> None:
-        """`rank`: of what it sees of the token before; 0: nothing."""
         super().__init__()
-        self._rank = rank
         self.proj = nn.Linear(size + rank, 1)
 
-    def __call__(self, hidden: mx.array, known: mx.array) -> mx.array:
-        """[R] of vectors [R, H] and what is known of the tokens before [R, rank]."""
-        seen = mx.concatenate([hidden, known], axis=-1) if self._rank else hidden
-        return mx.sigmoid(self.proj(seen)[:, 0].astype(mx.float32))
+
+@dataclass(frozen=True, slots=True)
+class Confident:
+    """A Markov head whose `confidence` is known. `sees`: it sees the token before."""
+
+    markov: Markov
+    confidence: Confidence
+    sees: bool
+
+    def begin(self, rows: int) -> mx.array:
+        return self.markov.begin(rows)
+
+    def __call__(
+        self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        return self.markov(before, hidden, candidates, memory)
+
+    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
+        seen = mx.concatenate([hidden, self.markov.markov_w1(before)], axis=-1) if self.sees else hidden
+        return mx.sigmoid(self.confidence.proj(seen)[:, 0].astype(mx.float32))
 
 
 def _products(codes: mx.array, wanted: mx.array) -> mx.array:

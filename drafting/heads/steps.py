@@ -42,8 +42,6 @@ def grow(
     hidden = read = forward(feeds)
     while True:
         chosen = choose(lines, logits(hidden))
-        for row, line in enumerate(lines):
-            line.picks.append((chosen, row))
         rows = [row for row, line in enumerate(lines) if len(line.picks) < line.depth]
         if not rows:
             return read

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafting.heads.line import Line
+from outrider.drafting.heads.line import Line, Pick, take
 from outrider.drafting.heads.links import Link
 from outrider.engine.steps import Step, score
 
@@ -46,9 +46,7 @@ def _walk_scored(
     step = score([line.asked(line.depth) for line in lines], _rows(logits, rows))
     begins = np.cumsum([0, *(line.depth for line in lines)])[:-1].tolist()
     if link is None:
-        chosen = step.chosen()
-        for line, begin in zip(lines, begins, strict=True):
-            line.picks += [(chosen, begin + slot) for slot in range(line.depth)]
+        take(step, [(line, range(b, b + line.depth)) for b, line in zip(begins, lines, strict=True)])
         return
     tokens, scores = step.few(FEW)
     chain = _Linked(lines, link)
@@ -69,10 +67,8 @@ def _walk_scoring(
         step: Step = score([line.asked() for line in able], _rows(logits, at))
         if chain is not None:
             chain.choose(*step.few(FEW), _rows(hidden, at))
-            continue
-        chosen = step.chosen()
-        for row, line in enumerate(able):
-            line.picks.append((chosen, row))
+        else:
+            take(step, [(line, [row]) for row, line in enumerate(able)])
 
 
 class _Linked:
@@ -86,12 +82,14 @@ class _Linked:
 
     def choose(self, tokens: mx.array, scores: mx.array, hidden: mx.array) -> None:
         """One more of the first R chains, of these candidates [R, C]."""
-        count = tokens.shape[0]
-        gains, self._memory = self._link(self._before[:count], hidden, tokens, self._memory[:count])
-        best = mx.argmax(scores + gains * self._scale, axis=-1, keepdims=True)
+        before = self._before[: tokens.shape[0]]
+        odds = self._link.odds(before, hidden)
+        gains, self._memory = self._link(before, hidden, tokens, self._memory[: tokens.shape[0]])
+        scores = scores + gains * self._scale
+        best = mx.argmax(scores, axis=-1, keepdims=True)
         self._before = mx.take_along_axis(tokens, best, axis=-1)[:, 0]
-        for row, line in enumerate(self._lines[:count]):
-            line.picks.append((self._before, row))
+        for row, line in enumerate(self._lines[: tokens.shape[0]]):
+            line.picks.append(Pick(row, self._before, (tokens, scores) if line.width else None, odds))
 
 
 def _rows(array: mx.array, rows: Ints) -> mx.array:

@@ -81,12 +81,14 @@ def test_a_chain_is_the_coupled_walk_along_the_block(tmp_path: Path, name: str, 
             followers[n].hear(done[n], drafter.head.fuse(mx.array(ROWS[n][done[n] : done[n] + count])))
             done[n] += count
         lines = [Line(followers[n], TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
-        chains = [one.chain for one in drafter.continuations(lines, [n + 3 for n in depths])]
-        for n, chain in enumerate(chains):
+        found = drafter.continuations(lines, [n + 3 for n in depths])
+        for n, chain in enumerate(one.chain for one in found):
             depth = layout.depth if n == 0 else min(6, layout.depth)
             noise = gumbel_numpy(5 + n, range(done[n] + 1, done[n] + 1 + depth), V) if temp else None
             features = truth.fuse(ROWS[n][: done[n]])
             assert list(chain) == truth.chain(features, TEXTS[n][done[n]], depth, noise, temp or 1.0)
+            odds = truth.odds(features, TEXTS[n][done[n]], list(chain)) if layout.markov else []
+            np.testing.assert_allclose(found[n].odds, odds, rtol=1e-3, atol=1e-3)
 
 
 def test_links_matter(tmp_path: Path) -> None:
@@ -97,6 +99,24 @@ def test_links_matter(tmp_path: Path) -> None:
         plain = truth.logits(truth.hidden(features, TEXTS[0][30], layout.depth)).argmax(axis=-1).tolist()
         linked = layout.markov or layout.convolves
         assert (truth.chain(features, TEXTS[0][30], layout.depth) != plain) == bool(linked), name
+
+
+@pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temp=0.8, seed=3, repetition_penalty=1.1)])
+def test_what_else_a_place_may_hold_is_told_best_first(tmp_path: Path, name: str, sampling: SamplingParams) -> None:
+    """To who asks for it, in company of who does not; the chain is the same."""
+    drafter = HeadDrafter(head_of(write(tmp_path, name)), V)
+    lines = []
+    for width in (3, 0):
+        follower = drafter.follow(sampling)
+        follower.hear(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
+        lines.append(Line(follower, TEXTS[0][:10].tolist(), width))
+    wide, plain = drafter.continuations(lines, [5, 5])
+    assert wide.chain == plain.chain and lines[1].candidates == []
+    for token, candidates in zip(wide.chain, lines[0].candidates, strict=True):
+        gaps = [candidate.gap for candidate in candidates]
+        assert candidates[0].token == token and len({one.token for one in candidates}) == 3
+        assert gaps[0] == 0.0 and gaps == sorted(gaps)
 
 
 def test_penalties_are_walked_slot_by_slot(tmp_path: Path) -> None:
