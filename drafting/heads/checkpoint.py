@@ -6,6 +6,7 @@ Knows no layout: which tensors a kind has, and by which names, is that kind's.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +15,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from outrider.protocol.digest import digest, fits
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.guard import first_line
 
 Weights = dict[str, mx.array]
+_FINGERPRINT = re.compile("[0-9a-f]+-[0-9a-f]*")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -29,6 +32,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CannotDraft(f"{folder / 'config.json'} holds no settings; expected those of a head")
     return config
+
+
+def stranger(folder: Path, target: Path | None) -> str:
+    """What a head's config.json says against this target: that it was trained for another one; else nothing.
+
+    Its `target` is a fingerprint (`protocol.digest`), which heads that were made here have.
+    """
+    known = read_config(folder).get("target")
+    if target is None or not isinstance(known, str) or not _FINGERPRINT.fullmatch(known):
+        return ""
+    return "" if fits(known, digest(target)) else "the head was trained for another target by its fingerprint"
 
 
 def read_weights(folder: Path) -> Weights:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.drafting.heads import dflash_files, eagle3_files, early_exit_files, mtp_files, redrafter_files
+from outrider.drafting.heads.checkpoint import stranger
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.pairing import agreement
@@ -65,7 +66,8 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         progress("trying how head and target go together")
         with _named(f"trying the head {path}"):
             found = agreement(head, model)
-            doubt, agrees = found.doubt, found.own
+            doubts = filter(None, (stranger(find(path, progress), model.folder), found.doubt))
+            doubt, agrees = "; ".join(doubts), found.own
     if doubt:
         log.warning("%s", doubt)
     return HeadDrafter(head, model.vocab_size, doubt, agreement=agrees)

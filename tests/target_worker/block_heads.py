@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -108,6 +110,15 @@ def _shapes(inner: int) -> dict[str, tuple[int, ...]]:
 def _random(seed: int) -> dict[str, Array]:
     draws = np.random.default_rng(seed)
     return {key: draws.standard_normal(shape) * 0.3 + (len(shape) == 1) for key, shape in _shapes(32).items()}
+
+
+def write_block_head(folder: Path, **config: Any) -> Path:
+    """The plain one as a checkpoint."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"intermediate_size": 32, **CONFIG, **config}))
+    arrays = {key: mx.array(value.astype(np.float32)) for key, value in _random(0).items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    return folder
 
 
 def _built(weights: dict[str, Array], target: LoadedModel, **config: Any) -> DFlash:

@@ -28,6 +28,8 @@ from outrider.engine.slots import Slot
 from outrider.engine.taps import Taps
 from outrider.engine.texts import FlatTexts
 from outrider.engine.verify import Ask, Reading, begin
+from outrider.protocol.digest import digest
+from outrider.protocol.errors import CannotDraft
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.own_drafters import OwnDrafters
@@ -43,6 +45,7 @@ from tests.target_worker.block_heads import (
     convolving_head,
     linked_head,
     parallel_head,
+    write_block_head,
 )
 from tests.target_worker.heads import (
     drafter,
@@ -343,6 +346,15 @@ def test_blocks_that_begin_elsewhere_than_they_were_trained_to_are_said(target: 
     assert agreement(block_feature_head(target), target).doubt == ""
     other = agreement(block_feature_head(target, sample_from_anchor=False), target)
     assert "with the first token drafted by the last one's own row" in other.doubt
+
+
+def test_a_head_of_another_target_by_its_fingerprint_is_said(target: LoadedModel, tmp_path: Path) -> None:
+    assert target.folder is not None
+    for known, other in ((digest(target.folder), False), ("0123456789abcdef-", True), ("Qwen/Qwen3-4B", False)):
+        own = load_head("dflash", str(write_block_head(tmp_path, target=known)), target, lambda stage: None)
+        assert ("for another target by its fingerprint" in own.note) == other
+    with pytest.raises(CannotDraft, match="dflash needs all of the target's output layer"):
+        load_head("dflash", str(tmp_path), target, lambda stage: None, alone=False)
 
 
 def test_residual_sampling_takes_a_heads_chain_as_certain(target: LoadedModel) -> None:
