@@ -19,17 +19,17 @@ from outrider.orchestrator.core.tuning import Choice
 
 # An episode is long enough to be measured: rounds are kept in one mode for this many.
 EPISODE_ROUNDS = 12
+# Rounds beside the reading of a prompt say little of a way. Where so many in a row were, no others will come.
+LONGEST_READING = 6 * EPISODE_ROUNDS
 # A mode not measured for this many episodes may be tried again, if the formula puts it within the margin of the best;
 # else after so many times as long. Of what was never measured the formula may know little: its margin is wider, and it
 # is tried at once where it promises that much more.
 FIRST_RETRY = 6
 TUNED_RETRY = 24  # of what a tuning has looked at
 LAST_RETRY = 192
-TRY_MARGIN = 0.9
-UNTRIED_MARGIN, FIRST_MARGIN = 0.6, 1.1
+FIRST_MARGIN = 1.1
 UNLIKELY = 8
-# A try ends early when it has brought less than this share of the best in so many measured rounds.
-TRY_ROUNDS = 4
+# A try ends early when it has brought less than this share of the best.
 HOPELESS = 0.8
 # What an old episode counts when a new one comes.
 FADE = 0.7
@@ -41,8 +41,27 @@ STAY_MARGIN = 1.02
 HOME_MARGIN = 1.05
 # The formula's error about a way at one load is half of it, by factors, at the next; more than this is another matter.
 MOST_ERROR = 1.5
+# In company it is half of it after so many episodes, too: who runs then are others.
+HALF_FORGOTTEN = 24
 # What a tuning says counts as much as this many milliseconds of measuring.
 TUNING_WEIGHT_MS = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trying:
+    """How tries are made. `warm_up`: the first rounds of an episode pay for the change and are not counted. `rounds`:
+    so many that are counted may end a try early. `margin`: what was measured is tried again where it promises this
+    share of the best; `untried`: what never was."""
+
+    warm_up: int
+    rounds: int
+    margin: float
+    untried: float
+
+
+# In company drafters have several texts to catch up with, and several requests show as much in fewer rounds; a try is
+# as dear as all of them.
+ALONE, TOGETHER = Trying(1, 4, 0.9, 0.6), Trying(2, 2, 0.95, 0.8)
 
 
 @dataclass(slots=True)
@@ -72,8 +91,10 @@ class Record:
         rate = self.tokens / self.milliseconds
         return math.sqrt(max(tokens - 2 * rate * mixed + rate**2 * milliseconds, 0.0)) / self.milliseconds
 
-    def add(self, tokens: float, milliseconds: float, episode: int) -> None:
-        fade = FADE if episode != self.last_episode else 1.0
+    def add(self, tokens: float, milliseconds: float, episode: int, each: bool) -> None:
+        """`each`: what is known fades with each episode since, else once however long ago it was."""
+        age = episode - self.last_episode
+        fade = FADE ** (age if each else min(age, 1))
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
         new = (tokens**2, tokens * milliseconds, milliseconds**2)
@@ -84,14 +105,16 @@ class Record:
 
 @dataclass(slots=True)
 class Attempt:
-    """An episode of a way that is not known to be the best; `to_beat` is the rate of that one."""
+    """An episode of a way that is not known to be the best; `to_beat` is the rate of that one, `least` the rounds it
+    gets."""
 
     to_beat: float
+    least: int
     tokens: float = 0.0
     milliseconds: float = 0.0
 
     def is_hopeless(self, rounds: int) -> bool:
-        return rounds >= TRY_ROUNDS and self.tokens < HOPELESS * self.to_beat * self.milliseconds
+        return rounds >= self.least and self.tokens < HOPELESS * self.to_beat * self.milliseconds
 
 
 @dataclass(slots=True)
@@ -116,6 +139,8 @@ class Controller:
     _episode: int = 0
     _rounds: int = 0
     _trial: Attempt | None = None
+    _reading: bool = False
+    _read_beside: int = 0
 
     def start_from(self, choices: Iterable[Choice]) -> None:
         """Takes rates, best first, for first measurements, soon outweighed by real ones, and a tuning's K and B."""
@@ -143,11 +168,15 @@ class Controller:
                     rate = 1000 * record.rate
                     yield Choice(way.mode, way.depth, way.branches, rate, True, 1 << load, way.drafter)
 
-    def turn_to(self, active: int) -> None:
-        """So many requests run at once now; where that is another load, what was measured at that one decides."""
+    def turn_to(self, active: int, reading: bool = False) -> None:
+        """So many requests run at once now; where that is another load, what was measured at that one decides.
+
+        `reading`: some prompt is still read. In company nothing is tried until it is.
+        """
         if _load(active) != _load(self._active):
             self._plan = None
         self._active = max(active, 1)
+        self._reading = reading and active > 1
 
     def plan(self) -> Plan:
         """The plan for the next round."""
@@ -160,20 +189,22 @@ class Controller:
     @property
     def is_due(self) -> bool:
         """Whether the next `plan` chooses anew."""
-        hopeless = self._trial is not None and self._trial.is_hopeless(self._rounds // self._active - 1)
+        hopeless = self._trial is not None and self._trial.is_hopeless(
+            self._rounds // self._active - self._trying.warm_up
+        )
         return self._plan is None or self._rounds >= EPISODE_ROUNDS * self._active or hopeless
 
     def saw_round(self, plan: Plan, tokens: int, milliseconds: float) -> None:
-        """What one request's round under `plan` brought; all that run meanwhile bring their share in the same time.
-
-        The first of an episode pays for the change and is not counted.
-        """
+        """What one request's round under `plan` brought; all that run meanwhile bring their share in the same time."""
         if plan != self._plan or self._way is None:
             return
+        self._read_beside = self._read_beside + 1 if self._reading else 0
+        if 0 < self._read_beside <= LONGEST_READING * self._active:
+            return
         self._rounds += 1
-        if self._rounds > self._active and milliseconds > 0:
+        if self._rounds > self._trying.warm_up * self._active and milliseconds > 0:
             brought = tokens * self._active
-            self._records.setdefault(self._way, Record()).add(brought, milliseconds, self._episode)
+            self._records.setdefault(self._way, Record()).add(brought, milliseconds, self._episode, self._active > 1)
             if self._trial is not None:
                 self._trial.tokens += brought
                 self._trial.milliseconds += milliseconds
@@ -182,6 +213,10 @@ class Controller:
     def _kinds(self) -> tuple[Way, ...]:
         """The ways with whatever K and B."""
         return (*map(Way, self.modes), *(Way("sd", drafter=other) for other in self.others))
+
+    @property
+    def _trying(self) -> Trying:
+        return ALONE if self._active == 1 else TOGETHER
 
     @property
     def _records(self) -> dict[Way, Record]:
@@ -198,9 +233,9 @@ class Controller:
         current = self._way if self._way in rates else best
         if rates[best] < self._to_leave(current, best, rates[current]):
             best = current
-        overdue = self._overdue(best, rates, forecasts, guesses)
+        overdue = None if self._reading else self._overdue(best, rates, forecasts, guesses)
         if overdue is not None:
-            self._trial = Attempt(rates[best])
+            self._trial = Attempt(rates[best], self._trying.rounds)
             return self._take(overdue, forecasts, self._why_try(overdue, rates))
         source = self._records[best].source
         return self._take(best, forecasts, f"{rates[best] * 1000:.0f} tokens/s, {source}, the best")
@@ -235,7 +270,7 @@ class Controller:
         """For how many episodes a way is left alone."""
         if way not in rates and way.kind not in self._tuned and guess > FIRST_MARGIN * best:
             return 0
-        retry, margin = self._records[way].retry, TRY_MARGIN if way in rates else UNTRIED_MARGIN
+        retry, margin = self._records[way].retry, self._trying.margin if way in rates else self._trying.untried
         return retry if max(guess, rates.get(way, 0.0)) > margin * best else UNLIKELY * retry
 
     def _differs(self, way: Way, forecasts: dict[Way, Forecast]) -> bool:
@@ -270,7 +305,8 @@ class Controller:
         nearest = min(known, key=lambda load: abs(load - here))
         there = rate if nearest == here else self._forecasts(1 << nearest)[way][1]
         error = min(max(known[nearest] / there, 1 / MOST_ERROR), MOST_ERROR)
-        return math.pow(error, 0.5 ** abs(nearest - here))
+        age = self._episode - self._by_load[nearest][way].last_episode if self._active > 1 else 0
+        return math.pow(error, 0.5 ** (abs(nearest - here) + age / HALF_FORGOTTEN))
 
     def _forecasts(self, at_once: int) -> dict[Way, Forecast]:
         """By way: its plan, and the tokens per millisecond of that. A tuning is of one request at a time."""

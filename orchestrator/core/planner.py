@@ -50,12 +50,13 @@ class Planner:
         self._settings = settings
         self._controllers: dict[tuple[Means, int | None, int | None, bool], Controller] = {}
         self._forward_ns = 0
+        self._reading = False
 
-    def turn_to(self, active: int) -> None:
-        """So many requests run at once now."""
-        self.estimates.active = max(active, 1)
+    def turn_to(self, active: int, reading: bool) -> None:
+        """So many requests run at once now; `reading`: the prompt of one of them, at least, is still read."""
+        self.estimates.active, self._reading = max(active, 1), reading
         for controller in self._controllers.values():
-            controller.turn_to(active)
+            controller.turn_to(active, reading)
 
     def learned(self) -> tuple[Tuning, ...]:
         """What the next server may start from: costs and odds, and by class of temperature what was measured."""
@@ -233,7 +234,7 @@ class Planner:
             fixed = admit.branches is not None
             branches = self._branches(admit, means.workers)
             controller = Controller(self.estimates, modes, self._depth(admit), branches, fixed, means.others)
-            controller.turn_to(self.estimates.active)
+            controller.turn_to(self.estimates.active, self._reading)
             for known in (self._tunings, self._memory) if means.workers or means.others else ():
                 record = nearest(known, admit.sampling.temp)
                 if record is not None and (known is self._tunings or record.is_greedy == (admit.sampling.temp == 0)):

@@ -92,7 +92,7 @@ class Rounds:
 
     def begin(self, admit: Admit, now_ns: int) -> None:
         """OPEN to the target and to the drafters: all read the prompt at once."""
-        self._planner.turn_to(len(self._requests) + 1)
+        self._planner.turn_to(len(self._requests) + 1, reading=True)
         request = begun(admit, self._workers, self._planner, self._room_for_branches, now_ns)
         admit = request.admit
         self._requests[request.id] = request
@@ -162,6 +162,8 @@ class Rounds:
             self._workers.let_go()
         for one in settled:
             self._book(one, now_ns)
+        if any(one.ended.read for one in settled):
+            self._turn_planner()
 
     def _hear(self, sender: str, message: Message, now_ns: int, settled: list[Settled]) -> None:
         if isinstance(message, Remark):
@@ -329,6 +331,10 @@ class Rounds:
             if self._workers.is_target(sender) or sender in request.drafters:
                 request.remark(sender, remark.message)
 
+    def _turn_planner(self) -> None:
+        """The planner hears how many run, and whether prompts are still read."""
+        self._planner.turn_to(len(self._requests), any(request.reads for request in self._requests.values()))
+
     # --- what comes next ------------------------------------------------------------------------------------------
 
     def _take(self, request: Request, step: Step, now_ns: int) -> None:
@@ -437,6 +443,6 @@ class Rounds:
         self._prefill.forget(request)
         self._dispatch.close(request)
         self._crew.close(request)
-        self._planner.turn_to(len(self._requests))
+        self._turn_planner()
         self._outage.forget(request)
         request.cache.clear()

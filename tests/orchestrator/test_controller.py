@@ -164,3 +164,49 @@ def test_every_choice_has_a_reason() -> None:
 def test_without_a_drafter_there_is_nothing_to_choose() -> None:
     controller = Controller(Estimates(), ("ar",), 4)
     assert {controller.plan().mode for _ in range(50)} == {"ar"}
+
+
+def crowd(controller: Controller, rates: dict[str, float], rounds: int, active: int = 8) -> Counter[str]:
+    """Rounds of each of so many requests at once, where each mode brings these tokens per millisecond together."""
+    seen: Counter[str] = Counter()
+    for _ in range(rounds):
+        for _ in range(active):
+            plan = controller.plan()
+            seen[plan.mode] += 1
+            controller.saw_round(plan, 1, active / rates[plan.mode])
+    return seen
+
+
+def test_while_a_crowds_prompts_are_read_nothing_is_tried_and_nothing_counts() -> None:
+    controller = Controller(Estimates(), MODES, 4, 16)
+    controller.turn_to(8)
+    rates = world(ar=0.3, sd=0.1, ssd=0.2)
+    crowd(controller, rates, 100 * EPISODE_ROUNDS)
+    assert controller.plan().mode == "ar"
+    known = list(controller.learned())
+    controller.turn_to(8, reading=True)
+    disturbed = world(ar=0.01, sd=0.01, ssd=0.01)
+    assert crowd(controller, disturbed, 5 * EPISODE_ROUNDS)["ar"] == 5 * EPISODE_ROUNDS * 8
+    assert list(controller.learned()) == known
+    controller.turn_to(8)
+    assert crowd(controller, rates, 10 * EPISODE_ROUNDS)["ar"] > 9 * EPISODE_ROUNDS * 8
+
+
+def test_where_some_prompt_is_always_read_rounds_beside_it_count_after_all() -> None:
+    controller = Controller(Estimates(), MODES, 4, 16)
+    controller.turn_to(8, reading=True)
+    crowd(controller, world(ar=0.3, sd=0.1, ssd=0.2), 20 * EPISODE_ROUNDS)
+    assert list(controller.learned())
+
+
+def test_what_was_measured_long_ago_in_company_gives_way_to_the_formula() -> None:
+    """A mode that did badly once, on a disturbed machine, is tried again where the formula sees most in it."""
+    estimates = Estimates()
+    for rows, milliseconds in ((1, 10.0), (4, 11.0), (16, 14.0)):
+        estimates.saw_verify(rows, milliseconds)
+    for _ in range(100):
+        estimates.saw_depth(16, 0.5)
+    controller = Controller(estimates, MODES, 4, 16)
+    controller.turn_to(4)
+    crowd(controller, world(ar=0.38, sd=0.1, ssd=0.1), 30 * EPISODE_ROUNDS, 4)
+    assert crowd(controller, world(ar=0.38, sd=0.1, ssd=0.7), 150 * EPISODE_ROUNDS, 4)["ssd"] > 50 * EPISODE_ROUNDS * 4
