@@ -1,7 +1,8 @@
 """The controller of `--mode auto`: which mode, K and B the next rounds use, by the tokens a second that all bring.
 
 It predicts with the formula (`forecasts`), trusts what it measured over what it predicts, tries what it has not
-measured when the prediction says that it pays, and goes back to AR when nothing does. What a tuning found best for one
+measured when the prediction says that it pays, and goes back to AR when nothing does. In company it begins with a few
+rounds of AR, which cost little and tell what the others must beat. What a tuning found best for one
 request alone it begins with, and keeps, K and B too, until something else was measured to be better. All requests of a
 kind follow one plan, so plain decoding is plain for all. What was measured is kept by load, for with each the best may
 be another. It has no clock and no chance: what it is told decides what it says.
@@ -139,6 +140,7 @@ class Controller:
     _episode: int = 0
     _rounds: int = 0
     _trial: Attempt | None = None
+    _is_first: bool = False
     _reading: bool = False
     _read_beside: int = 0
 
@@ -189,10 +191,10 @@ class Controller:
     @property
     def is_due(self) -> bool:
         """Whether the next `plan` chooses anew."""
-        hopeless = self._trial is not None and self._trial.is_hopeless(
-            self._rounds // self._active - self._trying.warm_up
-        )
-        return self._plan is None or self._rounds >= EPISODE_ROUNDS * self._active or hopeless
+        rounds, trying = self._rounds // self._active, self._trying
+        hopeless = self._trial is not None and self._trial.is_hopeless(rounds - trying.warm_up)
+        longest = trying.warm_up + trying.rounds if self._is_first else EPISODE_ROUNDS
+        return self._plan is None or rounds >= longest or hopeless
 
     def saw_round(self, plan: Plan, tokens: int, milliseconds: float) -> None:
         """What one request's round under `plan` brought; all that run meanwhile bring their share in the same time."""
@@ -226,7 +228,10 @@ class Controller:
         forecasts = self._forecasts(self._active)
         guesses = self._guesses(forecasts)
         rates = _rates(self._records)
-        self._trial = None
+        self._trial, self._is_first = None, False
+        if not rates and self._active > 1 and Way("ar") in guesses:
+            self._is_first = True
+            return self._take(Way("ar"), forecasts, "what all else is held against")
         if not rates:
             return self._take(max(guesses, key=guesses.__getitem__), forecasts, "not measured yet")
         best = max(rates, key=rates.__getitem__)

@@ -43,6 +43,9 @@ class Way:
         return Way(self.mode, drafter=self.drafter)
 
 
+# The widest B that the formula puts so near to its best: drafters take no more than they can do in time.
+NEAR = 0.93
+
 Forecast = tuple[Plan, float]
 """A plan, and the tokens per millisecond that all requests bring under it."""
 
@@ -86,7 +89,9 @@ class Forecasts:
             costs, odds = self._costs(breadth), Odds(self._brings, self.estimates.covered(breadth))
             rate = sd_rate if mode == "sd" else ssd_rate
             found += [(Plan(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
-        return max(found, key=lambda forecast: forecast[1])
+        best = max(rate for _, rate in found)
+        widest = max(plan.branches for plan, rate in found if rate >= NEAR * best)
+        return max((one for one in found if one[0].branches == widest), key=lambda forecast: forecast[1])
 
     def _own(self, drafter: str, depth: int) -> Forecast:
         """A chain of so many tokens by one in the target's process."""

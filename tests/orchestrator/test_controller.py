@@ -210,3 +210,13 @@ def test_what_was_measured_long_ago_in_company_gives_way_to_the_formula() -> Non
     controller.turn_to(4)
     crowd(controller, world(ar=0.38, sd=0.1, ssd=0.1), 30 * EPISODE_ROUNDS, 4)
     assert crowd(controller, world(ar=0.38, sd=0.1, ssd=0.7), 150 * EPISODE_ROUNDS, 4)["ssd"] > 50 * EPISODE_ROUNDS * 4
+
+
+def test_in_company_plain_decoding_is_measured_first_and_in_few_rounds() -> None:
+    controller = Controller(Estimates(), MODES, 4, 16)
+    controller.turn_to(8)
+    assert controller.plan().mode == "ar"
+    seen = crowd(controller, world(ar=0.1, sd=0.1, ssd=0.4), 4 * EPISODE_ROUNDS)
+    assert 0 < seen["ar"] < 8 * EPISODE_ROUNDS
+    controller.turn_to(1)
+    assert Controller(Estimates(), MODES, 4, 16).plan().mode != "ar"
