@@ -6,6 +6,7 @@ Knows tokens; nothing of sockets, words or who proposes chains.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +29,8 @@ Listener = Callable[[int, mx.array], None]
 class Slot:
     """`tokens` are committed; the model has been fed the first `fed` of them, always fewer than all between calls.
 
-    `listener` hears the hidden rows of what batches feed of them (`engine.verify`), where the texts are tapped.
+    `listener` hears the hidden rows of what batches feed of them (`engine.verify`), where the texts are tapped;
+    `begins_at` is asked which of so many remembered tokens are enough for it, since it hears of the others only.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Slot:
         self.texts = texts
         self.text: Any = texts.open()
         self.listener: Listener | None = None
+        self.begins_at: Callable[[int], int] | None = None
 
     @property
     def fed(self) -> int:
@@ -79,7 +82,9 @@ class Slot:
                 progress(self.fed, len(self.tokens))
 
     def begin(self, start: Start) -> None:
-        """Has what another text has left of its first tokens, instead of reading them."""
+        """Has what another text has left of its first tokens, instead of reading them; fewer, where rows are wanted."""
+        if self.begins_at is not None:
+            start = replace(start, length=self.begins_at(start.length))
         self.texts.adopt(self.text, start)
 
     def lendable(self) -> list[int]:

@@ -11,6 +11,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from outrider.drafting.heads.follower import Follower
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.readers import Reader, Readers
@@ -74,10 +75,12 @@ class OwnDrafters:
         hearers = [follower.hear for follower in followers.values()] + ([other] if other is not None else [])
         if hearers:
             slot.listener = self._listener(hearers)
+        if followers:
+            slot.begins_at = partial(_begins_at, slot, list(followers.values()))
         found: dict[str, Callable[[], Part]] = {}
         for name, one in self._drafters.items():
             if isinstance(one, ColocatedHead):
-                found[name] = partial(one.part_of, followers[name])
+                found[name] = partial(one.part_of, followers[name], slot, sampling)
             else:
                 found[name] = one.part_of(slot, sampling, progress, constraint())
         return found
@@ -105,3 +108,11 @@ class OwnDrafters:
                 hears(position, own)
 
         return hear
+
+
+def _begins_at(slot: Slot, followers: Sequence[Follower], length: int) -> int:
+    """From which token on the target should read, which remembers so many: what one head lacks all hear again."""
+    for _ in range(2):  # who was asked first is told what the others have made of it
+        for follower in followers:
+            length = follower.begin(slot.tokens, length, slot.text.exact)
+    return length

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.exit_drafter import ExitDrafter
+from outrider.drafting.heads.exits import ExitFollower
 from outrider.drafting.heads.follower import Follower
 from outrider.drafting.heads.head import Head
-from outrider.drafting.heads.line import Followed, Line
+from outrider.drafting.heads.line import Line
+from outrider.drafting.heads.remembered import SavedPairs
 from outrider.engine.slots import Slot
 from outrider.engine.texts import FlatTexts, Texts
 from outrider.grammar.constraint import Constraint
@@ -35,9 +37,12 @@ class ColocatedHead:
         """What is to hear a request's text from the first token on."""
         return self.drafter.follow(sampling, constraint)
 
-    def part_of(self, follower: Follower) -> HeadPart:
+    def part_of(self, follower: Follower, slot: Slot, sampling: SamplingParams) -> HeadPart:
         """Its part of the request that this follows."""
-        return HeadPart(self.drafter, follower)
+        part = HeadPart(self.drafter, follower, slot)
+        most = min(len(slot.tokens) + sampling.max_tokens, self.head.context_length)
+        self.drafter.prompt_cache.enter(part, most)
+        return part
 
 
 class ColocatedExit:
@@ -54,21 +59,47 @@ class ColocatedExit:
 
     def part_of(
         self, slot: Slot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
-    ) -> Callable[[], HeadPart]:
+    ) -> Callable[[], ExitPart]:
         """What opens its part of a request, for which nothing has to be heard before."""
-        return lambda: HeadPart(self.drafter, self.drafter.follow_text(slot.text, sampling, constraint))
+        return lambda: ExitPart(self.drafter, self.drafter.follow_text(slot.text, sampling, constraint))
 
 
 def beside_target(drafter: HeadDrafter) -> ColocatedHead | ColocatedExit:
     return ColocatedExit(drafter) if isinstance(drafter, ExitDrafter) else ColocatedHead(drafter)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class HeadPart:
-    """What the head knows of one request."""
+    """What the head knows of one request. A `prompt_cache.Source` for others that begin alike."""
 
     drafter: HeadDrafter
-    follower: Followed
+    follower: Follower
+    slot: Slot
+
+    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
+        """Its turn to draft `depth` tokens after the committed `tokens`."""
+        return Turn(self.drafter, Line(self.follower, tokens), depth)
+
+    def lendable(self) -> Sequence[int]:
+        return self.follower.lendable(self.slot.tokens)
+
+    def save(self, length: int) -> SavedPairs:
+        return self.follower.save(length)
+
+    def close(self, spoilt: bool) -> None:
+        """It drafts no more; what the head has read stays for later texts, unless it may be spoilt."""
+        self.drafter.prompt_cache.leave(self)
+        if not spoilt:
+            self.drafter.keep(self.follower, self.slot.tokens)
+        self.follower.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ExitPart:
+    """What an early exit knows of one request, of which the target remembers all."""
+
+    drafter: ExitDrafter
+    follower: ExitFollower
 
     def turn(self, tokens: Sequence[int], depth: int) -> Turn:
         """Its turn to draft `depth` tokens after the committed `tokens`."""

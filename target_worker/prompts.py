@@ -42,7 +42,7 @@ class Prompts:
         if start is not None:
             with named_errors("copying what is remembered of the prompt"):
                 running.slot.begin(start)
-            running.cached = start.length
+            running.cached = running.slot.fed
 
     def read(self, running: Running) -> None:
         """A prompt has been read to its end. A state that can't be cut is kept here, for who asks the same again."""

@@ -52,7 +52,19 @@ class HeadDrafter:
 
     def follow(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Follower:
         """What is to hear the features of a text that chains are wanted for."""
-        return Follower(self.texts, self.sampler(sampling, constraint), self.head.reach)
+        return Follower(self.texts, self.sampler(sampling, constraint), self.head.reach, self.prompt_cache)
+
+    def keep(self, follower: Follower, tokens: Sequence[int]) -> None:
+        """What was read of these committed tokens stays for later texts."""
+        if not self.prompt_cache.wants(tokens):
+            return
+        try:
+            with named_errors("keeping what the head has read"):
+                length = follower.read_all(tokens)
+                if length:
+                    self.prompt_cache.keep(tokens[:length], follower.save(length))
+        except OutriderError as error:
+            log.warning("%s; the head will read it again", error)
 
     def sampler(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Sampler:
         return Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)

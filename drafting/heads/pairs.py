@@ -16,6 +16,7 @@ import numpy as np
 from outrider.drafting.heads.head import MaskedHead, PairHead
 from outrider.engine.flat_rows import FlatRows, FlatText
 from outrider.engine.piece import Piece
+from outrider.engine.prompt_cache import Saved, Start
 
 _LONG = 32  # so many pairs attend by themselves, as a prompt's do: they would pad all others
 
@@ -46,6 +47,14 @@ class Reader(Protocol):
 
     def read(self, feed: PairFeed) -> None:
         """Pairs that nothing is drafted behind. Lazy."""
+        ...
+
+    def save(self, text: FlatText, length: int) -> Saved:
+        """A copy of the first `length` pairs of a text."""
+        ...
+
+    def adopt(self, text: FlatText, start: Start) -> None:
+        """A text that is still empty begins with these."""
         ...
 
     def state(self) -> list[Any]:

@@ -1,0 +1,225 @@
+"""The second turn of a conversation reads only what is new, for the head as for the target, and knows as much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafting.heads.drafter import HeadDrafter
+from outrider.drafting.heads.follower import Follower
+from outrider.drafting.heads.head import Head
+from outrider.drafting.heads.line import Line
+from outrider.drafting.heads.ways import way_of
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.open_texts import open_texts
+from outrider.engine.sampling import Sampler
+from outrider.engine.slots import Slot
+from outrider.engine.taps import Taps
+from outrider.protocol.messages import Close, KvMemory, Open, Outcome, Prefilled, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.own_drafters import OwnDrafters, _begins_at
+from outrider.target_worker.own_head import ColocatedHead
+from outrider.target_worker.running import Running
+from outrider.target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, answered
+from tests.target_worker.block_heads import convolving_head, parallel_head
+from tests.target_worker.heads import drafter, latent_head, markov_llama, mtp_head, random_head, recurrent_head
+
+Heads = Callable[[LoadedModel], Head]
+PROMPT = [(31 * n) % 250 + 2 for n in range(60)]
+NEW = [(17 * n) % 250 + 2 for n in range(9)]
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+class Talk:
+    """A worker with a head. `read` tells how many pairs the head was fed as true ones, `cached` what the target had."""
+
+    def __init__(self, model: LoadedModel, head: Head | None, memory: int = 1 << 26) -> None:
+        self.model, self.head = model, head
+        self.own: HeadDrafter | None = drafter(head, model) if head is not None else None
+        self.link = FakeLink("target-0")
+        own = OwnDrafters({"own": ColocatedHead(self.own)}) if self.own else None
+        self.worker = TargetWorker(self.link, model, own=own)  # type: ignore[arg-type]
+        answered(self.worker, self.link, [KvMemory(memory)])
+
+    def begin(self, name: str, tokens: Sequence[int]) -> Running:
+        params = SamplingParams(max_tokens=LENGTH, temp=0.8, seed=5)
+        opened = Open(name, 0, 0, np.array(tokens, np.int32), params)
+        self.told = answered(self.worker, self.link, [opened])
+        return self.worker._running[name]
+
+    def write(self, name: str, draft: int = 3) -> list[int]:
+        """The text that it writes behind its prompt."""
+        running = self.worker._running[name]
+        start = len(running.slot.tokens)
+        word = Verify(
+            name, 0, running.round + 1, start, (), going_on=True, draft=draft if self.own else 0, room=LENGTH
+        )  # fmt: skip
+        found = answered(self.worker, self.link, [word])
+        assert all(isinstance(one, Outcome) for one in found), found
+        return running.slot.tokens[start:]
+
+    def turn(self, name: str, tokens: Sequence[int], draft: int = 3) -> list[int]:
+        """A whole request: all its tokens at the end."""
+        running = self.begin(name, tokens)
+        self.write(name, draft)
+        text = list(running.slot.tokens)
+        answered(self.worker, self.link, [Close(name)])
+        return text
+
+    @property
+    def cached(self) -> int:
+        return max((told.cached for told in self.told if isinstance(told, Prefilled)), default=0)
+
+
+def follower(running: Running) -> Follower:
+    found: Any = next(iter(running._drafting.values()))
+    assert isinstance(found.follower, Follower)
+    return found.follower
+
+
+def assert_as_fresh(talk: Talk, running: Running) -> None:
+    """What the head has read is what it would have read of the whole text at once."""
+    heard, tokens = follower(running), running.slot.tokens
+    assert talk.own is not None and talk.head is not None
+    known = heard.length
+    assert known + heard.waiting == len(tokens) - 1 and known > 0
+    rows: list[mx.array] = []
+    taps = Taps(talk.model.model, talk.head.points, talk.head.fuse)
+    taps.forward(lambda: talk.model.model(mx.array([tokens]))[0], [(len(tokens), rows.append)])
+    texts: Any = way_of(talk.head).texts
+    again = Follower(texts, Sampler(SamplingParams(), 258))
+    again.hear(0, rows[0][:known])
+    texts.read(again.catch_up(tokens))
+    mine: Any = talk.own.texts
+    for ours, theirs in zip(mine._caches, texts._caches, strict=True):
+        for a, b in zip(ours.saved(heard.text.row, known), theirs.saved(0, known), strict=True):
+            assert float(mx.abs(a - b).max().item()) < 1e-3
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many features each catching up took."""
+    counts: list[int] = []
+    catch_up = Follower.catch_up
+
+    def counted(self: Follower, tokens: Sequence[int]) -> Any:
+        counts.append(self.waiting)
+        return catch_up(self, tokens)
+
+    monkeypatch.setattr(Follower, "catch_up", counted)
+    return counts
+
+
+@pytest.mark.parametrize("made", [mtp_head, latent_head, parallel_head, convolving_head])
+def test_a_second_turn_reads_what_is_new_and_knows_all(target: LoadedModel, made: Heads, fed: list[int]) -> None:
+    talk, alone = Talk(target, made(target)), Talk(target, None)
+    first = talk.turn("a", PROMPT)
+    assert fed[0] == len(PROMPT)
+    fed.clear()
+    running = talk.begin("b", [*first, *NEW])
+    assert talk.cached >= len(first) - 2
+    talk.write("b")
+    assert running.slot.tokens == alone.turn("b", [*first, *NEW])
+    assert fed[0] <= len(NEW) + 3
+    assert_as_fresh(talk, running)
+
+
+def test_a_turn_that_was_changed_is_read_from_the_change_on(target: LoadedModel, fed: list[int]) -> None:
+    """The target reads one token again whose row the head has not."""
+    talk = Talk(target, mtp_head(target))
+    first = talk.turn("a", PROMPT)
+    fed.clear()
+    running = talk.begin("b", [*first[:40], *NEW])
+    assert talk.cached == 39
+    talk.write("b")
+    assert fed[0] <= len(NEW) + 3
+    assert_as_fresh(talk, running)
+
+
+def test_who_begins_beside_one_that_runs_has_what_its_head_has_read(target: LoadedModel, fed: list[int]) -> None:
+    talk = Talk(target, mtp_head(target))
+    talk.begin("a", PROMPT)
+    talk.write("a")
+    fed.clear()
+    running = talk.begin("b", [*PROMPT, *NEW])
+    talk.write("b")
+    assert fed[0] <= len(NEW) + 3
+    assert_as_fresh(talk, running)
+
+
+def test_where_the_head_read_nothing_the_target_reads_nothing_again(target: LoadedModel) -> None:
+    """A text without drafts costs nothing for the head; the next one's begins behind the gap."""
+    talk = Talk(target, mtp_head(target))
+    first = talk.turn("a", PROMPT, draft=0)
+    running = talk.begin("b", [*first, *NEW])
+    assert talk.cached == len(first) - 1
+    talk.write("b")
+    assert follower(running).length < len(NEW) + LENGTH + 3
+
+
+def test_what_a_failure_may_have_spoilt_is_not_kept(target: LoadedModel) -> None:
+    talk = Talk(target, mtp_head(target))
+    running = talk.begin("a", PROMPT)
+    talk.write("a")
+    assert talk.own is not None
+    talk.worker._close("a", spoilt=True)
+    assert talk.own.prompt_cache.use.entries == 0 and running.over
+
+
+def test_a_head_without_a_memory_keeps_none(target: LoadedModel) -> None:
+    talk = Talk(target, recurrent_head(target))
+    first = talk.turn("a", PROMPT)
+    running = talk.begin("b", [*first, *NEW])
+    assert talk.cached == len(first) - 1 and talk.own is not None and talk.own.prompt_cache.use.entries == 0
+    assert talk.write("b") and follower(running).waiting == 1
+
+
+def test_state_that_cannot_be_cut_serves_where_all_of_it_is_there(tiny_model: Callable[..., Path]) -> None:
+    """A recurrent target's: nothing of it can be read again, so the head has to know as much."""
+    model = load(tiny_model("qwen3_next"))
+    talk = Talk(model, random_head(model))
+    first = talk.turn("a", PROMPT)
+    running = talk.begin("b", [*first, *NEW])
+    assert talk.cached == len(first) - 1
+    talk.write("b")
+    assert_as_fresh(talk, running)
+
+
+def test_entries_stay_within_their_share(target: LoadedModel) -> None:
+    talk = Talk(target, mtp_head(target), memory=1 << 17)
+    for number in range(3):
+        talk.turn(str(number), [(t + number) % 250 + 2 for t in PROMPT])
+    assert talk.own is not None
+    cache = talk.own.prompt_cache
+    assert 0 < cache.use.bytes <= cache._limit and not talk.own.texts._texts  # type: ignore[attr-defined]
+
+
+def test_of_several_heads_each_has_its_own_and_the_target_reads_what_any_lacks(target: LoadedModel) -> None:
+    """One has read a text to its end, another but the first part of it; a third nothing."""
+    slot = Slot(target, open_texts(target), [*PROMPT, *NEW], SamplingParams())
+    own = [drafter(mtp_head(target), target) for _ in range(3)]
+    for head, known in zip(own, (50, 45, 0), strict=True):
+        head.prompt_cache.allow(1 << 20)
+        if known:
+            heard = head.follow(SamplingParams())
+            heard.hear(0, mx.ones((known, 64)))
+            head.continuations([Line(heard, PROMPT[: known + 1])], [1])
+            head.keep(heard, PROMPT[: known + 1])
+    followers = [head.follow(SamplingParams()) for head in own]
+    assert _begins_at(slot, followers, 52) == 45
+    for follower in followers:
+        follower.hear(45, mx.ones((4, 64)))
+    for head, follower, length in zip(own, followers, (49, 49, 4), strict=True):
+        head.continuations([Line(follower, slot.tokens[:50])], [1])
+        assert follower.length == length
