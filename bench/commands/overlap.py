@@ -43,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
     settings = ServeSettings(**flags.settings_of(options))
     if settings.colocate:
         raise InvalidRequest("overlap times a drafter beside the target; with colocate they take turns, leave it out")
+    if settings.head:
+        raise InvalidRequest("overlap times a drafter beside the target; a head takes turns with it, leave head out")
     if settings.trace is not None:
         raise InvalidRequest("overlap writes its trace to rounds.json in --out; leave trace out")
     prompt, out = read_prompt(options.prompt), writable(options.out, "choose another --out")

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from outrider.bench.contest.contest import Ours, compete
 from outrider.bench.contest.statistics import total_rate
+from outrider.bench.timing import heads
 from outrider.bench.timing.forecast import (
     Forecast,
     best_of,
@@ -27,10 +28,12 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core import tuning
 from outrider.orchestrator.core.tuning import Choice, Tuning
 from outrider.orchestrator.machine import prompt_reader
+from outrider.orchestrator.pair.heads import own_drafters
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.heads import names_of
 from outrider.protocol.sampling import SamplingParams
 
 PROMPTS = (
@@ -75,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
         raise
     reading = prompt_reader.measured(str(pair.settings.draft_model)) if settings.draft_backend == "mlx" else None
     prefill = _prefill(options, pair, screen) if settings.prefill_workers else None
+    own = _own(options, pair, screen) if pair.settings.head else []
     screen.clear()
     found = forecasts(measured, turnaround_ms)
     print(_costs(measured, turnaround_ms))
@@ -83,9 +87,11 @@ def run(options: argparse.Namespace) -> int:
     if prefill is not None:
         print(prefill.sentence)
     print(_verdict(measured, found))
+    for one in own:
+        print(_head(one))
     if options.measure:
         print(_compare(options, pair, found, screen))
-    record = _record(measured, turnaround_ms, found, options.temp)
+    record = _with(_record(measured, turnaround_ms, found, options.temp), own)
     tuning.save(record if prefill is None else replace(record, prefill_from=prefill.least), where)
     print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {where}")
     return 0
@@ -109,6 +115,33 @@ def _turnaround(options: argparse.Namespace, screen: Screen) -> float:
 def _prefill(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> PrefillTimes:
     context, vocabulary = pair.target.context_length, pair.target.vocab_size
     return measure(flags.settings_of(options), context or USUAL_CONTEXT, vocabulary or USUAL_VOCABULARY, screen.show)
+
+
+def _own(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> list[heads.Found]:
+    """Heads, in real rounds: they take turns with the target, so there is nothing to be told apart."""
+    codec, names = load_codec(pair.target), names_of(kind for kind, _ in own_drafters(pair.settings))
+    texts = [codec.encode(text) for text in PROMPTS]
+    sampling = SamplingParams(max_tokens=TURNAROUND_TOKENS, temp=options.temp, seed=7, ignore_eos=True)
+    with LocalCluster(progress=screen.show, **{**flags.settings_of(options), "ngrams": False}) as cluster:
+        found = heads.measure(
+            cluster.client(), names, texts, sampling, DEPTHS, lambda said: screen.show(f"tune: {said}")
+        )
+        return list(found)
+
+
+def _head(found: heads.Found) -> str:
+    choice, known = found.choice, found.known
+    holds = ", ".join(f"{share:.0%}" for share in known.acceptance)
+    return (
+        f"  sd by {choice.drafter}, K={choice.depth}: {choice.tokens_per_second:.1f} tok/s measured;"
+        f" {known.step_ms:.2f} ms a token drafted; of those reached there held {holds}"
+    )
+
+
+def _with(record: Tuning, own: Sequence[heads.Found]) -> Tuning:
+    """The same with what was measured of heads."""
+    choices = sorted([*record.choices, *(one.choice for one in own)], key=lambda one: -one.tokens_per_second)
+    return replace(record, choices=tuple(choices), own=tuple(one.known for one in own))
 
 
 def _costs(p: Probe, turnaround_ms: float) -> str:

@@ -53,7 +53,7 @@ Contestant: TypeAlias = Way[Sequence[int], Run]
 @dataclass(frozen=True, slots=True)
 class Ours:
     """One of our modes on a running cluster; `depth` None: the cluster's own K. `sampling`: what it samples otherwise
-    than the others."""
+    than the others. `drafter`: the only one that drafts, if named."""
 
     name: str
     client: Client
@@ -61,10 +61,18 @@ class Ours:
     depth: int | None = None
     branches: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    drafter: str = ""
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
         own = replace(sampling, **self.sampling)
-        result = self.client.generate(prompt, own, mode=self.mode, num_draft_tokens=self.depth, branches=self.branches)
+        result = self.client.generate(
+            prompt,
+            own,
+            mode=self.mode,
+            num_draft_tokens=self.depth,
+            branches=self.branches,
+            drafter=self.drafter,
+        )
         require_pace(result)
         times = result.timings
         return Run(result.token_ids, Timed(len(result.token_ids) - 1, times.predicted_ms / 1000), times)

@@ -12,8 +12,10 @@ from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.core import tuning
 from outrider.orchestrator.machine import blas
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pair.model_files import embedded_pair
+from outrider.orchestrator.pair.heads import kind_of
+from outrider.orchestrator.pair.model_files import embedded_pair, find_model
 from outrider.protocol.errors import WorkerError
+from outrider.protocol.heads import HEADS, OF_TARGET
 
 DATA = "outrider.drafting.coreml.doctor"
 GIBIBYTE = 2**30
@@ -21,6 +23,9 @@ GIBIBYTE = 2**30
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-model", metavar="ID|PATH", help="the draft to place; default: the embedded one")
+    parser.add_argument("--model", metavar="ID|PATH", help="the target of the heads; default: the embedded one")
+    head = "a head: which kind it is, and whether it is for that target; again for more"
+    parser.add_argument("--head", action="append", default=[], metavar="ID|PATH", help=head)
     parser.add_argument("--probe", action="store_true", help="convert it and try Core ML out, which can take minutes")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     flags.add_log_flag(parser)
@@ -42,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
         print(done.stdout.strip())
     else:
         print(_page(json.loads(done.stdout)))
+        for head in options.head:
+            print(_head(head, options.model or embedded_pair()[0]))
     return 0
 
 
@@ -64,6 +71,15 @@ def _page(report: dict[str, Any]) -> str:
         lines += ["", f"drafting with {report['model']}: milliseconds for one token, and for eight at once"]
         lines += [_placement(place) for place in report["placements"]]
     return "\n".join(lines)
+
+
+def _head(name: str, target: str) -> str:
+    """What is told of a head by its config.json alone; whether it drafts well is tried when a target loads it."""
+    model = find_model(target, weights=False)
+    if name in OF_TARGET:
+        return f"head {name}: the target's own, looked for when it is loaded"
+    kind = kind_of(find_model(name, weights=False).folder, model.folder)
+    return f"head {name}: {kind or 'none that is known here; expected one of ' + ', '.join(HEADS)}"
 
 
 def _kept() -> str:

@@ -95,7 +95,14 @@ def speculation(times: Timings) -> str:
         f" ({_share(times.draft_n_accepted, times.draft_n)}), {per_round:.2f} tokens per round,"
         f" {times.cache_hits} hits ({_share(times.cache_hits, looked_up)})"
         + (f", {times.cache_late} late" if times.cache_late else "")
+        + _by_name(times)
     )
+
+
+def _by_name(times: Timings) -> str:
+    """Whose tokens held, where several drafted."""
+    held = times.draft_n_accepted_by
+    return ", accepted by " + " and ".join(f"{one.name} {one.count}" for one in held) if len(held) > 1 else ""
 
 
 def _share(part: int, whole: int) -> str:
