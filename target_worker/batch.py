@@ -93,7 +93,7 @@ class Batch:
         pairs, started_ns = [], clock.now()
         draft_together([request for request in running if request.drafts])
         for request in running:
-            if not request.has_next:
+            if not request.has_next or request.drafts:  # who was asked while others' drafters read has nothing drafted
                 continue
             try:
                 pairs.append((request, request.next_ask()))

@@ -197,6 +197,23 @@ def test_a_request_closed_while_anothers_draft_reads_leaves_the_other_as_it_was(
     assert ours and text(ours) == TRUTH[START : START + len(text(ours))]
 
 
+def test_a_request_asked_to_draft_while_anothers_draft_reads_drafts_in_the_next_forward() -> None:
+    stand = Stand()
+    stand.say(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING))
+    open_one = stand.own.open  # type: ignore[union-attr]
+
+    def asking(tokens: list[int], *arguments: Any) -> Any:
+        if len(tokens) > 1000:
+            stand.worker._handle(drafting(1, START))
+        return open_one(tokens, *arguments)
+
+    stand.own.open = asking  # type: ignore[union-attr, method-assign]
+    found = stand.say(replace(drafting(1, 1501), request="s"))
+    assert not [answer for answer in found if isinstance(answer, Fault)]
+    ours = [answer for answer in found if answer.request == "r"]
+    assert ours and text(ours) == TRUTH[START : START + len(text(ours))]
+
+
 def test_several_draft_in_company_what_each_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And where one's drafting fails, only that one ends."""
     alone = [(a.drafted, a.accepted, a.bonus) for a in Stand().say(drafting(1, START))]
