@@ -52,6 +52,13 @@ class LoadedModel:
     attention_only: bool
     folder: Path | None = None
 
+    @property
+    def number_format(self) -> str:
+        """What it computes in, as mlx calls it: that of its first weight that is not quantised."""
+        weights = (value.dtype for _, value in tree_flatten(self.model.parameters()))
+        found = next((dtype for dtype in weights if mx.issubdtype(dtype, mx.floating)), mx.float32)
+        return str(found).removeprefix("mlx.core.")
+
 
 def load(
     path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None, ranks: Ranks | None = None

@@ -20,24 +20,28 @@ if TYPE_CHECKING:
     from outrider.orchestrator.client.client import Client
     from outrider.orchestrator.client.cluster import LocalCluster
     from outrider.orchestrator.client.result import Chunk, GenerationResult, TokenLogprob
+    from outrider.orchestrator.client.resumed import AsyncResumed, Resumed
     from outrider.protocol.grammar import Grammar
     from outrider.protocol.origins import Origin
     from outrider.protocol.sampling import SamplingParams
 
 _LATER = {
     "AsyncClient": "outrider.orchestrator.client.async_client",
+    "AsyncResumed": "outrider.orchestrator.client.resumed",
     "Chunk": "outrider.orchestrator.client.result",
     "Client": "outrider.orchestrator.client.client",
     "GenerationResult": "outrider.orchestrator.client.result",
     "Grammar": "outrider.protocol.grammar",
     "LocalCluster": "outrider.orchestrator.client.cluster",
     "Origin": "outrider.protocol.origins",
+    "Resumed": "outrider.orchestrator.client.resumed",
     "SamplingParams": "outrider.protocol.sampling",
     "TokenLogprob": "outrider.orchestrator.client.result",
 }
 
 __all__ = [
     "AsyncClient",
+    "AsyncResumed",
     "Chunk",
     "Client",
     "EndpointError",
@@ -49,6 +53,7 @@ __all__ = [
     "Origin",
     "OutriderError",
     "ProtocolError",
+    "Resumed",
     "SamplingParams",
     "ServerBusy",
     "TokenLogprob",

@@ -38,7 +38,7 @@ class WorkerError(OutriderError):
 
 
 class ServerStopped(WorkerError):
-    """The server was ended, in order, before the text was complete; the next one can go on with it."""
+    """The server ended before the text was complete; the next one can go on with it."""
 
 
 class ProtocolError(OutriderError):
@@ -61,6 +61,10 @@ class KeyFault(OutriderError):
     """A key is missing, unreadable, readable by others, none at all, or not let in."""
 
     exit_code = 8
+
+
+class OtherModel(InvalidRequest):
+    """A text is to go on with another model, or other numbers, than it began with."""
 
 
 class RefusedRequest(InvalidRequest, ProtocolError):

@@ -124,6 +124,7 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
             abilities=replace(able, takes_kv=worker.takes_kv, trees=able.chains and worker.verifies_trees),
             kv=worker.kv,
             files=digest(model.folder) if model.folder is not None else "",
+            number_format=model.number_format,
             features=teller.features if teller is not None else "",
         )
         while True:

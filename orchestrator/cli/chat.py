@@ -18,7 +18,7 @@ from outrider.orchestrator.cli.conversation import Conversation, opening
 from outrider.orchestrator.cli.generate import add_conversation_flags, add_place_flag, model_text, server
 from outrider.orchestrator.cli.paint import Painter, counted, legend
 from outrider.orchestrator.cli.screen import Screen, say
-from outrider.orchestrator.client.client import Stream
+from outrider.orchestrator.client.asker import Stream
 from outrider.orchestrator.client.result import GenerationResult
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pair.model_text import ModelText

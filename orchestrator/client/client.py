@@ -13,20 +13,20 @@ from contextlib import suppress
 
 import zmq
 
-from outrider.orchestrator.client.dialogue import Dialogue, Patience, Prompt, Wish, check_timeout, keys_to
-from outrider.orchestrator.client.result import Chunk, GenerationResult
+from outrider.orchestrator.client.asker import Asker
+from outrider.orchestrator.client.dialogue import Dialogue, Patience, check_timeout, keys_to
+from outrider.orchestrator.client.result import Chunk
 from outrider.orchestrator.client_key import client_key
 from outrider.protocol import values
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
 from outrider.protocol.errors import EndpointError, ServerStopped
 from outrider.protocol.messages import Message, Stats
-from outrider.protocol.sampling import SamplingParams
 
 FLUSH_MS = 1000
 
 
-class Client:
+class Client(Asker):
     """A client of the server at `endpoint` (`outrider serve` prints it).
 
     `timeout`: seconds for which a server that is asked whether it is there may keep silent; how long a text takes does
@@ -52,64 +52,11 @@ class Client:
     ) -> None:
         self.endpoint = endpoint
         self._keys = keys_to(endpoint, server_key, keys)
-        self._reconnect = values.flag("reconnect", reconnect)
+        self.sources = int(values.flag("reconnect", reconnect))
         self.timeout = check_timeout(timeout)
         self._alive = alive
         self._key = client_key()
         self._serials = itertools.count()
-
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        mode: str = "auto",
-        num_draft_tokens: int | None = None,
-        branches: int | None = None,
-        chat_template: bool = True,
-        origins: bool = False,
-        drafter: str = "",
-    ) -> GenerationResult:
-        """The completion of `prompt`: text, or token ids as a list, a tuple or a numpy array.
-
-        `mode` is ar, sd, ssd, or auto: the server's own; so is None for `num_draft_tokens` and `branches`. A model's
-        chat template is applied to text unless `chat_template` is False. `origins`: tell where each token came from.
-        `drafter`: the name of the only one that is to draft (draft, ngram, or a head's, as eagle3).
-
-        Raises:
-            InvalidRequest: something is out of range; the message says what was expected.
-            EndpointError: nothing answers.
-            WorkerError: a worker was lost on the way.
-        """
-        sampling = sampling or SamplingParams()
-        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, drafter=drafter)
-        stream = Stream(self, Dialogue(wish, None, self._reconnect))
-        for _ in stream:
-            pass
-        return stream.result
-
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        mode: str = "auto",
-        num_draft_tokens: int | None = None,
-        branches: int | None = None,
-        chat_template: bool = True,
-        origins: bool = False,
-        rounds: bool = False,
-        drafter: str = "",
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Stream:
-        """The completion of `prompt` as it grows; see `generate`. Leaving the loop cancels.
-
-        `rounds`: chunks tell of each round, when it has ended. `progress(done, total)` hears how much of a long prompt
-        has been read.
-        """
-        sampling = sampling or SamplingParams()
-        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, rounds, drafter=drafter)
-        return Stream(self, Dialogue(wish, progress, self._reconnect))
 
     def stats(self) -> Stats:
         """The server's workers and totals."""
@@ -123,16 +70,15 @@ class Client:
                     return answer
 
     def exchange(self, dialogue: Dialogue) -> Iterator[Chunk]:
-        """Runs one dialogue to its end; cancels it when the caller leaves early."""
         while True:
             try:
-                yield from self._exchange(dialogue)
+                yield from self.once(dialogue)
                 return
             except (EndpointError, ServerStopped) as error:
                 time.sleep(dialogue.retry(error))
 
-    def _exchange(self, dialogue: Dialogue) -> Iterator[Chunk]:
-        """The same with one server."""
+    def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
+        """What one server says, to its end or the dialogue's; cancels it when the caller leaves early."""
         patience = Patience(self.endpoint, self.timeout, self._alive, self._keys)
         socket = self._socket()
         try:
@@ -166,27 +112,3 @@ class Client:
             socket.close()
             raise
         return socket
-
-
-class Stream:
-    """A completion that grows: iterate once for its chunks, then ask for the `result`.
-
-    A second loop, over a finished or a broken-off stream, is an InvalidRequest.
-    """
-
-    def __init__(self, client: Client, dialogue: Dialogue) -> None:
-        self._client = client
-        self._dialogue = dialogue
-
-    def __iter__(self) -> Iterator[Chunk]:
-        self._dialogue.begin()
-        return self._client.exchange(self._dialogue)
-
-    @property
-    def result(self) -> GenerationResult:
-        """The finished completion.
-
-        Raises:
-            InvalidRequest: the stream was not read to its end.
-        """
-        return self._dialogue.result()

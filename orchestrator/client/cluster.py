@@ -19,7 +19,7 @@ from outrider.orchestrator.failure import as_error
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, Unfinished, announcements
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import Settings, flags, settings_from
-from outrider.protocol.errors import WorkerError
+from outrider.protocol.errors import ServerStopped, WorkerError
 
 END_SECONDS = 12.0
 
@@ -155,4 +155,4 @@ class LocalCluster:
     def _check(self) -> None:
         code = self._process.poll()
         if code is not None:
-            raise WorkerError(f"the server ended with code {code} while it was asked; start it again")
+            raise ServerStopped(f"the server ended with code {code} while it was asked; start it again")

@@ -19,7 +19,15 @@ from outrider.orchestrator.client.result import Chunk, GenerationResult, TokenLo
 from outrider.orchestrator.failure import as_error
 from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens
 from outrider.protocol import messages, values
-from outrider.protocol.errors import EndpointError, InvalidRequest, OutriderError, ServerStopped
+from outrider.protocol.errors import (
+    EndpointError,
+    InvalidRequest,
+    OtherModel,
+    OutriderError,
+    ServerBusy,
+    ServerStopped,
+    WorkerError,
+)
 from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import ClientKeys
 from outrider.protocol.knock import knock, require_server
@@ -30,6 +38,8 @@ from outrider.protocol.sampling import SamplingParams
 ASK_AFTER_SECONDS = 1.0
 # So long a text waits for the next server, which loads its models first, and so often its client looks for it.
 RECONNECT_SECONDS, RETRY_SECONDS = 120.0, 0.25
+# A text goes on elsewhere so often after a server has lost its target for good, or given this text up.
+MOST_WORKER_ERRORS = 1
 MAX_TOKEN = 2**31 - 1
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 EMPTY = "the prompt is empty; expected text, or at least one token"
@@ -89,24 +99,29 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Since when nobody answers, on the clock, and how many tokens had come by then."""
+    """Since when nobody answers, on the clock, how many tokens had come by then, and how often somebody was asked."""
 
     since: float = 0.0
     tokens: int = 0
+    tries: int = 0
 
 
 class Dialogue:
-    """One request's exchange with a server; with `reconnect` with the next one, where that goes away before the end."""
+    """One request's exchange with a server, and with the next one where that goes away before the end.
 
-    def __init__(self, wish: Wish, progress: Callable[[int, int], None] | None = None, reconnect: bool = False) -> None:
+    `sources`: so many servers take turns until one goes on; 1: whoever serves there next; 0: the first one or none.
+    """
+
+    def __init__(self, wish: Wish, progress: Callable[[int, int], None] | None = None, sources: int = 0) -> None:
         self.request = f"q{os.urandom(8).hex()}"
         self.opening = wish.message(self.request)
         self.over = False
         self.was_sent = False
         self._begun = False
         self._progress = progress
-        self._reconnects = reconnect
+        self._sources = sources
         self._lost = Lost()
+        self._worker_errors = 0
         self._started: Started | None = None
         self._texts: list[str] = []
         self._tokens: list[int] = []
@@ -132,13 +147,26 @@ class Dialogue:
         now, had = time.monotonic(), len(self._tokens)
         if self._lost.since == 0.0 or had > self._lost.tokens:
             self._lost = Lost(now, had)
-        if not (self._reconnects and self.was_sent) or now - self._lost.since > RECONNECT_SECONDS:
+        self._lost = replace(self._lost, tries=self._lost.tries + 1)
+        if not self._may_retry(error) or now - self._lost.since > RECONNECT_SECONDS:
             raise error
         self.over = False
         if self._started is not None:
             sampling = replace(self.opening.sampling, seed=self._started.seed)
-            self.opening = replace(self.opening, sampling=sampling, said=np.asarray(self._tokens, np.int32))
-        return RETRY_SECONDS
+            said, fingerprint = np.asarray(self._tokens, np.int32), self._started.fingerprint
+            self.opening = replace(self.opening, sampling=sampling, said=said, fingerprint=fingerprint)
+        return 0.0 if self._lost.tries % self._sources else RETRY_SECONDS
+
+    def _may_retry(self, error: OutriderError) -> bool:
+        """Not where nobody was ever there; nor where all refuse it; nor again where workers die of it, as it seems."""
+        if type(error) is WorkerError:
+            self._worker_errors += 1
+        busy = isinstance(error, ServerBusy)
+        tried_all = self._lost.tries >= self._sources
+        if self._sources < 2:
+            return self._sources == 1 and self.was_sent
+        hopeless = isinstance(error, OtherModel) or not (self._tokens or (self.was_sent and not busy))
+        return self._worker_errors <= MOST_WORKER_ERRORS and not (tried_all and hopeless)
 
     @property
     def farewell(self) -> Cancel:

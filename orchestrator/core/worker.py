@@ -106,6 +106,7 @@ class Worker:
             self.trust.tallies(),
             self.clock.round_trip_ns / MILLISECOND_NS,
             0.0 if self.spawned else self.clock.ahead_ns(clock.now()) / MILLISECOND_NS,
+            "-".join(filter(None, (hello.files, hello.number_format))),
         )
 
     def __str__(self) -> str:

@@ -16,8 +16,9 @@ from outrider.orchestrator.kv_room import KvRoom, in_mb
 from outrider.orchestrator.pair.heads import drafters
 from outrider.orchestrator.pair.model_text import ModelText
 from outrider.orchestrator.pair.pairing import PairText
+from outrider.orchestrator.pair.vocabulary import fingerprint
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, OtherModel
 from outrider.protocol.grammar import Grammar
 from outrider.protocol.heads import DRAFT_MODEL
 from outrider.protocol.messages import Generate
@@ -56,6 +57,14 @@ class Admission:
         draft = text.pair.draft
         self.draft_context = draft.context_length if draft is not None else None
         self.kv_room: KvRoom | None = None
+        self.of_target = ""
+        self._of_tokens = fingerprint(text.codec)
+
+    @property
+    def fingerprint(self) -> str:
+        """Whose texts this server can go on with: those of its weights, number format and tokenizer; empty until a
+        target has said its own."""
+        return f"{self.of_target}-{self._of_tokens}" if self.of_target else ""
 
     @property
     def places(self) -> int:
@@ -73,6 +82,7 @@ class Admission:
         if asked.branches is not None:
             check_branches(asked.branches)
         tokens, said = self._tokens(asked), _said(asked)
+        self._check_same(asked)
         self._check_tokens(tokens, said, asked.sampling)
         sampling, notes = self._fitted(asked.sampling, len(tokens))
         eos = frozenset() if sampling.ignore_eos else self._text.codec.eos
@@ -118,6 +128,14 @@ class Admission:
                 f"mode ssd is for draft workers, and {asked.drafter} is none; expected mode sd or auto"
             )
         return asked.drafter
+
+    def _check_same(self, asked: Generate) -> None:
+        theirs, ours = asked.fingerprint, self.fingerprint
+        if asked.said is not None and len(asked.said) and theirs and ours and theirs != ours:
+            raise OtherModel(
+                f"the text began with another model or number format ({theirs}) than this server runs ({ours}), so it"
+                " would go on as another text; expected a server with the same files on the same kind of device"
+            )
 
     def _tokens(self, asked: Generate) -> tuple[int, ...]:
         if (asked.prompt is None) == (asked.tokens is None):

@@ -197,7 +197,7 @@ class Front:
             self._show(ticket, accepted.text.finish(), Committed(ticket.key, ()))
             self._close(ticket, Done(ticket.name, accepted.ended, Timings()))
             return
-        self._waiting.put(client_of(sender), ticket)
+        self._waiting.put(client_of(sender), ticket, first=asked.said is not None)
 
     def _refuse(self, sender: bytes, why: Failed) -> None:
         self._books.ended(why)
@@ -252,7 +252,8 @@ class Front:
         for worker in event.workers:
             if worker.state == "ready" and worker.role == "target":
                 self._admission.context_length, self._admission.vocab_size = worker.context_length, worker.vocab_size
-            elif worker.state == "ready":
+                self._admission.of_target = worker.fingerprint
+            elif worker.state == "ready" and worker.role == "draft":
                 self._admission.draft_context = worker.context_length
         self._admission.kv_room = event.kv_room
         self._target_there = any(w.role == "target" and w.state in ("ready", "frozen") for w in event.workers)
@@ -296,6 +297,7 @@ class Front:
                 model=self._pair.target.name,
                 draft_model=draft,
                 notes=(*ticket.accepted.notes, *event.notes),
+                fingerprint=self._admission.fingerprint,
             ),
         )
 

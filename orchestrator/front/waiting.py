@@ -20,9 +20,14 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return sum(map(len, list(self._lines.values())))  # any thread may ask
 
-    def put(self, client: bytes, item: T) -> None:
-        """At the end of the client's own line."""
-        self._lines.setdefault(client, deque()).append(item)
+    def put(self, client: bytes, item: T, first: bool = False) -> None:
+        """At the end of the client's own line; `first`: before all, for somebody waits in the middle of something."""
+        line = self._lines.setdefault(client, deque())
+        if first:
+            line.appendleft(item)
+            self._lines.move_to_end(client, last=False)
+        else:
+            line.append(item)
 
     def first(self) -> T | None:
         """Whose turn it is, left in the line; None when nobody waits."""

@@ -30,7 +30,8 @@ class Generate:
 
     `origins`: tell with each token where it came from; `rounds`: tell of each round, when it has ended. `said`: what
     was received of this very text before, with the seed of `sampling`: it goes on behind that, and only what is new is
-    told. `drafter`: the name of the only one that is to draft; empty: whoever is there.
+    told. `drafter`: the name of the only one that is to draft; empty: whoever is there. `fingerprint`
+    is the one that its Started told: a server with another refuses it (OtherModel).
     """
 
     request: RequestId
@@ -45,11 +46,16 @@ class Generate:
     rounds: bool = False
     said: Tokens | None = None
     drafter: Name = ""
+    fingerprint: Name = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Orchestrator -> client: admitted. `seed` is the one in force; `notes` are reasons worth a line each."""
+    """Orchestrator -> client: admitted. `seed` is the one in force; `notes` are reasons worth a line each.
+
+    `fingerprint`: of the weights, the number format in which they compute, and the tokenizer; servers with the same go
+    on with each other's texts. Empty: not known.
+    """
 
     request: RequestId
     prompt_tokens: Count
@@ -58,6 +64,7 @@ class Started:
     model: Name
     draft_model: Name
     notes: tuple[Name, ...] = ()
+    fingerprint: Name = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +217,7 @@ class WorkerStats:
 
     `kv`: what a text takes there; `cache`: how its prompt cache is used; `restarts`: how often it was started again;
     `lies`: how often it said what cannot be, by kind. `round_trip_ms`: from a ping to its answer; `clock_ahead_ms`: how
-    far its machine's clock is before this one's. 0: not known.
+    far its machine's clock is before this one's. 0: not known. `fingerprint`: of a target's weights and number format.
     """
 
     role: Role
@@ -230,6 +237,7 @@ class WorkerStats:
     lies: tuple[Tally, ...] = ()
     round_trip_ms: float = 0.0
     clock_ahead_ms: float = 0.0
+    fingerprint: Name = ""
 
 
 @dataclass(frozen=True, slots=True)

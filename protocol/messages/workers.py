@@ -26,7 +26,8 @@ class Hello:
     `abilities`: what a target was found able to do; a drafter leaves it as it is. `kv`: what its texts take.
     `vocabulary`: a digest of what a joining drafter's tokens stand for, which must be that of the cluster's own; empty:
     nobody has looked. `files`: a target's model, as `protocol.digest` tells models apart. `features`: of what a target
-    makes the rows in Features, or what a drafter makes of them; empty: it makes none, or reads none.
+    makes the rows in Features, or what a drafter makes of them; empty: it makes none, or reads none. `number_format`:
+    what a target computes in.
     """
 
     role: Role
@@ -45,6 +46,7 @@ class Hello:
     vocabulary: Name = ""
     files: Name = ""
     features: Name = ""
+    number_format: Name = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from outrider.orchestrator.client.async_client import AsyncClient, AsyncStream
+from outrider.orchestrator.client.async_asker import AsyncStream
+from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pair.tokenizer import TextCodec

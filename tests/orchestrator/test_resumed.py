@@ -1,0 +1,150 @@
+"""A text that its server can't finish goes on with the next of several, as the same text; the cores play a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from outrider.orchestrator import AsyncClient, AsyncResumed, Client, Resumed
+from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, ToFront, WorkersChanged
+from outrider.orchestrator.front.waiting import FairQueue
+from outrider.orchestrator.pair.pairing import choose_pair, read_pair
+from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest, OtherModel, OutriderError, ServerBusy, WorkerError
+from outrider.protocol.messages import Timings
+from outrider.protocol.sampling import SamplingParams
+from tests.orchestrator.stand import Play, Stand, worker_stats
+
+TEXT = "def héllo(x):\n    return '你好' + x\n"
+SAMPLING = SamplingParams(max_tokens=64, temp=0.8)
+GONE = "the target died too often"
+
+
+def says(codec: TextCodec, tokens: int | None, kind: str = "ServerStopped") -> Play:
+    """So many tokens more of the text, then the end of the server's wits; None: all of it."""
+    text = codec.encode(TEXT, special=False)
+
+    def play(admit: Admit) -> list[ToFront]:
+        until = None if tokens is None else len(admit.said) + tokens
+        new: list[ToFront] = [Committed(admit.request, (token,)) for token in text[len(admit.said) : until]]
+        if until is None or until >= len(text):
+            last: ToFront = Ended(admit.request, "length", Timings(predicted_n=len(new)))
+        else:
+            last = Broke(admit.request, kind, GONE)
+        return [Began(admit.request, "ssd"), *new, last]
+
+    return play
+
+
+@pytest.fixture
+def stands(endpoint: str, codec: TextCodec) -> Iterator[Callable[..., list[Stand]]]:
+    """`stands(2, None)`: running servers that say so many tokens each before they fail."""
+    text, running = read_pair(choose_pair(ServeSettings())), list[Stand]()
+
+    def make(*tokens: int | None, kind: str = "ServerStopped") -> list[Stand]:
+        for count in tokens:
+            running.append(Stand(text, f"{endpoint}-{len(running)}"))
+            running[-1].core.play = says(codec, count, kind)
+            running[-1].start()
+        return running[-len(tokens) :]
+
+    yield make
+    for stand in running:
+        stand.stop()
+
+
+def clients(stands: list[Stand]) -> list[Client]:
+    return [stand.client(timeout=1.0) for stand in stands]
+
+
+def test_it_breaks_at_each_token_once_or_twice(stands: Callable[..., list[Stand]], codec: TextCodec) -> None:
+    tokens = codec.encode(TEXT, special=False)
+    for first in range(len(tokens)):
+        made = list(stands(first, first // 2, None))
+        result = Resumed(clients(made)).generate("x", SAMPLING)
+        assert (result.text, result.token_ids) == (TEXT, tokens)
+        asked = [admit for stand in made for admit in stand.core.told if isinstance(admit, Admit)]
+        assert [len(admit.said) for admit in asked] == [0, first, first + first // 2][: len(asked)]
+        assert len({admit.sampling.seed for admit in asked}) == 1 and asked[0].sampling.seed is not None
+        for stand in made:
+            stand.stop()
+
+
+def test_the_async_one_does_so_too(stands: Callable[..., list[Stand]]) -> None:
+    async def run() -> str:
+        return (await AsyncResumed([AsyncClient(s.endpoint) for s in stands(3, 0, 4, None)]).generate("x")).text
+
+    assert asyncio.run(run()) == TEXT
+
+
+def test_servers_take_turns_until_the_text_is_whole(stands: Callable[..., list[Stand]]) -> None:
+    """And the one that answered last is asked first the next time."""
+    made = stands(4, 5)
+    both = Resumed(clients(made))
+    assert both.generate("x", SAMPLING).text == TEXT
+    assert both.generate("x", SAMPLING).text == TEXT
+    told = [len([one for one in stand.core.told if isinstance(one, Admit)]) for stand in made]
+    assert min(told) >= 2
+
+
+def test_who_is_dead_from_the_start_is_passed_over(stands: Callable[..., list[Stand]]) -> None:
+    dead, alive = stands(None, None)
+    asks = Resumed(clients([dead, alive]))
+    dead.stop()
+    assert asks.generate("x", SAMPLING).text == TEXT
+    alive.stop()
+    with pytest.raises(OutriderError, match="nobody serves"):
+        asks.generate("x", SAMPLING)
+
+
+def known_as(stand: Stand, fingerprint: str) -> None:
+    workers = (replace(worker_stats("target"), fingerprint=fingerprint), worker_stats("draft"))
+    stand.lines.events.put(WorkersChanged(workers, True))
+
+
+def test_other_weights_are_passed_over_and_no_token_of_theirs_is_shown(stands: Callable[..., list[Stand]]) -> None:
+    made = stands(4, None, None)
+    for stand, fingerprint in zip(made, ("a", "b", "a"), strict=True):
+        known_as(stand, fingerprint)
+        while stand.admission.of_target != fingerprint:
+            stand.client().stats()
+    assert Resumed(clients(made)).generate("x", SAMPLING).text == TEXT
+    assert [len([one for one in stand.core.told if isinstance(one, Admit)]) for stand in made] == [1, 0, 1]
+    with pytest.raises(OtherModel, match="began with another model"):
+        Resumed(clients(made[:2])).generate("x", SAMPLING)
+
+
+def test_what_kills_workers_is_not_carried_from_server_to_server(stands: Callable[..., list[Stand]]) -> None:
+    made = stands(2, 2, 2, 2, None, kind="WorkerError")
+    with pytest.raises(WorkerError, match=GONE):
+        Resumed(clients(made)).generate("x", SAMPLING)
+    assert sum(isinstance(one, Admit) for stand in made for one in stand.core.told) == 2
+
+
+def test_a_busy_server_is_passed_over(stands: Callable[..., list[Stand]]) -> None:
+    made = stands(0, None, kind="ServerBusy")
+    assert Resumed(clients(made)).generate("x", SAMPLING).text == TEXT
+    with pytest.raises(ServerBusy):
+        Resumed(clients(made[:1])).generate("x", SAMPLING)
+
+
+def test_a_wrong_request_is_nobodys_fault(stands: Callable[..., list[Stand]]) -> None:
+    made = stands(None, None)
+    with pytest.raises(InvalidRequest, match="expected ids from 0"):
+        Resumed(clients(made)).generate([10**6], SAMPLING)
+    assert Resumed(clients(made)).generate("x", SAMPLING).text == TEXT
+    with pytest.raises(InvalidRequest, match="no server to ask"):
+        Resumed([])
+
+
+def test_who_is_in_the_middle_of_a_text_goes_before_all() -> None:
+    queue = FairQueue[str]()
+    for client, name in ((b"a", "a1"), (b"b", "b1"), (b"a", "a2")):
+        queue.put(client, name)
+    queue.put(b"a", "a0", first=True)
+    queue.put(b"c", "c0", first=True)
+    assert [queue.take() for _ in range(len(queue))] == ["c0", "a0", "b1", "a1", "a2"]
