@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from outrider.bench.crowd.reply import Arrival, Reply
-from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.asker import Asker
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -26,7 +26,7 @@ class Question:
     branches: int | None = None
 
 
-def ask(client: Client, question: Question, heard: Callable[[Arrival], None] = lambda _: None) -> Reply:
+def ask(client: Asker, question: Question, heard: Callable[[Arrival], None] = lambda _: None) -> Reply:
     """One request; `heard` is told of each chunk as it comes."""
     time.sleep(question.after)
     sent = time.perf_counter()
@@ -52,7 +52,7 @@ def ask(client: Client, question: Question, heard: Callable[[Arrival], None] = l
     return Reply(sent, tuple(arrivals), result.token_ids, result.text, result.finish_reason)
 
 
-def ask_all(client: Client, questions: Sequence[Question], places: int | None = None) -> Iterator[Reply]:
+def ask_all(client: Asker, questions: Sequence[Question], places: int | None = None) -> Iterator[Reply]:
     """All at once, each `after` its time, or so many at once: who is answered, or has left, makes room for the next.
 
     The replies come in the questions' order; asking begins with the first that is wanted.

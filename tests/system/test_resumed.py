@@ -1,0 +1,14 @@
+"""Real servers are left and killed in the middle of texts: the next one goes on with the same text."""
+
+from __future__ import annotations
+
+from outrider.bench.random_identity import DIFFERENT
+from outrider.bench.resume import broken, kills
+from outrider.orchestrator.cli.screen import Screen
+
+
+def test_broken_connections_and_a_killed_server_change_no_text() -> None:
+    found, cuts = broken(16, 3, Screen())
+    assert not [str(one) for one in found if one.verdict == DIFFERENT] and cuts > 4
+    waits, others = kills(1, 3, Screen())
+    assert len(waits) == 1 and others == 0
