@@ -15,13 +15,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.rope_utils import initialize_rope
 
 from outrider.drafting.heads.convolution import BlockConvolution
-from outrider.drafting.heads.eagle3 import Mlp
+from outrider.drafting.heads.layers import Attention, Mlp
 from outrider.drafting.heads.links import Confidence, Confident, Link, Markov, Selector
 from outrider.drafting.heads.vocabulary import DraftVocabulary
-from outrider.engine.flat import FlatCache, attention
+from outrider.engine.flat import FlatCache
 from outrider.engine.taps import TapPoints
 
 Layer = Callable[[mx.array], mx.array]
@@ -64,41 +63,6 @@ class DFlashConfig:
     selector_rank: int = 0
 
 
-class Attention(nn.Module):  # type: ignore[misc]
-    def __init__(self, config: DFlashConfig, window: int | None) -> None:
-        super().__init__()
-        size, bias = config.hidden_size, config.attention_bias
-        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._dim, self._window = config.head_dim, window
-        self.q_proj = nn.Linear(size, self._heads * self._dim, bias=bias)
-        self.k_proj = nn.Linear(size, self._kv_heads * self._dim, bias=bias)
-        self.v_proj = nn.Linear(size, self._kv_heads * self._dim, bias=bias)
-        self.o_proj = nn.Linear(self._heads * self._dim, size, bias=bias)
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(self._dim, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(self._dim, eps=config.rms_norm_eps)
-        self.rope = initialize_rope(self._dim, config.rope_theta, False, config.rope_scaling, config.context_length)
-
-    def read(self, features: mx.array, cache: FlatCache) -> tuple[mx.array, mx.array]:
-        """Remembers them; all keys and values then."""
-        keys = self._by_head(self.k_proj(features), self._kv_heads, "k_norm")
-        values = self._by_head(self.v_proj(features), self._kv_heads)
-        return cache.update_and_fetch(self.rope(keys, offset=cache.offset), values)
-
-    def __call__(self, x: mx.array, cache: FlatCache) -> mx.array:
-        count = x.shape[1]
-        queries = self.rope(self._by_head(self.q_proj(x), self._heads, "q_norm"), offset=cache.offset)
-        keys, values = self.read(x, cache)
-        mask = cache.make_mask(count, window_size=self._window)
-        found = attention(queries, keys, values, cache=cache, scale=self._dim**-0.5, mask=mask)
-        out: mx.array = self.o_proj(found.swapaxes(1, 2).reshape(1, count, -1))
-        return out
-
-    def _by_head(self, x: mx.array, heads: int, norm: str = "") -> mx.array:
-        parted = x.reshape(1, x.shape[1], heads, self._dim)
-        return (self[norm](parted) if norm in self else parted).swapaxes(1, 2)
-
-
 class Block(nn.Module):  # type: ignore[misc]
     """A layer: attention and MLP, each between the halves of a convolution where there are any."""
 
@@ -106,7 +70,8 @@ class Block(nn.Module):  # type: ignore[misc]
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
-        self.self_attn = Attention(config, window)
+        self._window = window
+        self.self_attn = Attention(config, size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = Mlp(size, config.intermediate_size)
         if config.conv_taps:
@@ -114,7 +79,8 @@ class Block(nn.Module):  # type: ignore[misc]
             self.mlp_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
 
     def __call__(self, x: mx.array, places: mx.array, cache: FlatCache) -> mx.array:
-        attend: Layer = lambda seen: self.self_attn(seen, cache)  # noqa: E731
+        mask = cache.make_mask(x.shape[1], window_size=self._window)
+        attend: Layer = lambda seen: self.self_attn(seen, mask, cache)  # noqa: E731
         x = x + self._between("attention_conv", attend, self.input_layernorm(x), places)
         return x + self._between("mlp_conv", self.mlp, self.post_attention_layernorm(x), places)
 

@@ -13,10 +13,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.rope_utils import initialize_rope
 
+from outrider.drafting.heads.layers import Attention, Mlp
 from outrider.drafting.heads.vocabulary import DraftVocabulary
-from outrider.engine.flat import FlatCache, attention
+from outrider.engine.flat import FlatCache
 from outrider.engine.taps import TapPoints
 
 
@@ -49,41 +49,6 @@ class Eagle3Config:
     attention_bias: bool = False
 
 
-class Attention(nn.Module):  # type: ignore[misc]
-    """Over vectors of `width`, which may be wider than what it gives."""
-
-    def __init__(self, config: Eagle3Config, width: int) -> None:
-        super().__init__()
-        self._heads, self._kv_heads, self._dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        self.q_proj = nn.Linear(width, self._heads * self._dim, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, self._kv_heads * self._dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(width, self._kv_heads * self._dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(self._heads * self._dim, config.hidden_size, bias=config.attention_bias)
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(self._dim, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(self._dim, eps=config.rms_norm_eps)
-        self.rope = initialize_rope(self._dim, config.rope_theta, False, config.rope_scaling, config.context_length)
-
-    def __call__(self, x: mx.array, mask: Any, cache: FlatCache) -> mx.array:
-        count = x.shape[1]
-        queries = self._by_head(self.q_proj(x), self._heads, "q_norm")
-        keys = self._by_head(self.k_proj(x), self._kv_heads, "k_norm")
-        values = self._by_head(self.v_proj(x), self._kv_heads)
-        queries, keys = self.rope(queries, offset=cache.offset), self.rope(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-        found = attention(queries, keys, values, cache=cache, scale=self._dim**-0.5, mask=mask)
-        out: mx.array = self.o_proj(found.swapaxes(1, 2).reshape(1, count, -1))
-        return out
-
-    def _by_head(self, x: mx.array, heads: int, norm: str = "") -> mx.array:
-        parted = x.reshape(1, x.shape[1], heads, self._dim)
-        return (self[norm](parted) if norm in self else parted).swapaxes(1, 2)
-
-
 class Layer(nn.Module):  # type: ignore[misc]
     """A Llama layer; the `first` one sees the token's embedding beside the feature."""
 
@@ -108,18 +73,6 @@ class Layer(nn.Module):  # type: ignore[misc]
             seen = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
         h = residual + self.self_attn(seen, mask, cache)
         out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
-        return out
-
-
-class Mlp(nn.Module):  # type: ignore[misc]
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        out: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
