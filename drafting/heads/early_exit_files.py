@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.drafting.heads.checkpoint import fill, read_config, read_weights, refuse_quantised
+from outrider.drafting.heads.checkpoint import fill, read_config, read_weights, refuse_quantised, stranger
 from outrider.drafting.heads.early_exit import AdapterConfig, EarlyExit, ExitAdapter
 from outrider.drafting.heads.exit_drafter import ExitDrafter
 from outrider.drafting.heads.exit_trial import agreements, reproduces, speedup
@@ -18,7 +18,6 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.open_texts import open_texts
 from outrider.engine.parts import backbone_of, final_norm, output_layer
 from outrider.engine.texts import FlatTexts
-from outrider.protocol.digest import digest, fits
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
 
@@ -63,7 +62,7 @@ def _best(target: LoadedModel, count: int) -> ExitDrafter:
     if gains[layers] < 1:
         note += ": drafts will be poor; expected a model trained for early exit (LayerSkip), or an adapter"
         log.warning("%s", note)
-    return ExitDrafter(_exit(target, layers), target, note)
+    return ExitDrafter(_exit(target, layers), target, note, found[layers])
 
 
 def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
@@ -77,15 +76,15 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     fill(adapter, weights, name)
     exit = _exit(target, settings.exit_layer, adapter)
     (agreement,) = agreements(target, [exit]).values()
-    other = not fits(settings.target, digest(target.folder)) if settings.target and target.folder else False
+    other = stranger(folder, target.folder)
     if other and agreement < _LEAST:
-        raise CannotDraft(f"{name} was trained for another target by its fingerprint and agrees with this one nowhere")
+        raise CannotDraft(f"{name}: {other}, and agrees with this one nowhere; expected one that was trained for it")
     note = f"drafting by {exit.layers} of {count} layers and an adapter, which agree in {agreement:.0%} of a trial"
     if other:
-        note += ", though it was trained for another target by its fingerprint"
+        note += f"; {other}"
     if agreement < _LEAST:
         note += ": drafts will be poor; expected an adapter that was trained for this target"
-    return ExitDrafter(exit, target, note)
+    return ExitDrafter(exit, target, note, agreement)
 
 
 def _settings(config: Mapping[str, Any], name: str) -> AdapterConfig:

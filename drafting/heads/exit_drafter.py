@@ -16,9 +16,9 @@ from outrider.protocol.sampling import SamplingParams
 class ExitDrafter(HeadDrafter):
     """A drafter of heads that needs the target's texts, `beside` which it stands from then on."""
 
-    def __init__(self, exit: EarlyExit, target: LoadedModel, note: str = "") -> None:
+    def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float) -> None:
         self._exits = Exits(exit, FirstLayers(target.model, exit.layers))
-        super().__init__(exit, target.vocab_size, note, self._exits)
+        super().__init__(exit, target.vocab_size, note, self._exits, agreement)
 
     def beside(self, texts: FlatTexts) -> None:
         self._exits.beside(texts)

@@ -35,6 +35,7 @@ from tests.tiny import VOCAB_SIZE, write_model
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Alone = Callable[[float, int], list[list[int]]]
+OTHER = "0123456789abcdef-0123456789abcdef"
 SIZES = AdapterConfig(2, 8, 64, VOCAB_SIZE, 3)
 
 
@@ -195,7 +196,10 @@ def test_rows_that_are_no_numbers_end_its_drafting_and_nothing_else(
         ({"quantization": {"bits": 4}}, "is quantised"),
         ({"weights": {"up.weight": None}}, "lacks up.weight"),
         ({"weights": {"up.weight": mx.full((64, 8), mx.inf)}}, "are not numbers"),
-        ({"scale": 9.0, "target": "0123-4567"}, "another target by its fingerprint and agrees with this one nowhere"),
+        (
+            {"scale": 9.0, "target": OTHER},
+            "another target by its fingerprint, and agrees with",
+        ),
     ],
 )
 def test_an_adapter_that_cannot_be_used_is_refused_in_a_sentence(
@@ -213,7 +217,7 @@ def test_a_fingerprint_is_looked_at(tmp_path: Path) -> None:
     folder.mkdir()
     fresh.up.weight = mx.zeros_like(fresh.up.weight)
     fresh.save_weights(str(folder / "model.safetensors"))
-    for target, said in ((config.target, False), ("0123456789abcdef-0", True)):
+    for target, said in ((config.target, False), (OTHER, True)):
         words = {"model_type": "early_exit_adapter", **asdict(config), "target": target}
         (folder / "config.json").write_text(json.dumps(words))
         note = drafter(markov, folder).note
