@@ -83,7 +83,8 @@ class Request:
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
     `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
-    last outcome has come. `drafters`: by name, with the part that each has. `foretold`: of the round under way.
+    last outcome has come. `kind`: of text (`kinds`). `drafters`: by name, with the part that
+    each has. `foretold`: of the round under way.
     `covered`: of how many outcomes drafters had finished by the latest one. `records`: of its rounds, if it asked for
     them. `reads`: the round under way begins with reading all tokens. `deaths` of the target in a row, while this was
     under way there and got no token; `losses`: the same of each drafter, by name. `drifts`: how drafters of the
@@ -95,6 +96,7 @@ class Request:
     plan: Plan
     tokens: list[int]
     ngrams: NgramIndex
+    kind: str = ""
     drafters: dict[str, Part] = field(default_factory=dict)
     epoch: int = 0
     round: int = 0
