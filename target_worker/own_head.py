@@ -76,7 +76,7 @@ class HeadPart:
     follower: Follower
     slot: Slot
 
-    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> Turn:
         """Its turn to draft `depth` tokens after the committed `tokens`."""
         return Turn(self.drafter, Line(self.follower, tokens), depth)
 
@@ -101,7 +101,7 @@ class ExitPart:
     drafter: ExitDrafter
     follower: ExitFollower
 
-    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> Turn:
         """Its turn to draft `depth` tokens after the committed `tokens`."""
         return Turn(self.drafter, Line(self.follower, tokens), depth)
 

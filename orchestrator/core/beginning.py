@@ -37,5 +37,6 @@ def begun(admit: Admit, workers: Workers, planner: Planner, room: CacheRoom, now
         heard_ns=now_ns,
         account=Account(admitted_ns=now_ns),
         records=RoundRecords(now_ns) if admit.rounds else None,
+        takes_trees=planner.trees and workers.target_abilities.trees and not admit.sampling.is_residual,
         notes=[*less, *notes],
     )

@@ -14,7 +14,7 @@ from outrider.orchestrator.core.drift import Drift
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.kinds import FREE
-from outrider.orchestrator.core.proposal import Lookup
+from outrider.orchestrator.core.proposal import Lookup, Proposal
 from outrider.orchestrator.core.request import Foretold, Request, Round, RoundSettings, Waiting
 from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
@@ -52,6 +52,11 @@ class Planner:
         self._controllers: dict[tuple[Means, int | None, int | None, bool, str], Controller] = {}
         self._forward_ns = 0
         self._reading = False
+
+    @property
+    def trees(self) -> bool:
+        """Whether trees of drafts are wanted where they can be verified."""
+        return self._settings.trees and not self._settings.full_depth
 
     def turn_to(self, active: int, reading: bool) -> None:
         """So many requests run at once now; `reading`: the prompt of one of them, at least, is still read."""
@@ -155,7 +160,7 @@ class Planner:
 
     def outcome(self, request: Request, ended: Round, outcome: Outcome, kept: tuple[int, ...], now_ns: int) -> None:
         """What a round that made `kept` final says about costs and odds; nothing where the whole text was read."""
-        self._judge_copy(request, outcome, kept)
+        self._judge_copy(request, ended.proposal, outcome, kept)
         round_ms, request.handled_ns = (now_ns - request.handled_ns) / MILLISECOND_NS, now_ns
         if ended.read:
             return
@@ -168,7 +173,7 @@ class Planner:
             self._saw_forward(len(proposal.chain) + 1, outcome)
             along = proposal.along(proposal.nodes(outcome) or ())
             if not proposal.draft:
-                estimates.saw_chain(proposal.drafted, along)
+                estimates.saw_chain(len(proposal.own), along)
             elif proposal.chain and outcome.drafting is not None:
                 drafting_ms = _milliseconds(outcome.drafting)
                 estimates.saw_own(proposal.drafter, len(proposal.line), along, drafting_ms)
@@ -188,11 +193,14 @@ class Planner:
             request.note(f"speculation: {drafter} is left out: {why}")
             self.regain(request)
 
-    def _judge_copy(self, request: Request, outcome: Outcome, kept: tuple[int, ...]) -> None:
+    def _judge_copy(self, request: Request, proposal: Proposal, outcome: Outcome, kept: tuple[int, ...]) -> None:
         """Every round shows what a copy would have been worth in it, whatever was verified."""
         foretold = request.foretold
         if foretold is not None and foretold.base_len == outcome.base_len:
             self.estimates.saw_copy(foretold.copy, kept)
+            own, copy = proposal.own, foretold.copy
+            if own and copy.chain and proposal.chain[own[0]] != copy.chain[0]:
+                self.estimates.saw_beside(copy, kept)
         if not request.ngrams.is_empty:
             request.foretold = Foretold(len(request.tokens), longest_copy(request.ngrams, LONGEST_COPY))
 

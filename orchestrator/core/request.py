@@ -41,6 +41,7 @@ class RoundSettings:
     simulated: bool = False
     each: bool = False
     drafters: int = 1
+    trees: bool = True
     prefill_from: int = 1
 
 
@@ -89,7 +90,7 @@ class Request:
     them. `reads`: the round under way begins with reading all tokens. `deaths` of the target in a row, while this was
     under way there and got no token; `losses`: the same of each drafter, by name. `drifts`: how drafters of the
     target's process do; `left_out`: those that are of no use any more. `heard_ns`: when the target was last
-    heard to get on with it, or asked again.
+    heard to get on with it, or asked again. `takes_trees`: of drafts.
     """
 
     admit: Admit
@@ -120,6 +121,7 @@ class Request:
     heard_ns: int = 0
     account: Account = field(default_factory=Account)
     records: RoundRecords | None = None
+    takes_trees: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
