@@ -96,7 +96,7 @@ class ServeSettings:
     branch_depth: str = "auto"
     head_in: str = "target"
     ngrams: bool = True
-    trees: bool = True
+    trees: bool = False
     mode: str = "auto"
     endpoint: str | None = None
     threads: int = 1
