@@ -32,7 +32,6 @@ class Colocated:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.together = Together(drafter)
-        self.calibration = Calibration()
 
     def part_of(
         self, slot: Slot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
@@ -73,21 +72,21 @@ class OwnDraft:
                 even,
                 (),
                 POLICIES["uniform"],
-                colocated.calibration,
+                Calibration(),
                 progress=progress,
                 constraint=constraint,
             )
         except DrafterFault as error:
             log.warning("%s", error)
 
-    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> Turn:
+    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
         """Its turn to draft `depth` tokens after the committed `tokens`, which begin with those of the turn before.
 
         There is nothing to draft once the text is beyond what the draft knows.
         """
-        return Turn(self._together, self._follow(tokens, depth, least), depth)
+        return Turn(self._together, self._follow(tokens, depth), depth)
 
-    def _follow(self, tokens: Sequence[int], depth: int, least: float) -> WorkAhead | None:
+    def _follow(self, tokens: Sequence[int], depth: int) -> WorkAhead | None:
         work = self._work
         if work is None:
             return None
@@ -101,7 +100,7 @@ class OwnDraft:
         if len(tokens) >= self._drafter.context_length:
             self.close(spoilt=False)
             return None
-        work.commit(new, None, depth, 0, least=least)
+        work.commit(new, None, depth, 0)
         return work
 
     def close(self, spoilt: bool) -> None:
@@ -135,11 +134,8 @@ class Turn:
 class Part(Protocol):
     """What a drafter in this process knows of one request."""
 
-    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> Turn:
-        """Its turn to draft `depth` tokens after the committed `tokens`, which begin with those of the turn before.
-
-        It may tell others beside them that hold with a probability of more than `least`.
-        """
+    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
+        """Its turn to draft `depth` tokens after the committed `tokens`, which begin with those of the turn before."""
         ...
 
     def close(self, spoilt: bool) -> None:

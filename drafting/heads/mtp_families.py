@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo, qwen3_5, qwen3_next
+from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
 from outrider.drafting.heads.checkpoint import Weights
 from outrider.drafting.heads.mtp import MtpForm
@@ -48,6 +48,8 @@ def family_of(target: LoadedModel) -> Family:
             return _qwen(qwen3_next.Qwen3NextDecoderLayer(args, args.full_attention_interval - 1))
         case mimo.Model():
             return _mimo(mimo.TransformerBlock(args))
+        case llama.Model():  # none is published with one; `models/train.py` makes them in MiMo's layout
+            return _mimo(llama.TransformerBlock(args))
         case deepseek_v3.Model():
             block = deepseek_v3.DeepseekV3DecoderLayer(args, args.num_hidden_layers)
             return _next_layer(target, args, block, together=False)
@@ -58,7 +60,7 @@ def family_of(target: LoadedModel) -> Family:
             return _next_layer(target, args, glm4_moe.DecoderLayer(args, args.num_hidden_layers), together=True)
     raise CannotDraft(
         f"heads of {target.model_type} models are not known here; expected qwen3_5, qwen3_next, deepseek_v3, glm4_moe,"
-        " glm4_moe_lite or mimo"
+        " glm4_moe_lite, llama or mimo"
     )
 
 

@@ -19,7 +19,6 @@ from outrider.protocol.messages.clients import (
 )
 from outrider.protocol.messages.ranks import RankHello, TextChange, TextFeed, TextForward
 from outrider.protocol.messages.rounds import (
-    Beside,
     Branch,
     Branches,
     Close,
@@ -90,7 +89,6 @@ Message = (
 )
 
 __all__ = [
-    "Beside",
     "Branch",
     "Branches",
     "CacheReport",

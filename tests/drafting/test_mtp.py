@@ -122,5 +122,5 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(target: Callable[[str], Lo
             read(written(tmp_path, "qwen3_5", **other), model)
     with pytest.raises(CannotDraft, match="expected no shards, or eagle3"):
         load_head("mtp", str(tmp_path), model, lambda stage: None, alone=False)
-    with pytest.raises(CannotDraft, match="heads of llama models are not known here"):
-        read(tmp_path, target("llama"))
+    with pytest.raises(CannotDraft, match="heads of qwen2 models are not known here"):
+        read(tmp_path, target("qwen2"))

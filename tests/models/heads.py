@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from models.training.heads.recipe import HeadRecipe
 from models.training.recipe import Shape
 
@@ -14,7 +12,7 @@ TINY = Shape(hidden=64, layers=4, heads=4, kv_heads=2, mlp=96, vocab=300, contex
 
 
 def recipe(kind: str, **other: Any) -> HeadRecipe:
-    settings = {"text_tokens": 2048, "tokens": 10_240, "length": 32, "batch_tokens": 256, "part": 32, "top": 16}
+    settings = {"text_tokens": 2048, "tokens": 5_120, "length": 32, "batch_tokens": 256, "part": 32, "top": 16}
     settings |= {"held_out_files": 4}
     return HeadRecipe(kind, **{**settings, **other})
 
@@ -31,13 +29,7 @@ def write_target(folder: Path) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
-                parameter.mul_(4)
+                parameter.mul_(4).copy_(parameter.bfloat16().float())  # as it will be read
     text = ["def f(a, b):\n    return a + b\n\n\nclass A:\n    x = 1\n" * 20]
     write_model(folder, model, tokenizer.train(text, 257))
     return folder
-
-
-def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        np.array_equal(np.array(ours[key]), np.array(theirs[key])) for key in ours
-    )

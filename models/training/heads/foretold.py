@@ -57,7 +57,7 @@ def agreement(steps: Sequence[Foretold], output: Tensor, words: Words) -> tuple[
     """How often each step's best token is the target's."""
     found = []
     for step in steps:
-        best = torch.cat([(piece @ output.T).argmax(dim=-1) for piece in step.hidden.split(_PIECE)])
+        best = torch.cat([(piece.to(output.dtype) @ output.T).argmax(dim=-1) for piece in step.hidden.split(_PIECE)])
         right = (best == words.ids[step.where, 0]) & words.known[step.where, 0]
         found.append(right.float().mean().item())
     return tuple(found)
@@ -83,7 +83,7 @@ class _LumpedKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, output: Tensor, *view: Tensor) -> Tensor:
         ids, masses, known, rest, count = view
-        matrix = output.bfloat16()
+        matrix, learns = output.bfloat16(), ctx.needs_input_grad[1]
         to_hidden, to_output = torch.empty_like(hidden), torch.zeros_like(output, dtype=torch.float32)
         total = torch.zeros((), device=hidden.device)
         for at in range(0, len(hidden), _PIECE):
@@ -93,7 +93,8 @@ class _LumpedKl(torch.autograd.Function):
             total += lost
             small = (gradient / count).bfloat16()
             to_hidden[part] = (small @ matrix).to(hidden.dtype)
-            to_output += small.T @ rows
+            if learns:
+                to_output += small.T @ rows
         ctx.save_for_backward(to_hidden, to_output.to(output.dtype))
         return total / count
 

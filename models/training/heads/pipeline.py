@@ -5,13 +5,13 @@ Every stage keeps its result, so the same command goes on where it was stopped.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from models.training import corpus, windows
 from models.training.corpus import Corpus, Source
 from models.training.heads import kinds, prompts
 from models.training.heads.foretold import Words, agreement, loss
-from models.training.heads.learner import Learner
+from models.training.heads.learner import Learner, Subject
 from models.training.heads.prompts import Prompts
 from models.training.heads.recipe import HeadRecipe, check
 from models.training.heads.record import HeadRecord
@@ -32,6 +32,7 @@ from models.training.heads.target import read_target
 from models.training.llama import Llama
 from models.training.loop import Draws, Loop, autocast, pick_device
 from models.training.storage import Workspace, check_out, workspace
+from outrider.protocol.digest import digest
 from outrider.protocol.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Run:
 
     recipe: HeadRecipe
     target: Llama
+    config: dict[str, Any]
     tokenizer: Tokenizer
     form: StoreForm
     text: Corpus
@@ -63,10 +65,11 @@ def run(recipe: HeadRecipe, target: Path, out: Path, store: Path | None = None, 
     check(recipe, model.shape)
     text = corpus.gather(corpus.standard_library(), extra, seed=recipe.seed, held_out=recipe.held_out_files)
     form = StoreForm(
-        _digest(target), text.digest(), recipe.seed, recipe.length, recipe.taps(model.shape), recipe.top,
+        digest(target), text.digest(), recipe.seed, recipe.length, recipe.taps(model.shape), recipe.top,
         recipe.temps, recipe.part,
     )  # fmt: skip
-    made = Run(recipe, model, _tokenizer(target, model), form, text, device)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    made = Run(recipe, model, config, _tokenizer(target, model), form, text, device)
     with workspace(out, {"recipe": asdict(recipe), "store": asdict(form)}) as space:
         _make(made, space, store or space.partial / "text")
         space.publish()
@@ -75,11 +78,14 @@ def run(recipe: HeadRecipe, target: Path, out: Path, store: Path | None = None, 
 def _make(made: Run, space: Workspace, folder: Path) -> None:
     kept = Store(folder, made.form)
     kept.fill(made.recipe.parts, made.target, lambda part: made.prompts(made.text.train, part, made.recipe.part))
-    learner = kinds.build(made.recipe, made.target, made.form.taps, _frequent(made, kept)).to(made.device)
+    subject = _subject(made, kept)
+    learner = kinds.build(made.recipe, subject).to(made.device)
     loop = Loop(f"{made.recipe.kind} head", learner, made.recipe.phases, made.recipe.batch_tokens)
 
     def loss_of(draws: Draws) -> Tensor:
-        lesson = kept.lesson(windows.draw(kept.count, made.recipe.seed, draws.first, draws.size), made.device)
+        lesson = kept.lesson(
+            windows.draw(kept.count, made.recipe.seed + draws.phase, draws.first, draws.size), made.device
+        )
         with autocast(made.device):
             steps = learner(lesson)
         return loss(steps, learner.output, Words.of(lesson.ids, lesson.log_probs, learner.names))
@@ -88,7 +94,7 @@ def _make(made: Run, space: Workspace, folder: Path) -> None:
     found = _held_out(made, learner, folder / "held-out")
     log.info("held-out agreement by step: %s", ", ".join(f"{share:.3f}" for share in found))
     space.clear_pair()
-    write(space.pair, learner)
+    write(space.pair, learner, made.form.target)
     HeadRecord(
         recipe=made.recipe,
         target=made.form.target,
@@ -102,11 +108,12 @@ def _make(made: Run, space: Workspace, folder: Path) -> None:
     ).write(space.pair)
 
 
-def _frequent(made: Run, kept: Store) -> Tensor:
-    """The tokens that the target wrote most often, as many as the head is to know, in their order."""
+def _subject(made: Run, kept: Store) -> Subject:
+    """A head knows the tokens that the target wrote most often, as many as it is to, in their order."""
     vocab = made.target.shape.vocab
-    counts = kept.token_counts(vocab)
-    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[: made.recipe.vocab or vocab]))
+    ranked = np.argsort(-kept.token_counts(vocab), kind="stable")
+    ids = torch.from_numpy(np.sort(ranked[: made.recipe.vocab or vocab])).to(made.device)
+    return Subject(made.target, made.form.taps, ids, int(ranked[-1]), made.config)
 
 
 @torch.no_grad()
@@ -131,19 +138,10 @@ def _tokenizer(folder: Path, target: Llama) -> Tokenizer:
     return found
 
 
-def _digest(folder: Path) -> str:
-    """Names the target: its config and every byte of its weights."""
-    digest = hashlib.sha256()
-    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
-def write(folder: Path, learner: Learner) -> None:
-    """A head's new folder, as it is published."""
+def write(folder: Path, learner: Learner, target: str) -> None:
+    """A head's new folder, as it is published, and by whose fingerprint it was trained for whom."""
     config, tensors = learner.published()
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps({**config, "target": target}, indent=1) + "\n")
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})

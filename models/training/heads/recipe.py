@@ -8,18 +8,23 @@ from math import gcd
 from models.training.recipe import Phase, Shape
 from outrider.protocol.errors import InvalidRequest
 
-KINDS = ("eagle3",)
+KINDS = ("eagle3", "mtp", "dflash", "redrafter", "early-exit")
+_OWN_WORDS = ("eagle3",)
+_OWN_WIDTH = ("eagle3", "redrafter", "early-exit")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRecipe:
-    """One training run. None is the target's own. `text_tokens`: that the target writes, in windows of `length`."""
+    """One training run. None is the target's own. `hidden`: the width of what the head makes, an adapter's rank.
+    `text_tokens`: that the target writes, in windows of `length`."""
 
     kind: str
     seed: int = 0
     hidden: int | None = None
     vocab: int | None = None  # tokens that it can say, the most frequent ones
     steps: int = 4  # tokens it learns to draft behind one another
+    layers: int = 2  # of a block head
+    rank: int = 128  # of an adapter, unless `hidden` says it
     text_tokens: int = 2_000_000
     tokens: int = 4_000_000  # that it sees
     length: int = 512
@@ -37,7 +42,9 @@ class HeadRecipe:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase(self.tokens, self.length, self.rate),)
+        """Two: what the first is usable after, the second makes better."""
+        half = self.tokens // 2
+        return (Phase(half, self.length, self.rate), Phase(half, self.length, self.rate / 2))
 
     def taps(self, target: Shape) -> tuple[int, ...]:
         """Layers whose output is kept: the first, that in the middle, and the last."""
@@ -66,6 +73,10 @@ def check(recipe: HeadRecipe, target: Shape) -> None:
         raise InvalidRequest(f"no head is called {recipe.kind!r}; expected one of {', '.join(KINDS)}")
     if not 0 <= recipe.seed < 2**32:
         raise InvalidRequest(f"the seed must lie between 0 and {2**32 - 1}, not {recipe.seed}")
+    if recipe.vocab is not None and recipe.kind not in _OWN_WORDS:
+        raise InvalidRequest(f"{recipe.kind} heads say all of the target's tokens; leave --vocab out")
+    if recipe.hidden is not None and recipe.kind not in _OWN_WIDTH:
+        raise InvalidRequest(f"{recipe.kind} heads are as wide as their target; leave --hidden out")
     hidden, vocab = recipe.hidden or target.hidden, recipe.vocab or target.vocab
     if hidden < target.head_dim or hidden % target.head_dim or hidden > target.hidden:
         raise InvalidRequest(

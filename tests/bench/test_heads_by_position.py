@@ -1,0 +1,38 @@
+"""What heads are measured by: sums over prompts, place by place, and what begins the files that they have not seen."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.heads import Drafted, draw, held_out, told
+from outrider.protocol.messages import Timings
+
+ROUNDS = (
+    Timings(predicted_n=10, rounds=4, accepted_by_position=(3, 2, 1), drafted_by_position=(4, 4, 4)),
+    Timings(predicted_n=6, rounds=4, accepted_by_position=(1, 0), drafted_by_position=(4, 2)),
+)
+
+
+def test_sums_are_over_all_prompts() -> None:
+    found = Drafted("eagle3", 0.8, ROUNDS)
+    assert found.per_verify.value == 2.0
+    assert found.by_position == pytest.approx([4 / 8, 2 / 6, 1 / 4])
+    assert told([found])[1].startswith("0.8   eagle3           2.00 [")
+
+
+def test_it_is_drawn(tmp_path: Path) -> None:
+    draw([Drafted(name, temp, ROUNDS) for name in ("draft model", "eagle3") for temp in (0.0, 0.8)], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_held_out_files_are_those_of_the_head_s_record(tmp_path: Path) -> None:
+    assert held_out(tmp_path, 2) == []
+    (tmp_path / "training.json").write_text(json.dumps({"held_out": ["gone.py", "argparse.py", "ast.py", "bdb.py"]}))
+    texts = held_out(tmp_path, 2)
+    library = Path(sysconfig.get_path("stdlib"))
+    assert [len(text) for text in texts] == [600, 600]
+    assert (library / "ast.py").read_text(encoding="utf-8").startswith(texts[1])
