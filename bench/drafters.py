@@ -3,13 +3,15 @@
     python -m outrider.bench.drafters --head early-exit --head PATH      # the embedded pair and these
     python -m outrider.bench.drafters --head PATH --temp 0.8 --prompts 4
 
-The best is picked by the very runs that auto is held against, so luck makes it look better than it is, not worse. The
-exit code is 1 when in a class the whole interval lies under --least.
+Auto reads some texts of a class before, as a server that has been used has. The best is picked by the very runs that
+auto is held against, so luck makes it look better than it is, not worse. The exit code is 1 when in a class the whole
+interval lies under --least.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from outrider.bench import prompts
 from outrider.bench.contest.contest import Ours, compete
@@ -46,6 +48,9 @@ def report(kind: str, times: dict[str, list[Timed]]) -> Interval:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=6, metavar="N", help="prompts of each class, default 6")
+    parser.add_argument(
+        "--before", type=int, default=2, metavar="N", help="texts of it that auto read before, default 2"
+    )
     parser.add_argument("--tokens", type=int, default=192, metavar="N", help="tokens of each run, default 192")
     parser.add_argument("--temp", type=float, default=0.0, metavar="T")
     parser.add_argument("--kinds", default=",".join(prompts.CLASSES), help="which classes, with commas between")
@@ -62,7 +67,10 @@ def run(options: argparse.Namespace) -> int:
     with LocalCluster(progress=screen.show, **{**given, "memory": False}) as cluster:
         found = ways(cluster.client(), names, DRAFT_MODEL in names and pair.settings.has_draft_worker)
         for kind in options.kinds.split(","):
-            texts = [codec.encode(prompt.text) for prompt in prompts.load(kind)[: options.prompts]]
+            texts = [codec.encode(prompt.text) for prompt in prompts.load(kind)[: options.before + options.prompts]]
+            before, texts = texts[: options.before], texts[options.before :]
+            for text in before:
+                found[0].run(text, replace(sampling, seed=1))
             runs = compete(found, texts, sampling, screen.show)
             screen.clear()
             against = report(kind, {name: [run.timed for run in of_way] for name, of_way in runs.items()})

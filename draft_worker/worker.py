@@ -218,7 +218,7 @@ class DraftWorker:
                 )
             )
         self._report()
-        work.commit((), message.verifying, message.depth, message.branches, message.skip)
+        work.commit((), message.verifying, message.depth, message.branches, message.skip, message.least)
         newest = Commit(
             request=message.request,
             epoch=message.epoch,
@@ -229,6 +229,7 @@ class DraftWorker:
             depth=message.depth,
             branches=message.branches,
             skip=message.skip,
+            least=message.least,
         )
         self._drafting[message.request] = Drafting(work, message.epoch, newest, committed_ns=clock.now())
 
@@ -310,7 +311,9 @@ class DraftWorker:
         if message.verifying is not None and drafting.newest.verifying and message.round == drafting.newest.round + 1:
             self._together.capacity.round((now_ns - drafting.committed_ns) / clock.MILLISECOND_NS)
         drafting.committed_ns = now_ns
-        drafting.work.commit(message.tokens, message.verifying, message.depth, message.branches, message.skip)
+        drafting.work.commit(
+            message.tokens, message.verifying, message.depth, message.branches, message.skip, message.least
+        )
         drafting.newest = message
         drafting.owed = message.verifying is None and message.depth > 0
 
@@ -350,10 +353,11 @@ class DraftWorker:
                     epoch=newest.epoch,
                     round=newest.round,
                     base_len=newest.base_len,
-                    chain=drafted.chain,
+                    chain=drafted.line,
                     work=span,
                     q=drafted.q,
                     peak_bytes=self._peak_bytes(),
+                    beside=drafted.beside,
                 )
             )
 

@@ -76,7 +76,8 @@ class Calibration:
     def learn(self, points: Sequence[Point], chain_length: int, accepted: int, rank: int | None) -> None:
         """One outcome: `accepted` of `chain_length` held, and the bonus stood at `rank` among the candidates there.
 
-        `points` are those of 0..accepted; a rank of None: beyond the candidates.
+        `points` are those of 0..accepted, the last of them unless the chain was not thought beyond; a rank of None:
+        beyond the candidates.
         """
         while len(self._by_position) < chain_length:
             self._by_position.append(Share(0.75))
@@ -85,6 +86,8 @@ class Calibration:
             self._by_position[position].add(position < accepted)
             if gap is not None:
                 self._accepted[bisect(GAPS, gap)].add(position < accepted)
+        if accepted == len(points):
+            return
         full, point = accepted == chain_length, points[accepted]
         for candidate in range(min(len(point.gaps), MAX_RANK)):
             self._by_rank[full][candidate].add(candidate == rank)

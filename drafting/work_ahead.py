@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TypeVar
 
+from outrider.drafting.beside import WIDTH, Place, with_others, worthwhile
 from outrider.drafting.calibration import MAX_RANK, Calibration, Point
 from outrider.drafting.drafter import DrawingTree, HearingTree, TokenTree, TreeFeed
 from outrider.drafting.fan_out import FanOut, Wish, ranks
 from outrider.protocol.fields import Halves
-from outrider.protocol.messages import Branch
+from outrider.protocol.messages import Beside, Branch
 from outrider.protocol.sparse import SparseQ
+from outrider.protocol.trees import spine
 
 Result = TypeVar("Result")
 Steps = Generator[TreeFeed, list[int], Result]
@@ -30,7 +33,7 @@ _BESIDE = 16
 class Growing:
     """A branch in the making: `tip` is its last fed node (None before the bonus token is fed), `chain` what follows.
 
-    `nodes[i]` is the node that chain token i follows.
+    `nodes[i]` is the node that chain token i follows. `beside`: what was thought next best, once it is whole.
     """
 
     accepted: int
@@ -38,6 +41,7 @@ class Growing:
     tip: int | None = None
     chain: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,17 @@ class Continuation:
     q: SparseQ | None = None
     parents: tuple[int, ...] = ()
     odds: tuple[float, ...] = ()
+
+    @property
+    def line(self) -> tuple[int, ...]:
+        """The chain, or the tree's first branch."""
+        return tuple(self.chain[node] for node in spine(self.parents)) if self.parents else self.chain
+
+    @property
+    def beside(self) -> Beside | None:
+        """Of a tree whose first branch comes first what stands beside that."""
+        count = len(spine(self.parents))
+        return Beside(self.chain[count:], self.parents[count:], self.odds[count:]) if self.parents else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +119,25 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Said:
+    """A continuation, and what was thought at each of its places."""
+
+    chain: tuple[int, ...]
+    places: Sequence[Place]
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """What a commit asks for: `branches` outcomes of the chain `verifying`, `depth` deep; with None, nothing.
 
-    The `skip` likeliest are other drafters'.
+    The `skip` likeliest are other drafters'. `least`: how probable tokens are that are told beside a chain's.
     """
 
     verifying: tuple[int, ...] | None
     depth: int
     branches: int
     skip: int = 0
+    least: float = 1.0
 
 
 class WorkAhead:
@@ -139,6 +163,7 @@ class WorkAhead:
         self._fan_out = fan_out
         self._calibration = calibration
         self._plan: Plan | None = None
+        self._said: Said | None = None
         self._behind: list[int] = []  # committed, and not yet fed
         self._wanted = Wanted(None, 0, 0)
 
@@ -163,17 +188,25 @@ class WorkAhead:
         return bool(not plan.begun or plan.unfed or plan.unforked or plan.growing)
 
     def commit(
-        self, tokens: Sequence[int], verifying: Sequence[int] | None, depth: int, branches: int, skip: int = 0
+        self,
+        tokens: Sequence[int],
+        verifying: Sequence[int] | None,
+        depth: int,
+        branches: int,
+        skip: int = 0,
+        least: float = 1.0,
     ) -> None:
         """Makes `tokens` final, then plans the outcomes of the chain `verifying`: `branches` of them, `depth` deep.
 
-        They are those behind the `skip` likeliest, which others prepare.
+        They are those behind the `skip` likeliest, which others prepare. Beside the tokens of chains others are told
+        that hold with a probability of more than `least`.
         What was drafted along that path is kept, all else is dropped. Near the end of the context branches get shorter,
         then none are prepared. `verifying` None plans nothing. Makes no forward: of several commits in a row only the
         last one's work is done.
         """
         self._learn(tokens)
-        self._wanted = Wanted(None if verifying is None else tuple(verifying), depth, branches, skip)
+        self._said = None
+        self._wanted = Wanted(None if verifying is None else tuple(verifying), depth, branches, skip, least)
         if not self._behind and not self._is_blind:
             known = self._known(tokens)
             self.tree.commit(known)
@@ -212,7 +245,32 @@ class WorkAhead:
         nodes = [self.tree.root]
         for _ in range(depth - 1):
             nodes += yield TreeFeed(nodes[-1:], [None])
-        return Continuation(tuple(self.tree.best(nodes)), self._drawn_from(nodes))
+        chain = tuple(self.tree.best(nodes))
+        if not self._tells_others:
+            return Continuation(chain, self._drawn_from(nodes))
+        places = self._places(chain, nodes)
+        self._said = Said(chain, places)
+        tree = with_others(chain, places, self._calibration, self._wanted.least)
+        return Continuation(tree.tokens, None, tree.parents, tree.odds)
+
+    @property
+    def _tells_others(self) -> bool:
+        return self._wanted.least < 1.0 and self._drawing is None
+
+    def _places(self, chain: Sequence[int], nodes: Sequence[int]) -> list[Place]:
+        """What is thought at each place of a chain; `nodes[i]` is the one that its token i follows."""
+        found = self.tree.candidates(nodes, WIDTH + len(self._eos))
+        return [Place.of(token, candidates) for token, candidates in zip(chain, found, strict=True)]
+
+    def _beside(self, growing: Growing) -> Beside | None:
+        """What is thought next best beside a whole branch's tokens, where that may pay at all."""
+        chain = growing.chain[: min(len(growing.nodes), self._wanted.depth)]
+        worth = worthwhile(len(chain), self._calibration, self._wanted.least)
+        if not worth:
+            return None
+        places = self._places(chain[:worth], growing.nodes[:worth])
+        tree = with_others(chain, places, self._calibration, self._wanted.least)
+        return Continuation(tree.tokens, None, tree.parents, tree.odds).beside
 
     def wish(self) -> Wish | None:
         """How many branches the new plan wants, and where; None: it has its share, or wants none."""
@@ -246,7 +304,12 @@ class WorkAhead:
             growing.chain.append(token)
         plan.growing = [growing for growing in grown if len(growing.chain) < plan.depth]
         moved, plan.found = plan.found + grown, []
-        entries = tuple(Branch((*plan.chain[: g.accepted], g.bonus), tuple(g.chain[: plan.depth])) for g in moved)
+        for growing in moved if self._tells_others else ():
+            if len(growing.chain) >= plan.depth:
+                growing.beside = self._beside(growing)
+        entries = tuple(
+            Branch((*plan.chain[: g.accepted], g.bonus), tuple(g.chain[: plan.depth]), g.beside) for g in moved
+        )
         q = self._drawn_from([node for g in moved for node in g.nodes[: plan.depth]])
         return Ready(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
 
@@ -361,16 +424,32 @@ class WorkAhead:
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Counts what the outcome (k, t) of the prepared chain was, before the tree forgets it."""
-        plan, accepted = self._plan, len(tokens) - 1
-        if plan is None or not 0 <= accepted < len(plan.spine) or tuple(tokens[:-1]) != plan.chain[:accepted]:
+        if self._said is not None and tokens:
+            said, accepted = self._said, _common(self._said.chain, tokens[:-1])
+            points = [place.point for place in said.places[: accepted + 1]]
+            others = said.places[accepted].others if accepted < len(said.places) else ()
+            self._calibration.learn(points, len(said.chain), accepted, _rank(others, tokens[accepted]))
+        plan = self._plan
+        if plan is None or not tokens:
+            return
+        accepted = _common(plan.chain, tokens[:-1])  # what follows is the bonus, or a token beside the chain
+        if accepted >= len(plan.spine):
             return
         unseen = [k for k in range(accepted + 1) if plan.thoughts[k] is None]
         if unseen:
             self._look(plan, unseen)
         thoughts = [thought for thought in plan.thoughts[: accepted + 1] if thought is not None]
-        bonuses = thoughts[accepted].bonuses
-        rank = bonuses.index(tokens[-1]) if tokens[-1] in bonuses else None
+        rank = _rank(thoughts[accepted].bonuses, tokens[accepted])
         self._calibration.learn([thought.point for thought in thoughts], len(plan.chain), accepted, rank)
+
+
+def _common(chain: Sequence[int], tokens: Sequence[int]) -> int:
+    """With how many of the same tokens both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, tokens, strict=False)))
+
+
+def _rank(tokens: Sequence[int], token: int) -> int | None:
+    return tokens.index(token) if token in tokens else None
 
 
 def _line(tree: TokenTree, node: int, tokens: Sequence[int]) -> TreeFeed:

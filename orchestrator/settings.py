@@ -58,8 +58,9 @@ class ServeSettings:
     requests in flight at once; None: as many as `kv_memory` holds, at most 16. `max_waiting`: how many may wait for
     their turn; more are refused. `kv_memory`: bytes, or text like "2GB", for keys and values in all workers together;
     None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts that have ended,
-    where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached. `replay`: the
-    script of the replay drafter. `simulate`: a latency profile that both workers keep to (docs/simulation.md).
+    where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached. `trees`: verify
+    drafts of several origins at once. `replay`: the script of the replay drafter. `simulate`: a latency profile that
+    both workers keep to (docs/simulation.md).
     `draft_backend`: who drafts; mtp, a head that reads the target (`protocol.heads`), is in the model's own folder
     unless `draft_model` names another; auto looks what `draft_model` is. `head_in`: the process that a head drafts in,
     the target's or a draft worker, which is told the rows that it reads and works ahead. `head`: heads that draft in
@@ -95,6 +96,7 @@ class ServeSettings:
     branch_depth: str = "auto"
     head_in: str = "target"
     ngrams: bool = True
+    trees: bool = False
     mode: str = "auto"
     endpoint: str | None = None
     threads: int = 1
@@ -135,7 +137,7 @@ class ServeSettings:
         self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         if self.kv_memory is not None:
             self._keep("kv_memory", values.size("kv_memory", self.kv_memory))
-        for name in ("ngrams", "colocate", "prompt_cache", "memory", "keyed", "await_target", "advertise"):
+        for name in ("ngrams", "trees", "colocate", "prompt_cache", "memory", "keyed", "await_target", "advertise"):
             self._keep(name, values.flag(name, getattr(self, name)))
         for name in ("model", "draft_model", "endpoint", "workers_endpoint"):
             if getattr(self, name) is not None:
@@ -286,6 +288,7 @@ class Settings(TypedDict, total=False):
     branch_depth: str
     head_in: str
     ngrams: bool
+    trees: bool
     mode: str
     endpoint: str | None
     threads: int

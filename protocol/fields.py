@@ -47,6 +47,7 @@ MAX_FRAME = 2**26
 # Usually a chain and its bonus token; more when a drafter was not told for a while.
 MAX_COMMIT = 4096
 MAX_CHAIN = 64
+MAX_BESIDE = 16
 MAX_BRANCHES = 1024
 
 Token = Annotated[int, Range(0, 2**31 - 1)]
@@ -61,7 +62,9 @@ RequestId = Annotated[str, Size(64)]
 Name = Annotated[str, Size(4096)]
 Text = Annotated[str, Size(2**26)]
 Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
-Parents = Annotated[tuple[Annotated[int, Range(-1, MAX_CHAIN - 1)], ...], Size(MAX_CHAIN)]
+Node = Annotated[int, Range(-1, MAX_CHAIN - 1)]
+"""A token of a tree or a chain; -1: the text before."""
+Parents = Annotated[tuple[Node, ...], Size(MAX_CHAIN)]
 """A tree's, as in `protocol.trees`: of each token, which one it follows on, or -1; (): the tokens are a chain."""
 Path = Annotated[tuple[Annotated[int, Range(0, MAX_CHAIN - 1)], ...], Size(MAX_CHAIN)]
 """Nodes of a tree, from the text down."""

@@ -18,3 +18,5 @@ class Origin(IntEnum):
     """Copied from the text, which had been in the same place before."""
     HEAD = 4
     """Drafted just in time by a head that reads the target, in its process."""
+    GUESSED = 5
+    """Beside a chain's token: what its drafter thought next best."""

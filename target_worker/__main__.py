@@ -108,7 +108,8 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
         doubts = [*loaded.doubts, teller.note if teller is not None else untold]
         of_ranks = rank_zero.note if rank_zero is not None else ""
         simulating = [f"simulating {profile.name}"] if profile else []
-        notes = [*simulating, *drafts, *loaded.left_out, *doubts, of_ranks]
+        chains = "" if worker.verifies_trees or not able.chains else "drafts are verified as chains, not as trees"
+        notes = [*simulating, *drafts, *loaded.left_out, *doubts, of_ranks, chains]
         hello = Hello(
             role="target",
             name=options.name,

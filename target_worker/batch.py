@@ -22,6 +22,8 @@ from outrider.target_worker.running import Running, draft_together
 
 # A piece of a prompt lengthens a forward that others decode in by about this share of it, for each prompt that waits.
 READING_SHARE = 0.5
+# Where chains are verified whoever is late for a forward waits for two of them.
+READING_SHARE_BESIDE_CHAINS = 0.35
 SMALLEST_PIECE = 16
 # A piece is so many times the last one at most: what a token takes is known from few forwards, some of them disturbed.
 GROWTH = 2
@@ -127,7 +129,8 @@ class Batch:
         decoding = sum(not request.unread and not request.over for request in running)
         room, found = PREFILL, []
         if len(readers) <= decoding:
-            room = self._piece(len(readers), max(rows, decoding))
+            share = READING_SHARE_BESIDE_CHAINS if rows > decoding else READING_SHARE
+            room = self._piece(share * len(readers), max(rows, decoding))
         for request in readers:
             count = min(request.unread, room)
             if count:
@@ -136,12 +139,12 @@ class Batch:
         self._last_piece = sum(reading.count for _, reading in found)
         return found
 
-    def _piece(self, readers: int, rows: int) -> int:
-        """How much of so many prompts fits beside `rows` of those that decode."""
+    def _piece(self, share: float, rows: int) -> int:
+        """How much of prompts lengthens a forward over `rows` of those that decode by this share of it."""
         if not self._cost.seen:
             return SMALLEST_PIECE
         fixed, each = self._cost.line
-        fits = READING_SHARE * readers * (fixed + each * rows) / each
+        fits = share * (fixed + each * rows) / each
         return int(min(max(min(fits, GROWTH * self._last_piece), SMALLEST_PIECE), PREFILL))
 
     def _followers(self, flight: Flight, running: Collection[Running]) -> list[Running]:

@@ -32,6 +32,7 @@ class Colocated:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.together = Together(drafter)
+        self.calibration = Calibration()
 
     def part_of(
         self, slot: Slot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
@@ -72,21 +73,21 @@ class OwnDraft:
                 even,
                 (),
                 POLICIES["uniform"],
-                Calibration(),
+                colocated.calibration,
                 progress=progress,
                 constraint=constraint,
             )
         except DrafterFault as error:
             log.warning("%s", error)
 
-    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> Turn:
         """Its turn to draft `depth` tokens after the committed `tokens`, which begin with those of the turn before.
 
         There is nothing to draft once the text is beyond what the draft knows.
         """
-        return Turn(self._together, self._follow(tokens, depth), depth)
+        return Turn(self._together, self._follow(tokens, depth, least), depth)
 
-    def _follow(self, tokens: Sequence[int], depth: int) -> WorkAhead | None:
+    def _follow(self, tokens: Sequence[int], depth: int, least: float) -> WorkAhead | None:
         work = self._work
         if work is None:
             return None
@@ -100,7 +101,7 @@ class OwnDraft:
         if len(tokens) >= self._drafter.context_length:
             self.close(spoilt=False)
             return None
-        work.commit(new, None, depth, 0)
+        work.commit(new, None, depth, 0, least=least)
         return work
 
     def close(self, spoilt: bool) -> None:
@@ -134,8 +135,11 @@ class Turn:
 class Part(Protocol):
     """What a drafter in this process knows of one request."""
 
-    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
-        """Its turn to draft `depth` tokens after the committed `tokens`, which begin with those of the turn before."""
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> Turn:
+        """Its turn to draft `depth` tokens after the committed `tokens`, which begin with those of the turn before.
+
+        It may tell others beside them that hold with a probability of more than `least`.
+        """
         ...
 
     def close(self, spoilt: bool) -> None:

@@ -6,14 +6,14 @@ Stands where `colocated.Colocated` stands for a drafter that is a model of its o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from outrider.drafting.heads.beside import Turns
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.exit_drafter import ExitDrafter
 from outrider.drafting.heads.exits import ExitFollower
 from outrider.drafting.heads.follower import Follower
 from outrider.drafting.heads.head import Head
-from outrider.drafting.heads.line import Line
 from outrider.drafting.heads.remembered import SavedPairs
 from outrider.engine.slots import Slot
 from outrider.engine.texts import FlatTexts, Texts
@@ -75,10 +75,12 @@ class HeadPart:
     drafter: HeadDrafter
     follower: Follower
     slot: Slot
+    turns: Turns = field(default_factory=Turns)
 
-    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
-        """Its turn to draft `depth` tokens after the committed `tokens`."""
-        return Turn(self.drafter, Line(self.follower, tokens), depth)
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> Turn:
+        """Its turn to draft `depth` tokens after the committed `tokens`, and others beside them."""
+        line = self.turns.line(self.follower, tokens, self.drafter.calibration, least)
+        return Turn(self.drafter, line, depth)
 
     def lendable(self) -> Sequence[int]:
         return self.follower.lendable(self.slot.tokens)
@@ -100,10 +102,12 @@ class ExitPart:
 
     drafter: ExitDrafter
     follower: ExitFollower
+    turns: Turns = field(default_factory=Turns)
 
-    def turn(self, tokens: Sequence[int], depth: int) -> Turn:
-        """Its turn to draft `depth` tokens after the committed `tokens`."""
-        return Turn(self.drafter, Line(self.follower, tokens), depth)
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> Turn:
+        """Its turn to draft `depth` tokens after the committed `tokens`, and others beside them."""
+        line = self.turns.line(self.follower, tokens, self.drafter.calibration, least)
+        return Turn(self.drafter, line, depth)
 
     def close(self, spoilt: bool) -> None:
         """It drafts no more."""

@@ -44,11 +44,12 @@ class Running:
     """A request on this target.
 
     `asked` is what a VERIFY wants of it; `onward` the prepared chain that it goes on with, and its parents. `going_on`:
-    it decodes by itself until told otherwise, `draft` tokens of the own `drafter` a round, for `room` tokens more.
-    `drafters` open each own drafter's part, which reads the text when it is first wanted. `ready`: when its next round
-    could begin, seconds. `ended`: it came to an end token or its room while going on; `over`: it was closed. `awaits`:
-    who reads what its prompt begins with; `cached` tokens of that it did not read. `offered`: a prefill worker may read
-    it, and is waited for. `ear` hears what drafters elsewhere are to be told.
+    it decodes by itself until told otherwise, `draft` tokens of the own `drafter` a round, and beside them what is
+    likelier than `least`, for `room` tokens more. `drafters` open each own drafter's part, which reads the text when it
+    is first wanted. `ready`: when its next round could begin, seconds. `ended`: it came to an end token or its room
+    while going on; `over`: it was closed. `awaits`: who reads what its prompt begins with; `cached` tokens of that it
+    did not read. `offered`: a prefill worker may read it, and is waited for. `ear` hears what drafters elsewhere are to
+    be told.
     """
 
     slot: Slot
@@ -61,6 +62,7 @@ class Running:
     going_on: bool = False
     draft: int = 0
     drafter: str = ""
+    least: float = 1.0
     room: int = 0
     ready: float = 0.0
     opened_ns: int = 0
@@ -131,6 +133,7 @@ class Running:
         self.asked, self.onward, self.ended, self.halting = message, None, False, False
         self.going_on, self.draft, self.room = message.going_on, message.draft, message.room
         self.drafter = message.drafter or next(iter(self.drafters), "")
+        self.least = message.least
 
     def halt(self) -> None:
         """The round that it has said to go on with is the last that was not asked for."""
@@ -192,7 +195,8 @@ class Running:
             raise InvalidRequest(f"this target has no drafter of its own called {self.drafter!r}; expected {known}")
         if self.drafter not in self._drafting:
             self._drafting[self.drafter] = self.drafters[self.drafter]()
-        return self._drafting[self.drafter].turn(self.slot.tokens, min(self.draft, self.room - 1))
+        least = self.least if self.takes_trees else 1.0
+        return self._drafting[self.drafter].turn(self.slot.tokens, min(self.draft, self.room - 1), least)
 
     def proposed(self, found: Continuation | OutriderError, span: Span) -> None:
         """Takes in what was drafted, or why nothing was, which its next ask raises.

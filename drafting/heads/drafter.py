@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from outrider.drafting.calibration import Calibration
 from outrider.drafting.heads.follower import Follower
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.line import Line
@@ -44,6 +45,7 @@ class HeadDrafter:
         self.vocab_size, self.weight_bytes = vocab_size, head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
         self._way = way or way_of(head)
+        self.calibration = Calibration()
 
     @property
     def texts(self) -> Reader:

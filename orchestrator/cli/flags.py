@@ -67,6 +67,8 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--fan-out", metavar="|".join(FAN_OUTS), help=f"default {_DEFAULTS.fan_out}")
     group.add_argument("--branch-depth", metavar="|".join(BRANCH_DEPTHS), help=f"default {_DEFAULTS.branch_depth}")
     group.add_argument("--no-ngrams", dest="ngrams", action="store_false", default=None, help="no drafts from the text")
+    trees = "verify drafts of several origins at once, where that pays and the target can"
+    group.add_argument("--trees", action="store_true", default=None, help=trees)
     group.add_argument("--threads", type=int, metavar="N", help="BLAS threads of each worker, default 1")
     group.add_argument("--max-active", type=int, metavar="N", help="requests in flight at once; default: from memory")
     waiting = f"requests that may wait, default {_DEFAULTS.max_waiting}; more are refused"

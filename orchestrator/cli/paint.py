@@ -14,6 +14,7 @@ COLOURS = {
     Origin.DRAFTED: "\x1b[36m",
     Origin.HEAD: "\x1b[35m",
     Origin.COPIED: "\x1b[33m",
+    Origin.GUESSED: "\x1b[34m",
     Origin.TARGET: "",
 }
 WORDS = {
@@ -21,6 +22,7 @@ WORDS = {
     Origin.DRAFTED: "just in time",
     Origin.HEAD: "by a head",
     Origin.COPIED: "copied from the text",
+    Origin.GUESSED: "beside a chain",
     Origin.TARGET: "the target's own",
 }
 PLAIN = "\x1b[0m"

@@ -43,6 +43,7 @@ class LocalCluster:
     - `fan_out` "best-first": how outcomes are chosen: best-first, geometric or uniform.
     - `branch_depth` "auto": "full" waits until branches are K deep.
     - `ngrams` True: let repeated text fill what the drafter has not reached.
+    - `trees` False: True verifies several drafts at once, as a tree, where that pays and the target can.
     - `colocate` False: the target drafts in its own process, in turn with verifying.
     - `shards` 1: ranks of the target on this machine, each with a part of each layer.
     - `await_target` False: start none; one that joins (`outrider worker target`) is waited for.

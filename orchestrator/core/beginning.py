@@ -7,6 +7,7 @@ from dataclasses import replace
 from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.cache_room import CacheRoom
 from outrider.orchestrator.core.dispatch import Workers
+from outrider.orchestrator.core.kinds import kind_of
 from outrider.orchestrator.core.ngram import NgramIndex
 from outrider.orchestrator.core.part import Part
 from outrider.orchestrator.core.planner import Planner
@@ -22,16 +23,20 @@ def begun(admit: Admit, workers: Workers, planner: Planner, room: CacheRoom, now
     if not workers.target_abilities.chains:
         admit = replace(admit, mode="ar")
     drafters = workers.drafters() if admit.takes_workers else set()
-    plan, notes = planner.first_plan(admit, len(drafters))
+    tokens = [*admit.tokens, *admit.said]
+    kind = kind_of(tokens, admit.sampling.grammar is not None)
+    plan, notes = planner.first_plan(admit, len(drafters), kind)
     return Request(
         admit,
         plan,
-        tokens=[*admit.tokens, *admit.said],
+        tokens=tokens,
         ngrams=NgramIndex(),
+        kind=kind,
         drafters={name: Part() for name in sorted(drafters)},
         cache=SpeculationCache(room),
         heard_ns=now_ns,
         account=Account(admitted_ns=now_ns),
         records=RoundRecords(now_ns) if admit.rounds else None,
+        takes_trees=planner.trees and workers.target_abilities.trees and not admit.sampling.is_residual,
         notes=[*less, *notes],
     )

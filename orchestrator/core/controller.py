@@ -162,6 +162,11 @@ class Controller:
             if choice.at_once == 1 and self._home is None:
                 self._home = way
 
+    @property
+    def knows(self) -> bool:
+        """Whether it began from anything, or has measured anything."""
+        return any(self._by_load.values())
+
     def learned(self) -> Iterator[Choice]:
         """What was measured here, as `start_from` takes it."""
         for load, records in self._by_load.items():

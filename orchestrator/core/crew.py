@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from outrider.orchestrator.core.dispatch import Workers, opening
 from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.merging import worth_telling
 from outrider.orchestrator.core.part import NO_RANKS
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.tempo import Tempo, dealt, evenly, quickest
@@ -170,7 +171,8 @@ class Crew:
 
     def _open(self, request: Request, name: str, ranks: range) -> None:
         part, verifying = request.drafters[name], _verifying(request) if ranks else None
-        self._tell(name, opening(request, verifying, ranks))
+        least = worth_telling(self._estimates, request.takes_trees)
+        self._tell(name, opening(request, verifying, ranks, least))
         part.is_asked(request.round, ranks, request.depth, len(request.tokens), 0)
         part.done = verifying is None
 
@@ -199,6 +201,7 @@ class Crew:
             depth=depth,
             branches=len(ranks),
             skip=ranks.start,
+            least=worth_telling(self._estimates, request.takes_trees),
         )
         part.is_asked(round_, ranks, depth, len(request.tokens), now_ns)
         self._tell(name, message)

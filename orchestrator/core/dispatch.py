@@ -92,6 +92,7 @@ class Dispatch:
                 drafter=proposal.drafter if proposal.draft else "",
                 room=growth(request, self.workers.target_context) if proposal.going_on else 0,
                 parents=proposal.parents,
+                least=proposal.least,
             )
         )
 
@@ -124,7 +125,7 @@ class Dispatch:
         self.workers.send_target(Close(request.id))
 
 
-def opening(request: Request, verifying: tuple[int, ...] | None, ranks: range = range(0)) -> Open:
+def opening(request: Request, verifying: tuple[int, ...] | None, ranks: range = range(0), least: float = 1.0) -> Open:
     """The text so far; for a drafter, the outcomes that it is to prepare of what the target verifies."""
     return Open(
         request=request.id,
@@ -139,4 +140,5 @@ def opening(request: Request, verifying: tuple[int, ...] | None, ranks: range = 
         generated=request.generated,
         skip=ranks.start,
         features=request.admit.mode != "ar",
+        least=least,
     )

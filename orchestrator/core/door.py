@@ -7,12 +7,23 @@ holds its sender's name (`places`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.told import Task, Tasks, Told
-from outrider.protocol.messages import Branches, Drafted, Fault, Features, Message, Outcome, Prefilled, Resync
+from outrider.protocol.messages import (
+    Beside,
+    Branches,
+    Drafted,
+    Fault,
+    Features,
+    Message,
+    Outcome,
+    Prefilled,
+    Resync,
+)
+from outrider.protocol.trees import fault, line
 
 TARGETS = (Outcome, Features, Prefilled, Resync, Fault)
 DRAFTERS = (Branches, Drafted, Prefilled, Resync, Fault)
@@ -27,6 +38,7 @@ LIES = {
     "unasked": "branches or chains that nobody asked for",
     "length": "chains longer than asked for, or more of them",
     "vocabulary": "tokens outside its own vocabulary",
+    "beside": "tokens beside a chain that nobody asked for, or that can't stand there",
     "q": "probabilities that its tokens can't have been drawn from",
     "frame": "frames that are no message",
     "flood": "more than anybody could read",
@@ -98,6 +110,8 @@ def _misfit(task: Task, message: Branches | Drafted, vocab: int) -> str:
         return "unasked"
     if len(message.chain) > task.depth:
         return "length"
+    if _is_misplaced(task, message.chain, message.beside, vocab):
+        return "beside"
     return "vocabulary" if _foreign(message.chain, vocab) else ""
 
 
@@ -115,8 +129,21 @@ def _misfit_branches(task: Task, message: Branches, vocab: int) -> str:
         return "unasked"
     if max(map(len, chains)) > task.depth:
         return "length"
+    if any(_is_misplaced(task, entry.chain, entry.beside, vocab) for entry in message.entries):
+        return "beside"
     bonuses = [tokens[-1] for tokens in committed]
     return "vocabulary" if _foreign(bonuses, vocab) or _foreign(flat(chains), vocab) else ""
+
+
+def _is_misplaced(task: Task, own: Sequence[int], beside: Beside | None, vocab: int) -> bool:
+    """Whether these are no tokens that may be told beside a chain."""
+    if beside is None:
+        return False
+    count, odds = len(beside.tokens), beside.odds
+    if not task.beside or not count == len(beside.parents) == len(odds) or _foreign(beside.tokens, vocab):
+        return True
+    sound = max(beside.parents, default=-1) < len(own) and all(0.0 <= share <= 1.0 for share in odds)
+    return not sound or bool(fault((*own, *beside.tokens), (*line(len(own)), *beside.parents)))
 
 
 def _foreign(tokens: Iterable[int], vocab: int) -> bool:

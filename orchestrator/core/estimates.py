@@ -20,6 +20,8 @@ from outrider.protocol.abilities import OwnDrafter
 
 # Of tokens copied from the text, by how many before them matched.
 PRIOR_COPIED = (0.3, 0.3, 0.45, 0.55, 0.65, 0.75)
+# Of those that a drafter contradicts at the first token, that token and those after it.
+PRIOR_BESIDE = (0.05, 0.05, 0.1, 0.15, 0.2, 0.25)
 # How well copies hold changes from text to text, and with the temperature: few positions and a short memory follow.
 COPY_WEIGHT = 2.0
 COPY_FADE = 0.95
@@ -42,6 +44,7 @@ class Estimates:
         self.part = 1.0
         self.drafted = Acceptance()
         self._copied = [Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_COPIED]
+        self._beside_drafts = [Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_BESIDE]
         self._verify_ms = RowCosts()
         self._plain_ms = RowCosts()
         self._trees_ms = RowCosts()
@@ -145,11 +148,14 @@ class Estimates:
 
     def saw_copy(self, copy: Copy, committed: Sequence[int]) -> None:
         """What the text had said would come, verified or not, and what came."""
-        pairs = zip(copy.chain, committed, strict=False)
-        held = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        held = _held(copy, committed)
         self.copied(copy.matched).add(min(len(copy.chain), len(committed)), held)
         self._copied_tokens.add(held)
         self._copied_rows.add(len(copy.chain))
+
+    def saw_beside(self, copy: Copy, committed: Sequence[int]) -> None:
+        """The same of a copy whose first token a drafter contradicted."""
+        self.beside(copy.matched).add(min(len(copy.chain), len(committed)), _held(copy, committed))
 
     def saw_link(self, milliseconds: float) -> None:
         """What asking the drafter cost beyond its own work; in company that includes its work for others."""
@@ -254,6 +260,10 @@ class Estimates:
         """Of what the text says comes next: how many tokens held in a round, and how many there were."""
         return _or(self._copied_tokens, 0.0), _or(self._copied_rows, 0.0)
 
+    def beside(self, matched: int) -> Acceptance:
+        """The same of copies whose first token a drafter contradicts."""
+        return self._beside_drafts[min(matched, len(self._beside_drafts) - 1)]
+
     def hit_rate(self) -> float:
         return _or(self._hits, PRIOR_HIT_RATE)
 
@@ -274,6 +284,10 @@ class Estimates:
     def wait_ms(self, milliseconds: float) -> float:
         """What a wait takes: in company the others begin without this request, so it is a forward at least."""
         return milliseconds if self.active == 1 else max(milliseconds, self.verify_ms(1))
+
+
+def _held(copy: Copy, committed: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(copy.chain, committed, strict=False)))
 
 
 def _or(average: Average, prior: float) -> float:

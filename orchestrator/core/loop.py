@@ -67,6 +67,7 @@ class Core:
                 settings.simulate is not None,
                 each=settings.branches is None,
                 drafters=settings.drafters,
+                trees=settings.trees,
                 prefill_from=settings.prefill_from or _prefill_from(tunings),
             ),
             outbox.put,

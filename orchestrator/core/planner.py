@@ -6,14 +6,15 @@ The rounds tell it what was sent and what came; it writes nothing down and never
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.orchestrator.core.controller import Controller
 from outrider.orchestrator.core.copies import LONGEST_COPY, longest_copy
 from outrider.orchestrator.core.drift import Drift
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.forecasts import Plan
-from outrider.orchestrator.core.proposal import Lookup
+from outrider.orchestrator.core.kinds import FREE
+from outrider.orchestrator.core.proposal import Lookup, Proposal
 from outrider.orchestrator.core.request import Foretold, Request, Round, RoundSettings, Waiting
 from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
@@ -48,9 +49,14 @@ class Planner:
         for known in (*tunings[:1], *memory[:1]):
             self.estimates.start_from(known)
         self._settings = settings
-        self._controllers: dict[tuple[Means, int | None, int | None, bool], Controller] = {}
+        self._controllers: dict[tuple[Means, int | None, int | None, bool, str], Controller] = {}
         self._forward_ns = 0
         self._reading = False
+
+    @property
+    def trees(self) -> bool:
+        """Whether trees of drafts are wanted where they can be verified."""
+        return self._settings.trees and not self._settings.full_depth
 
     def turn_to(self, active: int, reading: bool) -> None:
         """So many requests run at once now; `reading`: the prompt of one of them, at least, is still read."""
@@ -63,8 +69,8 @@ class Planner:
         found = []
         for greedy in (True, False):
             choices = [
-                choice
-                for (means, depth, branches, warm), controller in self._controllers.items()
+                replace(choice, kind=kind)
+                for (means, depth, branches, warm, kind), controller in self._controllers.items()
                 if means == self._all_means and depth is None and branches is None and warm != greedy
                 for choice in controller.learned()
             ]
@@ -77,11 +83,12 @@ class Planner:
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
-    def first_plan(self, admit: Admit, drafters: int) -> tuple[Plan, list[str]]:
-        """How a request's rounds are made with so many draft workers, and the reason when speculation is off."""
+    def first_plan(self, admit: Admit, drafters: int, kind: str = FREE) -> tuple[Plan, list[str]]:
+        """How the rounds of a request about this kind of text are made with so many draft workers, and the reason when
+        speculation is off."""
         means = self._means(admit, drafters)
         if admit.mode == "auto":
-            return self._controller(admit, means).plan(), []
+            return self._controller(admit, means, kind).plan(), []
         return self._fixed_plan(admit, means)
 
     def _fixed_plan(self, admit: Admit, means: Means) -> tuple[Plan, list[str]]:
@@ -153,7 +160,7 @@ class Planner:
 
     def outcome(self, request: Request, ended: Round, outcome: Outcome, kept: tuple[int, ...], now_ns: int) -> None:
         """What a round that made `kept` final says about costs and odds; nothing where the whole text was read."""
-        self._judge_copy(request, outcome, kept)
+        self._judge_copy(request, ended.proposal, outcome, kept)
         round_ms, request.handled_ns = (now_ns - request.handled_ns) / MILLISECOND_NS, now_ns
         if ended.read:
             return
@@ -166,7 +173,7 @@ class Planner:
             self._saw_forward(len(proposal.chain) + 1, outcome)
             along = proposal.along(proposal.nodes(outcome) or ())
             if not proposal.draft:
-                estimates.saw_chain(proposal.drafted, along)
+                estimates.saw_chain(len(proposal.own), along)
             elif proposal.chain and outcome.drafting is not None:
                 drafting_ms = _milliseconds(outcome.drafting)
                 estimates.saw_own(proposal.drafter, len(proposal.line), along, drafting_ms)
@@ -186,11 +193,14 @@ class Planner:
             request.note(f"speculation: {drafter} is left out: {why}")
             self.regain(request)
 
-    def _judge_copy(self, request: Request, outcome: Outcome, kept: tuple[int, ...]) -> None:
+    def _judge_copy(self, request: Request, proposal: Proposal, outcome: Outcome, kept: tuple[int, ...]) -> None:
         """Every round shows what a copy would have been worth in it, whatever was verified."""
         foretold = request.foretold
         if foretold is not None and foretold.base_len == outcome.base_len:
             self.estimates.saw_copy(foretold.copy, kept)
+            own, copy = proposal.own, foretold.copy
+            if own and copy.chain and proposal.chain[own[0]] != copy.chain[0]:
+                self.estimates.saw_beside(copy, kept)
         if not request.ngrams.is_empty:
             request.foretold = Foretold(len(request.tokens), longest_copy(request.ngrams, LONGEST_COPY))
 
@@ -223,11 +233,13 @@ class Planner:
         return Means(self._settings.drafters, (*others, NGRAM) if others and self._settings.ngrams else others)
 
     def _controller_of(self, request: Request) -> Controller:
-        return self._controller(request.admit, self._means_of(request))
+        return self._controller(request.admit, self._means_of(request), request.kind)
 
-    def _controller(self, admit: Admit, means: Means) -> Controller:
-        """One for each set of means and class of temperature: what was learned with others would mislead."""
-        key = (means, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0)
+    def _controller(self, admit: Admit, means: Means, kind: str = FREE) -> Controller:
+        """One for each set of means and class of temperature: what was learned with others would mislead. So it would
+        of other kinds of text; in company all follow one plan, whatever they are about."""
+        kind = kind if self.estimates.active == 1 else FREE
+        key = (means, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0, kind)
         if key not in self._controllers:
             copies = self._settings.ngrams and not means.others
             modes = ("ar", "sd", "ssd") if means.workers else ("ar", "sd") if copies else ("ar",)
@@ -238,7 +250,10 @@ class Planner:
             for known in (self._tunings, self._memory) if means.workers or means.others else ():
                 record = nearest(known, admit.sampling.temp)
                 if record is not None and (known is self._tunings or record.is_greedy == (admit.sampling.temp == 0)):
-                    controller.start_from(choice for choice in record.choices if _may_have(admit, choice))
+                    choices = [choice for choice in record.choices if _may_have(admit, choice)]
+                    controller.start_from(_of_kind(choices, kind))
+            if kind and (like := self._controllers.get((*key[:-1], FREE))) is not None and not controller.knows:
+                controller.start_from(sorted(like.learned(), key=lambda choice: -choice.tokens_per_second))
             self._controllers[key] = controller
         return self._controllers[key]
 
@@ -249,6 +264,11 @@ class Planner:
         """Where nobody says how many, as many for each drafter."""
         each = max(drafters, 1) if self._settings.each else 1
         return admit.branches or self._settings.branches * each
+
+
+def _of_kind(choices: Sequence[Choice], kind: str) -> Sequence[Choice]:
+    """What is known of this kind of text, or else of texts in general."""
+    return [one for one in choices if one.kind == kind] or [one for one in choices if one.kind == FREE]
 
 
 def _may_have(admit: Admit, choice: Choice) -> bool:

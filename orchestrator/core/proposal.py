@@ -57,7 +57,8 @@ class Proposal:
 
     The last `copied` tokens are from the text, those before may be a `drafter`'s. `q`: what the chain was drawn from,
     None where nothing was drawn. `going_on`: the target goes on by itself after it, plainly or, `draft` tokens a round,
-    with its own drafter, whose chain comes with the outcome. With `parents` the tokens are a tree, and `by` tells where
+    with its own drafter, whose chain comes with the outcome; with tokens beside it that hold with a probability of more
+    than `least`. With `parents` the tokens are a tree, and `by` tells where
     each is from.
     """
 
@@ -71,6 +72,7 @@ class Proposal:
     drafter: str = ""
     parents: tuple[int, ...] = ()
     by: tuple[Origin, ...] = ()
+    least: float = 1.0
 
     @property
     def line(self) -> tuple[int, ...]:
@@ -78,11 +80,11 @@ class Proposal:
         return tuple(self.chain[node] for node in spine(self.parents)) if self.parents else self.chain
 
     @property
-    def drafted(self) -> int:
-        """How many tokens of the line a drafter has said."""
-        if not self.parents:
-            return len(self.chain) - self.copied
-        return sum(self.by[node] is not Origin.COPIED for node in spine(self.parents))
+    def own(self) -> Sequence[int]:
+        """The nodes of the drafter's chain."""
+        if not self.by:
+            return range(len(self.chain) - self.copied)
+        return [node for node, origin in enumerate(self.by) if origin not in (Origin.COPIED, Origin.GUESSED)]
 
     @property
     def depth(self) -> int:
@@ -99,18 +101,17 @@ class Proposal:
         return path if [self.parents[node] for node in path] == [ROOT, *path][: len(path)] else None
 
     def along(self, nodes: Sequence[int]) -> int:
-        """How many of these nodes that hold are of the line."""
-        if not self.parents:
-            return len(nodes)
-        pairs = zip(nodes, spine(self.parents), strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        """How many of these nodes that hold are of the drafter's chain."""
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(nodes, self.own, strict=False)))
 
     def settled(self, outcome: Outcome) -> Proposal:
         """With the chain that was verified, which only the target knew if it drafted for itself."""
         if not self.draft:
             return self
         chain, parents = outcome.drafted or (), outcome.drafted_parents
-        return replace(self, chain=chain, parents=parents, by=(self.origin,) * len(parents))
+        first = set(spine(parents))
+        by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(parents)))
+        return replace(self, chain=chain, parents=parents, by=by)
 
     def again(self) -> Proposal:
         """The round after, which the target makes by itself."""

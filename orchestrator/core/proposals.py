@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from outrider.orchestrator.core.copies import best_tail, copied, filled, longest_copy
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
+from outrider.orchestrator.core.merging import merged, worth_telling
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.speculation_cache import Prepared
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import Drafted
+from outrider.protocol.messages import Beside, Drafted
 from outrider.protocol.sparse import SparseQ
 
 
@@ -63,7 +64,8 @@ class Proposer:
             return copied(tail)
         if drafter:
             source = Source.HEAD if self.estimates.is_head(drafter) else Source.DRAFTER
-            return Proposal(source=source, going_on=True, draft=request.depth, drafter=drafter)
+            least = worth_telling(self.estimates, request.takes_trees)
+            return Proposal(source=source, going_on=True, draft=request.depth, drafter=drafter, least=least)
         return Ask(longest)
 
     def stays(self, request: Request, room: int) -> bool:
@@ -82,14 +84,14 @@ class Proposer:
         """A branch as the chain to verify after `committed` tokens that are still to come, filled from the text."""
         chain = found.chain[: max(min(request.depth, room), 0)]
         hit = Proposal(chain, Source.CACHE, Lookup.HIT, q=_first(found.q, chain), drafter=found.drafter)
-        return self._filled(request, hit, room, committed)
+        return self._filled(request, hit, room, committed, found.beside)
 
     def drafted(self, request: Request, drafter: str, message: Drafted, room: int) -> Proposal:
         """A just-in-time chain, filled from the text."""
         chain = message.chain[: max(min(request.depth, room), 0)]
         source = Source.DRAFTER if chain else Source.NONE
         found = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
-        return self._filled(request, found, room, ())
+        return self._filled(request, found, room, (), message.beside)
 
     def as_it_is(self, request: Request, room: int) -> Proposal:
         """Instead of a wait that has ended: the branch that it was for, as deep as it has come, or nothing."""
@@ -97,11 +99,17 @@ class Proposer:
         found = request.cache.lookup(outcome) if outcome else None
         return self.branch(request, found, room) if found else Proposal()
 
-    def _filled(self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...]) -> Proposal:
+    def _filled(
+        self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], beside: Beside | None
+    ) -> Proposal:
         """Not where rounds are to be reproducible, nor behind a chain that comes with its q."""
-        if self.full_depth or request.admit.sampling.is_residual or request.ngrams.is_empty:
+        if self.full_depth or request.admit.sampling.is_residual:
             return chain
-        return filled(self.estimates, request.ngrams, chain, committed, room)
+        if request.takes_trees:
+            tree = merged(self.estimates, request.ngrams, chain, committed, room, beside)
+            if tree is not None:
+                return tree
+        return chain if request.ngrams.is_empty else filled(self.estimates, request.ngrams, chain, committed, room)
 
     def serve(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
         """The lookup. A hit is served as deep as it has come, unless one more token is worth its wait."""

@@ -41,6 +41,7 @@ class RoundSettings:
     simulated: bool = False
     each: bool = False
     drafters: int = 1
+    trees: bool = True
     prefill_from: int = 1
 
 
@@ -83,18 +84,20 @@ class Request:
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
     `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
-    last outcome has come. `drafters`: by name, with the part that each has. `foretold`: of the round under way.
+    last outcome has come. `kind`: of text (`kinds`). `drafters`: by name, with the part that
+    each has. `foretold`: of the round under way.
     `covered`: of how many outcomes drafters had finished by the latest one. `records`: of its rounds, if it asked for
     them. `reads`: the round under way begins with reading all tokens. `deaths` of the target in a row, while this was
     under way there and got no token; `losses`: the same of each drafter, by name. `drifts`: how drafters of the
     target's process do; `left_out`: those that are of no use any more. `heard_ns`: when the target was last
-    heard to get on with it, or asked again.
+    heard to get on with it, or asked again. `takes_trees`: of drafts.
     """
 
     admit: Admit
     plan: Plan
     tokens: list[int]
     ngrams: NgramIndex
+    kind: str = ""
     drafters: dict[str, Part] = field(default_factory=dict)
     epoch: int = 0
     round: int = 0
@@ -118,6 +121,7 @@ class Request:
     heard_ns: int = 0
     account: Account = field(default_factory=Account)
     records: RoundRecords | None = None
+    takes_trees: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outrider.orchestrator.core.cache_room import CacheRoom
-from outrider.protocol.messages import Branches
+from outrider.protocol.messages import Beside, Branches
 from outrider.protocol.sparse import SparseQ
 
 _TOKEN_BYTES = 40  # a number and its place in a tuple
@@ -20,11 +20,12 @@ _TOKEN_BYTES = 40  # a number and its place in a tuple
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A branch: its chain, what that was drawn from, if it was, and whose it is."""
+    """A branch: its chain, what that was drawn from, if it was, whose it is, and what may stand beside its tokens."""
 
     chain: tuple[int, ...]
     q: SparseQ | None = None
     drafter: str = ""
+    beside: Beside | None = None
 
 
 class SpeculationCache:
@@ -75,9 +76,9 @@ class SpeculationCache:
         for entry in message.entries if self._has_room(message) else ():
             start, end = end, end + len(entry.chain)
             known = self._branches.get(entry.committed)
-            if known is None or len(entry.chain) > len(known.chain):
+            if known is None or len(entry.chain) > len(known.chain) or (entry.beside and known.chain == entry.chain):
                 q = message.q.part(start, end) if message.q is not None else None
-                self._branches[entry.committed] = Prepared(entry.chain, q, drafter)
+                self._branches[entry.committed] = Prepared(entry.chain, q, drafter, entry.beside)
         if message.final:
             self.finished(drafter)
 
@@ -99,8 +100,16 @@ class SpeculationCache:
         self._wanted -= self._awaited.pop(drafter, 0)
 
     def lookup(self, committed: tuple[int, ...]) -> Prepared | None:
-        """The branch prepared for the outcome that makes these tokens final, as deep as it has come, or None."""
-        return self._branches.get(committed)
+        """The branch prepared for the outcome that makes these tokens final, as deep as it has come, or None.
+
+        Of an outcome that went beyond a token beside the chain it is the rest of that token's branch.
+        """
+        found = self._branches.get(committed)
+        for length in range(len(committed) - 1, 0, -1) if found is None else ():
+            shorter, rest = self._branches.get(committed[:length]), committed[length:]
+            if shorter is not None and shorter.chain[: len(rest)] == rest and len(shorter.chain) > len(rest):
+                return Prepared(shorter.chain[len(rest) :], None, shorter.drafter)
+        return found
 
     def grows(self, branch: Prepared) -> bool:
         """Whether its drafter may still make it deeper."""

@@ -22,12 +22,14 @@ Place = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Task:
     """What a drafter was to do in a round: prepare `branches` outcomes of the chain `verifying`, `depth` tokens each,
-    or, with None, continue the text; after `base_len` committed tokens."""
+    or, with None, continue the text; after `base_len` committed tokens. `beside`: it may tell others beside a chain's.
+    """
 
     base_len: int
     verifying: tuple[int, ...] | None
     depth: int
     branches: int
+    beside: bool = False
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ class Told:
         base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
         requests = self._tasks.setdefault(drafter, OrderedDict())
         tasks = requests.setdefault(message.request, Tasks())
-        task = Task(base_len, message.verifying, message.depth, message.branches)
+        task = Task(base_len, message.verifying, message.depth, message.branches, message.least < 1.0)
         tasks.add((message.epoch, message.round), task)
         requests.move_to_end(message.request)
         if len(requests) > MOST_REQUESTS:

@@ -32,7 +32,8 @@ class Choice:
     """A mode with the settings that suit it, and its tokens per second: `measured` in real rounds, or a forecast.
 
     K and B of 0: not tuned, they follow the formula. `at_once`: so many requests brought that rate together.
-    `drafter`: of the target's process, or n-grams; empty: draft workers.
+    `drafter`: of the target's process, or n-grams; empty: draft workers. `kind`: of what
+    kind of text, see `kinds`.
     """
 
     mode: str
@@ -42,6 +43,7 @@ class Choice:
     measured: bool = False
     at_once: int = 1
     drafter: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +202,10 @@ def _choice(
     measured: bool = False,
     at_once: int = 1,
     drafter: str = "",
+    kind: str = "",
 ) -> Choice:
     rate, together = _number(tokens_per_second), max(int(at_once), 1)
-    return Choice(str(mode), int(depth), int(branches), rate, bool(measured), together, str(drafter))
+    return Choice(str(mode), int(depth), int(branches), rate, bool(measured), together, str(drafter), str(kind))
 
 
 def _own(name: str, step_ms: float, acceptance: Sequence[float]) -> OwnKnown:

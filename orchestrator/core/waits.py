@@ -17,6 +17,8 @@ def wait_for_chain(estimates: Estimates, step: Ask, full_depth: bool, now_ns: in
     limit_ms = longest_wait_ms(estimates.draft_ms(step.depth))
     if full_depth or not estimates.has_drafted:
         limit_ms = max(limit_ms, PATIENCE_MS)
+    if step.missed and not full_depth:
+        limit_ms = _in_company(estimates, limit_ms)
     return Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
 
 
@@ -25,8 +27,14 @@ def wait_for_branch(estimates: Estimates, request: Request, step: Linger, full_d
     asked_ns = request.waiting.asked_ns if request.waiting else now_ns
     missed = request.waiting.missed if request.waiting else step.missed
     limit_ms = longest_wait_ms(step.milliseconds)
-    whole_ms = longest_wait_ms((request.depth + 1) * estimates.depth_ms() + estimates.link_ms())
+    whole_ms = _in_company(estimates, longest_wait_ms((request.depth + 1) * estimates.depth_ms() + estimates.link_ms()))
     if full_depth:
         limit_ms = whole_ms = PATIENCE_MS
     deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
     return Waiting(asked_ns, deadline_ns, step.committed, missed)
+
+
+def _in_company(estimates: Estimates, limit_ms: float) -> float:
+    """Of several requests none that missed waits past the others' next forward, whatever keeps the drafter: it goes
+    along in the one behind."""
+    return limit_ms if estimates.active == 1 else min(limit_ms, estimates.verify_ms(1))

@@ -19,6 +19,7 @@ from outrider.protocol.messages.clients import (
 )
 from outrider.protocol.messages.ranks import RankHello, TextChange, TextFeed, TextForward
 from outrider.protocol.messages.rounds import (
+    Beside,
     Branch,
     Branches,
     Close,
@@ -89,6 +90,7 @@ Message = (
 )
 
 __all__ = [
+    "Beside",
     "Branch",
     "Branches",
     "CacheReport",

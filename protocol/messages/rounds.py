@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Annotated
 
 from outrider.protocol.fields import (
+    MAX_BESIDE,
     MAX_BRANCHES,
     Breadth,
     Bytes,
@@ -23,6 +24,7 @@ from outrider.protocol.fields import (
     Halves,
     Name,
     Nanoseconds,
+    Node,
     OneOf,
     Parents,
     Path,
@@ -52,10 +54,9 @@ class Open:
     The verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare branches for
     the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are the tokens
     that end this request (empty when it ignores them): no outcome worth preparing. The last `generated` of the tokens
-    are not the prompt's: a grammar begins with them. `skip` as in Commit. `offered`: a prefill worker may read the text
-    for the target, which says at once by Prefilled what it has, and waits for PromptKv until a Verify comes.
-    are not the prompt's: a grammar begins with them. `skip` as in Commit. `features`: the target is to tell Features,
-    for a drafter may read them.
+    are not the prompt's: a grammar begins with them. `skip`, `least` as in Commit. `offered`: a prefill worker may read
+    the text for the target, which says at once by Prefilled what it has, and waits for PromptKv until a Verify comes.
+    `features`: the target is to tell Features, for a drafter may read them.
     """
 
     request: RequestId
@@ -71,6 +72,7 @@ class Open:
     skip: Breadth = 0
     offered: bool = False
     features: bool = False
+    least: float = 1.0
 
     @property
     def prompt_len(self) -> int:
@@ -90,6 +92,7 @@ class Verify:
     request: with `draft` = K tokens of a drafter in its own process in each round, this one included, whose `chain`
     is empty; with 0 by plain decoding. `drafter` is that one's name (`abilities.OwnDrafter`); empty: the first.
     `room` is then how many tokens the request may still grow by: the rounds end there, or with a token of Open's `eos`.
+    `least` as in Commit, for that drafter.
     """
 
     request: RequestId
@@ -104,6 +107,7 @@ class Verify:
     room: Count = 0
     parents: Parents = ()
     drafter: Name = ""
+    least: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +119,24 @@ class Halt:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What a drafter thought next best beside the tokens of a chain: each behind the chain's token `parents[i]`, or -1.
+
+    `odds`: that it holds, where that one does. Nothing follows it.
+    """
+
+    tokens: Annotated[tuple[Token, ...], Size(MAX_BESIDE)]
+    parents: Annotated[tuple[Node, ...], Size(MAX_BESIDE)]
+    odds: Annotated[tuple[float, ...], Size(MAX_BESIDE)]
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """The chain drafted for the outcome that makes the tokens `committed` final: accepted ones, then the bonus."""
 
     committed: Final
     chain: Chain
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +216,8 @@ class Commit:
 
     `tokens` became final; with them `base_len` tokens are committed. `verifying` is the chain under verification
     (possibly empty): prepare up to `branches` of its outcomes, `depth` tokens each, and leave the `skip` likeliest to
-    other drafters. None: draft the continuation of the committed text, `depth` tokens, and answer with Drafted.
+    other drafters. None: draft the continuation of the committed text, `depth` tokens, and answer with Drafted. Beside
+    a chain's tokens others are told that hold with a probability of more than `least`; 1: none.
     """
 
     request: RequestId
@@ -211,6 +229,7 @@ class Commit:
     depth: Depth
     branches: Breadth
     skip: Breadth = 0
+    least: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +267,7 @@ class Drafted:
     work: Span
     q: SparseQ | None = None
     peak_bytes: Serial = 0
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from outrider.orchestrator.client.result import GenerationResult
 from outrider.orchestrator.front import totals
@@ -15,7 +16,6 @@ from outrider.server.answers.parts import Part, Said, Splitter, Thought
 from outrider.server.answers.run import Ended, Grown, Reading, Run
 from outrider.server.model.tool_format import ToolCall
 
-_TOLD = tuple(one.name for one in dataclasses.fields(Timings) if one.name != "turnaround_ms")
 SILENCE_SECONDS = 5.0
 """After so long without news a stream says that it is there."""
 
@@ -152,7 +152,6 @@ def sum_of(choices: Sequence[Choice]) -> Timings:
 
 def timings(times: Timings) -> dict[str, Any]:
     """As llama.cpp writes them; each round's turnaround is left out, for there are as many as rounds."""
-    found = {name: getattr(times, name) for name in _TOLD}  # `asdict` copies all that is in it, too
-    found["draft_n_accepted_by"] = [dataclasses.asdict(one) for one in times.draft_n_accepted_by]
+    found: dict[str, Any] = to_jsonable_python(times, exclude={"turnaround_ms"})  # a sixth of what `asdict` takes
     found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
     return found

@@ -5,6 +5,7 @@ export const ORIGINS = {
   drafted: "drafted just in time",
   head: "drafted by a head",
   copied: "copied from the text",
+  guessed: "beside a drafted chain",
   target: "the target’s own",
 };
 

@@ -15,6 +15,7 @@ const ROUND_WIDTH = 70;
 const BAR = 22;
 const ROW = 50;
 const LABEL_WIDTH = 9;
+const TIME_WIDTH = 64;
 const EVERY_MS = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 120;
 
 export class Timeline {
@@ -144,7 +145,7 @@ class Drawing {
     for (let at = Math.max(Math.ceil(this.from / step) * step, 0); at < last; at += step) {
       const x = this.#x(at);
       this.#add("line", { class: "tick", x1: x, x2: x, y1: 0, y2: this.height - 16 });
-      if (x < this.width - 40) this.#add("text", { class: "time", x: x + 3, y: this.height - 4 }, ms(at, 0));
+      if (x < this.width - TIME_WIDTH) this.#add("text", { class: "time", x: x + 3, y: this.height - 4 }, ms(at, 0));
     }
   }
 

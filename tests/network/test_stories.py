@@ -18,7 +18,7 @@ from tests.network.watch import HOLDS
 
 STEPS = int(os.environ.get("OUTRIDER_STEPS", "0"))
 IN_A_STORY = 40
-SHORT = 10
+SHORT = 14
 
 
 @pytest.mark.timeout(0 if STEPS else 240)

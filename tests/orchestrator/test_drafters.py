@@ -10,6 +10,7 @@ from outrider.orchestrator.core.controller import Controller
 from outrider.orchestrator.core.drift import SILENT_ROUNDS, TOKENS, Drift
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.forecasts import Plan
+from outrider.orchestrator.core.kinds import FREE, HELD, REPEATING, kind_of
 from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.request import RoundSettings
@@ -119,3 +120,31 @@ def test_one_that_says_nothing_or_nothing_that_holds_is_of_no_use() -> None:
     assert [bool(poor.saw(4, 0)) for _ in range(TOKENS // 4)] == [False] * (TOKENS // 4 - 1) + [True]
     assert not any(fair.saw(4, n % 4 == 0) for n in range(10 * TOKENS))
     assert not any(Drift(silent=1).saw(n % 2, 0) for n in range(8))
+
+
+def test_a_text_that_repeats_itself_or_is_held_is_of_its_own_kind() -> None:
+    assert kind_of(range(100), held=False) == FREE
+    assert kind_of([*range(30), *range(20)], held=False) == REPEATING
+    assert kind_of([1, 2] * 4, held=False) == FREE  # too short to tell
+    assert kind_of([*range(40)] * 2 + [*range(100, 700)], held=False) == FREE  # the newest count
+    assert kind_of(range(100), held=True) == HELD
+
+
+def test_who_drafts_best_is_learned_by_kind_of_text_and_remembered() -> None:
+    first = planner(GOOD)
+    best = {FREE: "eagle3", REPEATING: "ngram"}
+    for kind, drafter in best.items():
+        controller = first._controller(asked(), first._means(asked(), 1), kind)
+        rates(controller, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
+    again = Planner(RoundSettings(4, 16), memory=first.learned(), own=lambda: (GOOD,))
+    for kind, drafter in best.items():
+        assert again.first_plan(asked(), 1, kind)[0].drafter == drafter
+    again.turn_to(2, 0)
+    assert again.first_plan(asked(), 1, REPEATING)[0] == again.first_plan(asked(), 1, FREE)[0]
+
+
+def test_a_new_kind_of_text_begins_with_what_is_known_of_others() -> None:
+    found = planner(GOOD)
+    controller = found._controller(asked(), found._means(asked(), 1))
+    rates(controller, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 3})
+    assert found.first_plan(asked(), 1, REPEATING)[0].drafter == "ngram"

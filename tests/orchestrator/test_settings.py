@@ -100,7 +100,7 @@ def test_sizes_are_bytes(said, count):
 def test_every_setting_is_a_flag_that_says_the_same():
     said = ServeSettings(
         model="m", draft_model="d", draft_backend="replay", num_draft_tokens=7, branches=3, fan_out="uniform",
-        branch_depth="full", ngrams=False, mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
+        branch_depth="full", ngrams=False, trees=True, mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
         trace=Path("t.json"), log_level="debug", log_format="json", replay=Path("r.json"),
         simulate=Path("-m.json"), worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
         memory=False, shards=2, drafters=3,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from http.client import HTTPConnection
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPSConnection
+from pathlib import Path
 
 import pytest
 import uvicorn
@@ -23,10 +28,9 @@ from outrider.server.model.served import load_served
 TEXT, CLAUDE = "/v1/completions", "/v1/messages"
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[tuple[str, int]]:
+@contextmanager
+def listening(settings: HttpSettings) -> Iterator[tuple[str, int]]:
     """The server's own settings around an application without an orchestrator; headers must come in half a second."""
-    settings = HttpSettings(port=0)
     app = application(load_served("m", EMBEDDED_TARGET, ("m",)), "ipc:///tmp/outrider-test-nobody", settings)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(config(app, settings))
@@ -39,6 +43,12 @@ def address() -> Iterator[tuple[str, int]]:
         server.should_exit = True
         thread.join()
     listener.close()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, int]]:
+    with listening(HttpSettings(port=0)) as where:
+        yield where
 
 
 def said(address: tuple[str, int], *parts: bytes, pause: float = 0.0) -> bytes:
@@ -210,3 +220,18 @@ def test_too_many_connections_are_turned_away_and_those_that_are_go_on(
     monkeypatch.undo()
     first.close()
     assert b" 200 " in said(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here, which makes the certificate")
+def test_https_is_served_with_a_certificate_and_plain_http_is_not(tmp_path: Path) -> None:
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-subj", "/CN=localhost")
+    made = ["openssl", "req", "-x509", "-nodes", *kind, "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run([*made, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    with listening(HttpSettings(port=0, tls_cert=cert, tls_key=key)) as (_, port):
+        knows_it = ssl.create_default_context(cafile=cert)
+        client = HTTPSConnection("localhost", port, timeout=20, context=knows_it)
+        client.request("GET", "/health")
+        assert client.getresponse().read() == b'{"status":"ok"}'
+        client.close()
+        assert said(("127.0.0.1", port), b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""

@@ -97,12 +97,13 @@ class WatchedDrawing(WatchedDrafter):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A verify of `chain`, which came from `source`, after `base_len` tokens, by the rule that `kind` names."""
+    """A verify of `chain`, a tree with `parents`, from `source`, after `base_len` tokens, by the rule `kind` names."""
 
     base_len: int
     chain: tuple[int, ...]
     source: str
     kind: str = "coupled"
+    parents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,13 @@ class Cluster(HonestWorkers):
         after_draft: Callable[[TokenTree, Sequence[int]], None] | None = None,
         colocated: LoadedModel | None = None,
         kv_memory: int = 0,
+        trees: bool = False,
     ) -> None:
-        """`colocated`: what the target drafts with by itself. `kv_memory`: bytes that each worker may keep texts in."""
+        """`colocated`: what the target drafts with by itself. `kv_memory`: bytes that each worker may keep texts in.
+
+        `trees`: of drafts, where the target verifies them.
+        """
+        self._trees = trees
         self._model, self._clock, self._schedule = target, clock, schedule
         self._rng = random.Random(seed)
         self._own, self._kv_memory, self._policy = colocated, kv_memory, policy
@@ -189,7 +195,8 @@ class Cluster(HonestWorkers):
     @property
     def target_abilities(self) -> Abilities:
         own = (OwnDrafter("draft"),) if self._own is not None else ()
-        return replace(abilities(self._model), drafters=own)
+        trees = self._trees and self.target.verifies_trees
+        return replace(abilities(self._model), drafters=own, trees=trees)
 
     def notes(self) -> list[str]:
         return [] if self.target_abilities.chains else [f"speculation is off: {self.target_abilities.why}"]
@@ -279,7 +286,11 @@ class Cluster(HonestWorkers):
         if isinstance(last, Broke) or not isinstance(last, Ended):
             raise RuntimeError(f"the request broke: {last}")
         sources = self._recorder.sources  # what prolongs plain rounds proposes nothing
-        rounds = [Round(v.base_len, v.chain, sources[v.round], v.kind) for v in self._verifies if v.round in sources]
+        rounds = [
+            Round(v.base_len, v.chain, sources[v.round], v.kind, v.parents)
+            for v in self._verifies
+            if v.round in sources
+        ]
         return Run(self._tokens[prompt_len:], last.reason, last.timings, rounds, last.notes, self._logprobs)
 
     def _tell(self, event: ToFront) -> None:
@@ -314,13 +325,19 @@ class Cluster(HonestWorkers):
             self.rounds.handle("target-0", message, self._clock())
             if isinstance(message, Outcome) and message.drafted is not None:
                 self._verifies.append(
-                    Verify(message.request, message.epoch, message.round, message.base_len, message.drafted)
+                    Verify(
+                        message.request,
+                        message.epoch,
+                        message.round,
+                        message.base_len,
+                        message.drafted,
+                        parents=message.drafted_parents,
+                    )
                 )
             if isinstance(message, Outcome) and message.onward is not None and not self._going_on:
                 base_len = message.base_len + message.accepted + 1
-                self._verifies.append(
-                    Verify(message.request, message.epoch, message.round + 1, base_len, message.onward)
-                )
+                place = message.request, message.epoch, message.round + 1, base_len
+                self._verifies.append(Verify(*place, message.onward, parents=message.onward_parents))
         return True
 
     def _draft(self, turns: int) -> Iterator[Message]:

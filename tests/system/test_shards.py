@@ -26,6 +26,7 @@ from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import WorkerError
 from outrider.target_worker.certificate import Claim, certify
 from outrider.target_worker.ranks.local import free_ports
+from tests.target_worker.heads import markov_llama, write_feature_head
 
 LIMIT = 120.0
 PROMPT = "def fibonacci(n):"
@@ -113,6 +114,24 @@ def test_a_drafter_may_live_in_rank_0_and_what_can_t_be_shared_is_refused(whole:
     until_gone(left)
     with pytest.raises(WorkerError, match="this llama model can't be shared out among 3 ranks"):
         LocalCluster(shards=3, draft_backend="none", mode="ar")
+
+
+@pytest.mark.skipif(not LONG_FORM, reason="starts one more cluster; OUTRIDER_RANKS=1 does")
+def test_a_head_may_live_in_rank_0_unless_it_needs_the_whole_output_layer(tmp_path: Path) -> None:
+    target = markov_llama(tmp_path / "target")
+    head = write_feature_head(tmp_path / "head", target)
+    params = SamplingParams(max_tokens=24, temp=0.8, seed=3, ignore_eos=True)
+    heads = [head, "early-exit"]
+    with LocalCluster(
+        model=tmp_path / "target", draft_backend="none", head=heads, shards=2, ngrams=False, memory=False
+    ) as cluster:
+        client = cluster.client(LIMIT)
+        alone, by_head = (client.generate([40, 41, 42], params, mode=mode) for mode in ("ar", "sd"))
+        left = ranks(cluster)
+    assert alone.token_ids == by_head.token_ids
+    assert [one.name for one in by_head.timings.draft_n_accepted_by] == ["eagle3"]
+    assert any("early-exit is left out" in note and "expected no shards" in note for note in by_head.notes)
+    until_gone(left)
 
 
 @pytest.mark.skipif(not LONG_FORM, reason="starts two more clusters; OUTRIDER_RANKS=1 does")

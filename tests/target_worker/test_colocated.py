@@ -221,10 +221,10 @@ def test_several_draft_in_company_what_each_drafts_alone(monkeypatch: pytest.Mon
     class Fails(Exception):
         pass
 
-    def turn(self: OwnDraft, tokens: list[int], depth: int) -> Any:
+    def turn(self: OwnDraft, tokens: list[int], depth: int, least: float = 1.0) -> Any:
         if tokens[:2] == [5, 5] and len(tokens) > 12:
             raise Fails
-        return own_turn(self, tokens, depth)
+        return own_turn(self, tokens, depth, least)
 
     own_turn = OwnDraft.turn
     monkeypatch.setattr(OwnDraft, "turn", turn)

@@ -107,6 +107,14 @@ def assert_as_fresh(talk: Talk, running: Running) -> None:
             assert float(mx.abs(a - b).max().item()) < 1e-3
 
 
+@pytest.fixture(scope="module")
+def spoken(target: LoadedModel) -> tuple[list[int], list[int]]:
+    """Two turns without a head."""
+    talk = Talk(target, None)
+    first = talk.turn("a", PROMPT)
+    return first, talk.turn("b", [*first, *NEW])
+
+
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many features each catching up took."""
@@ -122,15 +130,17 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("made", [mtp_head, latent_head, parallel_head, convolving_head])
-def test_a_second_turn_reads_what_is_new_and_knows_all(target: LoadedModel, made: Heads, fed: list[int]) -> None:
-    talk, alone = Talk(target, made(target)), Talk(target, None)
+def test_a_second_turn_reads_what_is_new_and_knows_all(
+    target: LoadedModel, made: Heads, spoken: tuple[list[int], list[int]], fed: list[int]
+) -> None:
+    talk = Talk(target, made(target))
     first = talk.turn("a", PROMPT)
-    assert fed[0] == len(PROMPT)
+    assert first == spoken[0] and fed[0] == len(PROMPT)
     fed.clear()
     running = talk.begin("b", [*first, *NEW])
     assert talk.cached >= len(first) - 2
     talk.write("b")
-    assert running.slot.tokens == alone.turn("b", [*first, *NEW])
+    assert running.slot.tokens == spoken[1]
     assert fed[0] <= len(NEW) + 3
     assert_as_fresh(talk, running)
 

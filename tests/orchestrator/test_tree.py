@@ -1,0 +1,157 @@
+"""The best tree of what all have said: the heaviest nodes, as many as pay, in the order of the likeliest branch."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.merging import merged, worth_telling
+from outrider.orchestrator.core.ngram import NgramIndex
+from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.tree import Drafts, grown
+from outrider.protocol.messages import Beside, Outcome, Span
+from outrider.protocol.origins import Origin
+from outrider.protocol.trees import fault, lines
+from tests.orchestrator.test_copies import estimates
+
+FREE = (0.0,) * 40
+
+
+def flat(rows: int) -> float:
+    return 1.0 + 0.01 * (rows - 1)
+
+
+def steep(rows: int) -> float:
+    """An M3 Ultra with 4-bit weights."""
+    return {1: 1.0, 2: 1.83, 3: 2.6, 4: 3.26}.get(rows, 3.26 + 0.71 * (rows - 4))
+
+
+def drafted(*odds: float) -> Drafts:
+    drafts = Drafts()
+    drafts.add(range(10, 10 + len(odds)), odds, Origin.PREPARED)
+    return drafts
+
+
+def test_a_chain_is_what_comes_of_one() -> None:
+    found = grown(drafted(0.9, 0.8, 0.7), flat)
+    assert (found.tokens, found.parents) == ((10, 11, 12), ())
+    assert found.expects == pytest.approx(1 + 0.9 + 0.72 + 0.504)
+    assert found.by == (Origin.PREPARED,) * 3
+
+
+def test_rows_that_cost_more_than_their_tokens_bring_are_left_out() -> None:
+    assert grown(drafted(0.9, 0.8, 0.7), steep).tokens == (10,)
+    assert grown(drafted(0.7, 0.5), steep).tokens == ()
+    assert grown(drafted(0.9, 0.8, 0.05), flat, worth=6.0).tokens == (10, 11)
+
+
+def test_a_cliff_of_the_cost_is_seen_behind_a_plain() -> None:
+    """Where rows cost nothing up to the next tile a tree fills the tile."""
+    drafts = drafted(0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
+    assert len(grown(drafts, lambda rows: 1.0 if rows <= 4 else 4.0).tokens) == 3
+    assert len(grown(drafts, lambda rows: 1.0 if rows <= 8 else 4.0).tokens) == 7
+
+
+def test_what_several_said_stands_once_and_the_rest_forks() -> None:
+    drafts = drafted(0.6, 0.7, 0.7)
+    drafts.add((10, 5, 6), (0.3, 0.25, 0.9), Origin.COPIED)
+    drafts.add((4,), (0.35,), Origin.GUESSED)
+    found = grown(drafts, flat)
+    assert not fault(found.tokens, found.parents)
+    assert lines(found.tokens, found.parents) == [[10], [10, 11], [10, 11, 12], [10, 5], [10, 5, 6], [4]]
+    assert found.by == (Origin.PREPARED,) * 3 + (Origin.COPIED,) * 2 + (Origin.GUESSED,)
+
+
+def test_of_tokens_that_exclude_each_other_no_more_than_one_is_expected() -> None:
+    drafts = drafted(0.8)
+    drafts.add((5,), (0.8,), Origin.COPIED)
+    assert grown(drafts, flat).expects == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_heaviest_nodes_are_the_best_tree_of_their_number(seed: int) -> None:
+    """Against every tree that there is."""
+    draws, drafts = random.Random(seed), Drafts()
+    for _ in range(3):
+        tokens = [draws.randrange(3) for _ in range(3)]
+        drafts.add(tokens, [draws.uniform(0.05, 0.3) for _ in tokens], Origin.DRAFTED)
+    whole = grown(drafts, lambda rows: 1.0)
+    masses: list[float] = []
+    nodes = {tuple(down): node for node, down in enumerate(lines(whole.tokens, whole.parents or range(-1, 9)))}
+    for down in nodes:
+        at, mass = drafts.root, 1.0
+        for token in down:
+            at = at.children[token]
+            mass *= at.odds
+        masses.append(mass)
+    for size in range(1, len(masses) + 1):
+        best = max(
+            sum(masses[nodes[down]] for down in chosen)
+            for chosen in combinations(nodes, size)
+            if all(down[:-1] in chosen or len(down) == 1 for down in chosen)
+        )
+        assert grown(drafts, lambda rows: 1.0, most=size).expects == pytest.approx(1.0 + best)
+
+
+def hit(*chain: int) -> Proposal:
+    return Proposal(chain, Source.CACHE, Lookup.HIT, drafter="draft-0")
+
+
+def test_a_copy_that_says_otherwise_stands_beside_the_branch() -> None:
+    known, ngrams = estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
+    for _ in range(50):
+        known.saw_beside(ngrams.lookup(4), (3, 4, 5, 6))
+    found = merged(known, ngrams, hit(3, 9, 9), (), room=50)
+    assert found is not None and found.lookup is Lookup.HIT and found.drafter == "draft-0"
+    assert [3, 9, 9] in lines(found.chain, found.parents) and [3, 4, 5, 6] in lines(found.chain, found.parents)
+    assert found.by.count(Origin.PREPARED) == len(found.own) == 3
+    assert [found.chain[node] for node in found.own] == [3, 9, 9]
+
+
+def test_where_all_agree_or_rows_are_dear_there_is_no_tree() -> None:
+    ngrams = NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
+    assert merged(estimates(), ngrams, hit(3, 4, 5), (), room=50) is None
+    assert merged(estimates(), ngrams, hit(), (), room=50) is None
+    dear = estimates(row_ms=9.0, drafted=1)
+    assert merged(dear, ngrams, hit(8), (), room=50) is None
+    assert worth_telling(dear, True) == 1.0 and worth_telling(estimates(), False) == 1.0
+    assert 0.0 < worth_telling(estimates(row_ms=0.1), True) < 0.3
+
+
+def test_what_the_drafter_thought_next_best_stands_beside_its_tokens() -> None:
+    beside = Beside((7, 8, 6), (-1, 0, 2), (0.5, 0.5, 0.5))
+    found = merged(estimates(), NgramIndex(), hit(3, 4), (), room=50, beside=beside)
+    assert found is not None and Origin.GUESSED in found.by
+    assert [7] in lines(found.chain, found.parents) and [3, 8] in lines(found.chain, found.parents)
+    assert 6 not in found.chain, "what it stood behind was cut off"
+
+
+def test_nothing_deeper_than_there_is_room() -> None:
+    found = merged(estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2)), hit(9, 9), (), room=2)
+    assert found is None or found.depth <= 2
+
+
+def test_an_outcome_of_a_tree_names_the_branch_that_holds() -> None:
+    tree = Proposal((3, 9, 4, 5), Source.CACHE, parents=(-1, 0, 0, 2), by=(Origin.PREPARED,) * 2 + (Origin.COPIED,) * 2)
+
+    def outcome(accepted: int, path: tuple[int, ...] | None = None) -> Outcome:
+        return Outcome("r", 0, 1, 9, accepted, 7, Span(0, 1), path=path)
+
+    assert tree.nodes(outcome(2)) == (0, 1) and tree.nodes(outcome(3, (0, 2, 3))) == (0, 2, 3)
+    assert tree.origins((0, 2, 3)) == (Origin.PREPARED, Origin.COPIED, Origin.COPIED, Origin.TARGET)
+    assert tree.along((0, 2, 3)) == 1 and tree.depth == 3 and tree.line == (3, 9)
+    for wrong in (outcome(3), outcome(2, (0,)), outcome(1, (2,)), outcome(2, (0, 4)), outcome(2, (1, 0))):
+        assert tree.nodes(wrong) is None
+    assert Proposal((3, 9)).nodes(outcome(2)) == range(2) and Proposal((3, 9)).nodes(outcome(3)) is None
+
+
+def test_copies_that_a_drafter_contradicts_are_judged_by_themselves() -> None:
+    found = Estimates()
+    copy = NgramIndex((1, 2, 3, 4, 5, 1, 2)).lookup(3)
+    before = found.copied(copy.matched).rate(0)
+    for _ in range(30):
+        found.saw_beside(copy, (9,))
+    assert found.beside(copy.matched).rate(0) < 0.05 and found.copied(copy.matched).rate(0) == before

@@ -1,0 +1,66 @@
+"""While there is nothing to tell a stream says that it goes on: each API in what means nothing to its readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
+from outrider.server.answers import chat_events, completion_events, message_events, telling
+from outrider.server.answers.parts import Splitter
+from outrider.server.answers.run import News, Reading
+from outrider.server.problems import problem_of
+
+
+class Prompt:
+    """A run that reads a prompt, is silent and then breaks off."""
+
+    over = False
+
+    def __init__(self) -> None:
+        self._news: list[list[News]] = [[Reading(0, 512, 4096)], [], [Reading(0, 4096, 4096)]]
+
+    async def news(self, patience: float) -> list[News]:
+        assert patience == telling.SILENCE_SECONDS
+        self.over = len(self._news) == 1
+        return self._news.pop(0)
+
+
+Tells = Callable[[AsyncIterator[Any]], AsyncIterator[bytes]]
+HEADS: dict[str, Tells] = {
+    "chat": lambda told: chat_events.chunks(chat_events.Head("m", 1, 5, len), told, 1, False),  # type: ignore[arg-type]
+    "completions": lambda told: completion_events.chunks(completion_events.Head("m", 1, 5, [""]), told, False),
+}
+
+
+def events(tells: Tells) -> list[bytes]:
+    """All that is told of such a run."""
+
+    async def read() -> list[bytes]:
+        told = telling.telling(Prompt(), [Splitter()])  # type: ignore[arg-type]
+        return [event async for event in tells(told)]
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("api", HEADS)
+def test_comments_tell_how_much_is_read_and_that_silence_is_no_end(api: str) -> None:
+    comments = [event for event in events(HEADS[api]) if event.startswith(b":")]
+    assert comments == [b": prompt 512/4096\n\n", b": still here\n\n", b": prompt 4096/4096\n\n"]
+
+
+def test_anthropics_readers_are_sent_pings() -> None:
+    head = message_events.Head("m", 1, 5, lambda choice: None)
+    pings = [event for event in events(lambda told: message_events.events(head, told)) if b"message_start" not in event]
+    assert pings == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ServerBusy("x"), 429), (EndpointError("x"), 503), (WorkerError("x"), 503)]
+)
+def test_who_has_to_wait_is_told_when_to_ask_again(error: OutriderError, status: int) -> None:
+    problem = problem_of(error)
+    assert problem.status == status and int(problem.headers["retry-after"]) > 0

@@ -1,0 +1,70 @@
+"""Trees of drafts of every origin leave the text alone: real workers, whatever proposes and whenever it comes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import depths
+from tests.system.cluster import MIXED, Cluster, Run
+from tests.system.same import check_same
+from tests.system.test_identity import PROMPT, SAMPLINGS
+
+Make = Callable[..., Cluster]
+Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
+Small = Callable[..., tuple[LoadedModel, LoadedModel]]
+LENGTH = SAMPLINGS["greedy"].max_tokens
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
+
+
+@pytest.fixture
+def check(small_pair: Small, plain: Plain) -> Callable[[Run, str], None]:
+    def same_as_alone(run: Run, sampling: str) -> None:
+        target, params = small_pair("self")[0], SAMPLINGS[sampling]
+        check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
+        for round_ in run.rounds:
+            deepest = max(depths(round_.parents), default=len(round_.chain) - 1) + 1
+            assert round_.base_len + deepest < len(PROMPT) + LENGTH
+
+    return same_as_alone
+
+
+@every_sampling
+@pytest.mark.parametrize("draft", ["model", "random"])
+@pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
+def test_text_with_trees_is_the_text_alone(
+    make_cluster: Make, check: Callable[[Run, str], None], sampling: str, draft: str, mode: str
+) -> None:
+    cluster = make_cluster(draft, depth=4, branches=8, schedule=MIXED, seed=2, trees=True)
+    for _ in range(2):  # what the first one taught changes no token
+        check(cluster.run(PROMPT, SAMPLINGS[sampling], mode), sampling)
+
+
+@every_sampling
+@pytest.mark.parametrize("draft", ["model", "random"])
+def test_a_model_beside_the_target_drafts_trees(
+    make_cluster: Make, small_pair: Small, check: Callable[[Run, str], None], sampling: str, draft: str
+) -> None:
+    cluster = make_cluster(None, colocated=small_pair(draft)[1], depth=4, trees=True)
+    for _ in range(2):
+        check(cluster.run(PROMPT, SAMPLINGS[sampling], "sd"), sampling)
+
+
+def test_trees_come_of_every_origin_and_are_told_by_it(make_cluster: Make, small_pair: Small) -> None:
+    """Else identity would be cheap."""
+    held: Counter[str] = Counter()
+    forked = 0
+    for seed in range(6):
+        cluster = make_cluster("model", depth=4, branches=8, schedule=MIXED, seed=seed, trees=True)
+        for sampling in SAMPLINGS.values():
+            run = cluster.run(PROMPT, sampling, "ssd")
+            forked += sum(bool(round_.parents) for round_ in run.rounds)
+            found = {tally.name: tally.count for tally in run.timings.draft_n_accepted_from}
+            assert sum(found.values()) == run.timings.draft_n_accepted
+            held.update(found)
+    assert forked > 20, held
+    assert min(held[name] for name in ("prepared", "guessed")) > 3, held
