@@ -329,7 +329,7 @@ class TargetWorker:
             told += running.ear.told()
             if running.ear.fault:
                 told.append(Remark(self._link.name, running.ear.fault))
-                running.ear = running.slot.listener = None
+                running.ear = None
         return told
 
     def _answer(self, settled: Settled) -> Message | None:

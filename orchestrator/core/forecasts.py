@@ -90,7 +90,7 @@ class Forecasts:
             rate = sd_rate if mode == "sd" else ssd_rate
             found += [(Plan(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
         best = max(rate for _, rate in found)
-        widest = max(plan.branches for plan, rate in found if rate >= NEAR * best)
+        widest = max(plan.branches for plan, rate in found if rate >= min(NEAR * best, best))
         return max((one for one in found if one[0].branches == widest), key=lambda forecast: forecast[1])
 
     def _own(self, drafter: str, depth: int) -> Forecast:

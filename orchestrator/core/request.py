@@ -90,7 +90,8 @@ class Request:
     them. `reads`: the round under way begins with reading all tokens. `deaths` of the target in a row, while this was
     under way there and got no token; `losses`: the same of each drafter, by name. `drifts`: how drafters of the
     target's process do; `left_out`: those that are of no use any more. `heard_ns`: when the target was last
-    heard to get on with it, or asked again. `takes_trees`: of drafts.
+    heard to get on with it, or asked again. `takes_trees`: of drafts. `side`: which half it alternates with; `held`: a
+    chain that has come and waits until the other half was verified.
     """
 
     admit: Admit
@@ -119,6 +120,8 @@ class Request:
     drifts: dict[str, Drift] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
     heard_ns: int = 0
+    side: int = 0
+    held: Proposal | None = None
     account: Account = field(default_factory=Account)
     records: RoundRecords | None = None
     takes_trees: bool = False
@@ -164,6 +167,7 @@ class Request:
         """
         self.epoch += 1
         self.halted, self.waiting, self.proposal, self.prepared = False, None, Proposal(), {}
+        self.held = None
         self.cache.start()
         self.account.lost()
         if self.records is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from outrider.orchestrator.core.alternation import Alternation
 from outrider.orchestrator.core.beginning import begun
 from outrider.orchestrator.core.cache_room import CacheRoom
 from outrider.orchestrator.core.crew import Crew
@@ -27,7 +28,7 @@ from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
 from outrider.orchestrator.core.request import Request, RoundSettings, Settled
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
-from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
+from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain, wait_for_others
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
 from outrider.protocol.messages import (
     Branches,
@@ -70,6 +71,7 @@ class Rounds:
         self._requests: dict[str, Request] = {}
         self._proposer = Proposer(self._planner.estimates, settings.full_depth)
         self._outage = Outage(self._open)
+        self._alternation = Alternation(self._planner.estimates)
 
     @property
     def active(self) -> int:
@@ -95,6 +97,7 @@ class Rounds:
         self._planner.turn_to(len(self._requests) + 1, reading=True)
         request = begun(admit, self._workers, self._planner, self._room_for_branches, now_ns)
         admit = request.admit
+        request.side = self._alternation.side(self._requests.values())
         self._requests[request.id] = request
         self._outage.admit(request)
         self._workers.let_go()
@@ -158,6 +161,7 @@ class Rounds:
         settled: list[Settled] = []
         for sender, message in arrived:
             self._hear(sender, message, now_ns, settled)
+        self._let_turn(now_ns)
         if settled:
             self._workers.let_go()
         for one in settled:
@@ -308,7 +312,12 @@ class Rounds:
             return
         self._ledger.drafted(request, sender, message, now_ns)
         self._planner.drafted(message, waiting, now_ns)
-        self._verify(request, self._proposer.drafted(request, sender, message, self._room(request)), now_ns)
+        proposal = self._proposer.drafted(request, sender, message, self._room(request))
+        if self._alternation.holds(request, self._requests.values()):
+            request.held = proposal
+            request.waiting = wait_for_others(self._planner.estimates, waiting, request.depth, now_ns)
+        else:
+            self._verify(request, proposal, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
         """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""
@@ -401,6 +410,12 @@ class Rounds:
             self._ledger.asked(request, False, now_ns)
         request.waiting = wait_for_branch(self._planner.estimates, request, step, self._settings.full_depth, now_ns)
 
+    def _let_turn(self, now_ns: int) -> None:
+        """Chains that waited for the other half leave, once that was verified; all of a half together."""
+        held = [request for request in self._requests.values() if request.held is not None]
+        for request in [one for one in held if not self._alternation.holds(one, self._requests.values())]:
+            self._end_wait(request, now_ns)
+
     def _room(self, request: Request) -> int:
         return room(request, self._workers.target_context)
 
@@ -426,7 +441,8 @@ class Rounds:
     def _end_wait(self, request: Request, now_ns: int) -> None:
         """Where nobody is left to wait for."""
         if request.waiting and not request.awaits_drafters:
-            self._verify(request, self._proposer.as_it_is(request, self._room(request)), now_ns)
+            held, request.held = request.held, None
+            self._verify(request, held or self._proposer.as_it_is(request, self._room(request)), now_ns)
 
     def _finish(self, request: Request, reason: str) -> None:
         self._close(request)

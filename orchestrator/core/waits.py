@@ -38,3 +38,9 @@ def _in_company(estimates: Estimates, limit_ms: float) -> float:
     """Of several requests none that missed waits past the others' next forward, whatever keeps the drafter: it goes
     along in the one behind."""
     return limit_ms if estimates.active == 1 else min(limit_ms, estimates.verify_ms(1))
+
+
+def wait_for_others(estimates: Estimates, waiting: Waiting, depth: int, now_ns: int) -> Waiting:
+    """The wait of a chain that has come, until the other half was verified."""
+    limit_ms = longest_wait_ms(estimates.verify_ms(depth + 1))
+    return Waiting(waiting.asked_ns, now_ns + int(limit_ms * MILLISECOND_NS), missed=waiting.missed)
