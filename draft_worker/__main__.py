@@ -17,12 +17,11 @@ from outrider.drafting.replay import ReplayDrafter
 from outrider.engine.memory import Peak
 from outrider.engine.pace import Pace
 from outrider.grammar.compiler import TOKENIZER, Compiler
-from outrider.protocol import logs
+from outrider.protocol import logs, worker_process
 from outrider.protocol.errors import KeyFault, OutriderError
-from outrider.protocol.keyring import Keyring
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
-from outrider.protocol.worker_link import OrchestratorGone, WorkerLink
+from outrider.protocol.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ def main() -> int:
     options = _parser().parse_args()
     logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
     try:
-        keys = Keyring(options.keys).to_reach(options.endpoint, options.server_key)
+        keys = worker_process.keys_of(options)
     except KeyFault as fault:
         log.error("%s", fault)
         return fault.exit_code
@@ -71,45 +70,23 @@ def main() -> int:
             vocabulary=options.vocabulary,
             features=drafter.features if isinstance(drafter, HearingDrafter) else "",
         )
-        try:
-            link.enter(hello)
-        except OutriderError as error:
-            return link.failed(error)
         memory = Peak() if options.backend == "mlx" else None
         folder = Path(options.target or options.model)
         compiler = Compiler(folder) if (folder / TOKENIZER).is_file() else None
         worker = DraftWorker(far, drafter, POLICIES[options.fan_out], memory, compiler)
-        while True:
-            try:
-                worker.run()
-                return 0
-            except OrchestratorGone as gone:
-                log.warning("%s; this drafter waits for it, or for the next one", gone)
-                worker.forget()
-            try:
-                link.enter(hello)
-            except OutriderError as error:
-                return link.failed(error)
+        return worker_process.serve(link, hello, worker)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="draft_worker", description=__doc__)
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--name", default="draft-0")
+    worker_process.add_flags(parser, "draft-0")
     parser.add_argument("--backend", choices=NAMES, default="mlx")
     parser.add_argument("--model", required=True, help="a model directory; for replay, its script")
     parser.add_argument("--target", default="", help="the model whose hidden rows a head reads")
     parser.add_argument("--prefill", default="auto", help="who reads prompts for mlx: auto, mlx, coreml or a package")
     parser.add_argument("--fan-out", choices=sorted(POLICIES), default="best-first")
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
-    parser.add_argument("--parent-fd", type=int, default=None)
-    parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
-    parser.add_argument("--keys", type=Path, default=None, help="the folder of keys")
-    parser.add_argument("--server-key", default=None, help="the server's public key; else as the folder knows it")
     parser.add_argument("--vocabulary", default="", help="a digest of what the model's tokens stand for")
-    parser.add_argument("--log-level", default="warning")
-    parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
-    parser.add_argument("--log-fd", type=int, default=None, help="where the server that started it logs")
     return parser
 
 

@@ -12,12 +12,11 @@ from outrider.prefill_worker.mlx_reader import MlxReader
 from outrider.prefill_worker.package_reader import CoreMLReader
 from outrider.prefill_worker.reader import Reader, Tell
 from outrider.prefill_worker.worker import PrefillWorker
-from outrider.protocol import logs
+from outrider.protocol import logs, worker_process
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import KeyFault, OutriderError
-from outrider.protocol.keyring import Keyring
 from outrider.protocol.messages import Hello, Loading
-from outrider.protocol.worker_link import OrchestratorGone, WorkerLink
+from outrider.protocol.worker_link import WorkerLink
 
 READERS: dict[str, Callable[[str, Tell], Reader]] = {"mlx": MlxReader.load, "coreml": CoreMLReader.load}
 
@@ -28,7 +27,7 @@ def main() -> int:
     options = _parser().parse_args()
     logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
     try:
-        keys = Keyring(options.keys).to_reach(options.endpoint, options.server_key)
+        keys = worker_process.keys_of(options)
     except KeyFault as fault:
         log.error("%s", fault)
         return fault.exit_code
@@ -53,31 +52,14 @@ def main() -> int:
             files=digest(Path(options.model)),
         )
         worker = PrefillWorker(link, reader)
-        while True:
-            try:
-                link.enter(hello)
-                worker.run()
-                return 0
-            except OrchestratorGone as gone:
-                log.warning("%s; this prefill worker waits for it, or for the next one", gone)
-                worker.forget()
-            except OutriderError as error:
-                return link.failed(error)
+        return worker_process.serve(link, hello, worker)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prefill_worker", description=__doc__)
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--name", default="prefill-0")
+    worker_process.add_flags(parser, "prefill-0")
     parser.add_argument("--backend", choices=sorted(READERS), default="mlx")
     parser.add_argument("--model", required=True, help="the target's model directory")
-    parser.add_argument("--parent-fd", type=int, default=None)
-    parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
-    parser.add_argument("--keys", type=Path, default=None, help="the folder of keys")
-    parser.add_argument("--server-key", default=None, help="the server's public key; else as the folder knows it")
-    parser.add_argument("--log-level", default="warning")
-    parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
-    parser.add_argument("--log-fd", type=int, default=None, help="where the server that started it logs")
     return parser
 
 

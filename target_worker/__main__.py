@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.protocol import logs
+from outrider.protocol import logs, worker_process
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.heads import DRAFT_MODEL, HEADS, names_of
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
-from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, end_with_parent
+from outrider.protocol.worker_link import WorkerLink, end_with_parent
 from outrider.target_worker.ranks.local import RANK, LocalRanks
 
 if TYPE_CHECKING:
@@ -128,22 +128,12 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
             number_format=model.number_format,
             features=teller.features if teller is not None else "",
         )
-        while True:
-            try:
-                link.enter(hello)
-                worker.run()
-                return 0
-            except OrchestratorGone as gone:
-                log.warning("%s; this target waits for it, or for the next one", gone)
-                worker.forget()
-            except OutriderError as error:
-                return link.failed(error)
+        return worker_process.serve(link, hello, worker)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="target_worker", description=__doc__)
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--name", default="target-0")
+    worker_process.add_flags(parser, "target-0", far=False)
     parser.add_argument("--model", required=True)
     drafts = f"drafts in this process: {DRAFT_MODEL}, a model of its own, or a head: {', '.join(HEADS)}; several may"
     parser.add_argument("--own", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
@@ -152,11 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--shards", type=int, default=1, help="as many ranks on this machine, each a part of the model")
     parser.add_argument("--shard", action="store_true", help="this is one of the ranks that mlx.launch has started")
-    parser.add_argument("--parent-fd", type=int, default=None)
-    parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
-    parser.add_argument("--log-level", default="warning")
-    parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
-    parser.add_argument("--log-fd", type=int, default=None, help="where the server that started it logs")
     return parser
 
 

@@ -1,0 +1,65 @@
+"""What all worker processes have in common: their flags, their keys, and how they serve one orchestrator after another.
+
+Knows the link; knows nothing of what a worker does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from outrider.protocol import logs
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.keyring import Keyring
+from outrider.protocol.keys import ClientKeys
+from outrider.protocol.messages import Hello
+from outrider.protocol.worker_link import OrchestratorGone, WorkerLink
+
+log = logging.getLogger(__name__)
+
+
+class Served(Protocol):
+    """A worker's loop."""
+
+    def run(self) -> None:
+        """Until it is told to shut down. Raises OrchestratorGone to one that a person started."""
+        ...
+
+    def forget(self) -> None:
+        """Nobody wants anything of it any more."""
+        ...
+
+
+def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> None:
+    """`far`: it may be on another machine than its orchestrator."""
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--name", default=name)
+    parser.add_argument("--parent-fd", type=int, default=None)
+    parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
+    if far:
+        parser.add_argument("--keys", type=Path, default=None, help="the folder of keys")
+        parser.add_argument("--server-key", default=None, help="the server's public key; else as the folder knows it")
+    parser.add_argument("--log-level", default="warning")
+    parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
+    parser.add_argument("--log-fd", type=int, default=None, help="where the server that started it logs")
+
+
+def keys_of(options: argparse.Namespace) -> ClientKeys | None:
+    """What it comes in with. Raises KeyFault: it needs keys, and one is missing or can't be used."""
+    return Keyring(options.keys).to_reach(options.endpoint, options.server_key)
+
+
+def serve(link: WorkerLink, hello: Hello, worker: Served) -> int:
+    """Says HELLO and runs until the end; where the orchestrator goes, for the next one. The code to exit with."""
+    while True:
+        try:
+            link.enter(hello)
+            worker.run()
+            return 0
+        except OrchestratorGone as gone:
+            log.warning("%s; this %s worker waits for it, or for the next one", gone, hello.role)
+            worker.forget()
+        except OutriderError as error:
+            return link.failed(error)
