@@ -25,6 +25,7 @@ from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
 
@@ -62,7 +63,8 @@ def measure(head: Path | None, prompts: Sequence[Sequence[int]], options: argpar
     name = DRAFT if head is None else head.name
     found = []
     with LocalCluster(
-        draft_model=str(head) if head else None,
+        model=str(EMBEDDED_TARGET),
+        draft_model=str(head or EMBEDDED_DRAFT),
         draft_backend="auto" if head else "mlx",
         colocate=head is None,
         ngrams=False,
