@@ -125,6 +125,13 @@ class Said:
     chain: tuple[int, ...]
     places: Sequence[Place]
 
+    def teach(self, calibration: Calibration, tokens: Sequence[int]) -> None:
+        """What became final instead."""
+        accepted = _common(self.chain, tokens[:-1])
+        points = [place.point for place in self.places[: accepted + 1]]
+        others = self.places[accepted].others if accepted < len(self.places) else ()
+        calibration.learn(points, len(self.chain), accepted, _rank(others, tokens[accepted]))
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -163,7 +170,7 @@ class WorkAhead:
         self._fan_out = fan_out
         self._calibration = calibration
         self._plan: Plan | None = None
-        self._said: Said | None = None
+        self.said: Said | None = None
         self._behind: list[int] = []  # committed, and not yet fed
         self._wanted = Wanted(None, 0, 0)
 
@@ -205,7 +212,7 @@ class WorkAhead:
         last one's work is done.
         """
         self._learn(tokens)
-        self._said = None
+        self.said = None
         self._wanted = Wanted(None if verifying is None else tuple(verifying), depth, branches, skip, least)
         if not self._behind and not self._is_blind:
             known = self._known(tokens)
@@ -249,7 +256,7 @@ class WorkAhead:
         if not self._tells_others:
             return Continuation(chain, self._drawn_from(nodes))
         places = self._places(chain, nodes)
-        self._said = Said(chain, places)
+        self.said = Said(chain, places)
         tree = with_others(chain, places, self._calibration, self._wanted.least)
         return Continuation(tree.tokens, None, tree.parents, tree.odds)
 
@@ -424,11 +431,8 @@ class WorkAhead:
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Counts what the outcome (k, t) of the prepared chain was, before the tree forgets it."""
-        if self._said is not None and tokens:
-            said, accepted = self._said, _common(self._said.chain, tokens[:-1])
-            points = [place.point for place in said.places[: accepted + 1]]
-            others = said.places[accepted].others if accepted < len(said.places) else ()
-            self._calibration.learn(points, len(said.chain), accepted, _rank(others, tokens[accepted]))
+        if self.said is not None and tokens:
+            self.said.teach(self._calibration, tokens)
         plan = self._plan
         if plan is None or not tokens:
             return

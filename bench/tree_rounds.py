@@ -1,0 +1,146 @@
+"""Texts that are known, gone through by rounds of trees: of a size, or of what a cost curve says is best.
+
+What is drafted, how odds are learned and how drafts merge is the product's own; verifying is comparing with the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafting.begin import begin
+from outrider.drafting.beside import with_others
+from outrider.drafting.calibration import Calibration
+from outrider.drafting.drafter import Drafter
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.together import Together
+from outrider.drafting.work_ahead import Said
+from outrider.orchestrator.core.copies import LONGEST_COPY
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.ngram import Copy, NgramIndex
+from outrider.orchestrator.core.tree import LARGEST, Drafts, Grown, grown
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.origins import Origin
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import DraftTree, depths, line, spine, walk
+
+Cost = Callable[[int], float]
+DEPTH = 12
+EVERYTHING, CHAIN = 0.001, 0.999  # which tokens are told beside a chain's: nearly all, none
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Who drafts, and how large trees are: `most` nodes, or by `cost` as many as pay."""
+
+    name: str
+    model: bool = True
+    beside: bool = False
+    copies: bool = False
+    most: int = LARGEST
+    cost: Cost = lambda rows: 1.0
+
+
+@dataclass(slots=True)
+class Found:
+    """What a way brought: sums over `rounds`."""
+
+    rounds: int = 0
+    tokens: int = 0
+    expected: float = 0.0
+    nodes: int = 0
+    forks: int = 0
+    cost: float = 0.0
+    by: dict[Origin, int] = field(default_factory=dict)
+
+    @property
+    def per_verify(self) -> float:
+        return self.tokens / max(self.rounds, 1)
+
+    @property
+    def predicted(self) -> float:
+        return self.expected / max(self.rounds, 1)
+
+
+class Learned:
+    """What rounds have taught of a drafter and of copies."""
+
+    def __init__(self) -> None:
+        self.calibration, self.estimates = Calibration(), Estimates()
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt, how it goes on, and what a drafter `said` at each place of that."""
+
+    prompt: tuple[int, ...]
+    rest: tuple[int, ...]
+    said: tuple[Said, ...]
+
+
+def thoughts(prompt: Sequence[int], rest: Sequence[int], sampling: SamplingParams, drafter: Drafter) -> list[Said]:
+    """What the drafter says and thinks at each place of a text, as it does at the beginning of a round there."""
+    work = begin(drafter, prompt, sampling, (), POLICIES["uniform"], Calibration())
+    together, found = Together(drafter), []
+    for at in range(len(rest) - DEPTH):
+        work.commit(rest[at - 1 : at] if at else (), None, DEPTH, 0, least=EVERYTHING)
+        (one,) = together.continuations([work], [DEPTH])
+        if isinstance(one, OutriderError) or work.said is None:
+            raise OutriderError(f"the drafter says nothing at place {at} of a text; expected {DEPTH} tokens")
+        found.append(work.said)
+    return found
+
+
+def in_rounds(text: Text, way: Way, learned: Learned, found: Found) -> None:
+    """The whole text in rounds of `way`; adds up what they brought."""
+    tokens, at = list(text.prompt), 0
+    ngrams = NgramIndex(tokens)
+    while at < len(text.said):
+        said, rest = text.said[at], text.rest[at:]
+        drafts = DraftTree()
+        if way.model:
+            drafts = with_others(said.chain, said.places, learned.calibration, EVERYTHING if way.beside else CHAIN)
+        copy = ngrams.lookup(LONGEST_COPY) if way.copies else Copy()
+        tree = merged(drafts, copy, way, learned)
+        parents = tree.parents or line(len(tree.tokens))
+        path = walk(tree.tokens, parents, [rest[0], *(rest[depth + 1] for depth in depths(parents))])
+        new = rest[: len(path) + 1]
+        _add(found, tree, path, way)
+        _learn(learned, said, copy, new, way)
+        at += len(new)
+        ngrams.extend(new)
+
+
+def _learn(learned: Learned, said: Said, copy: Copy, new: Sequence[int], way: Way) -> None:
+    if way.model:
+        said.teach(learned.calibration, new)
+    learned.estimates.saw_copy(copy, new)
+    if way.model and copy.chain and said.chain[0] != copy.chain[0]:
+        learned.estimates.saw_beside(copy, new)
+
+
+def merged(drafted: DraftTree, copy: Copy, way: Way, learned: Learned) -> Grown:
+    """The tree of this round, as the orchestrator would make it of these."""
+    drafts = Drafts()
+    if drafted.tokens:
+        count = len(spine(drafted.parents)) or len(drafted.tokens)
+        drafts.add(drafted.tokens[:count], drafted.odds[:count], Origin.DRAFTED)
+        drafts.add(drafted.tokens, drafted.odds, Origin.GUESSED, drafted.parents)
+    if copy.chain:
+        shared = drafts.shared(copy.chain)
+        estimates = learned.estimates
+        other = estimates.beside(copy.matched) if drafted.tokens and not shared else estimates.copied(copy.matched)
+        places = range(len(copy.chain))
+        drafts.add(copy.chain, [other.rate(max(place - shared, 0)) for place in places], Origin.COPIED)
+    return grown(drafts, way.cost, most=way.most)
+
+
+def _add(found: Found, tree: Grown, path: Sequence[int], way: Way) -> None:
+    found.rounds += 1
+    found.tokens += len(path) + 1
+    found.expected += tree.expects
+    found.nodes += len(tree.tokens)
+    found.forks += bool(tree.parents)
+    found.cost += way.cost(len(tree.tokens) + 1)
+    for node in path:
+        found.by[tree.by[node]] = found.by.get(tree.by[node], 0) + 1
