@@ -18,17 +18,16 @@ from outrider.orchestrator.core.dispatch import Dispatch, Workers
 from outrider.orchestrator.core.door import LATE, Door
 from outrider.orchestrator.core.ledger import Ledger
 from outrider.orchestrator.core.limits import room, up_to_end
+from outrider.orchestrator.core.next_round import NextRound
 from outrider.orchestrator.core.ngram import PIECE
 from outrider.orchestrator.core.outage import Outage
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.prefill import PrefillReadings
-from outrider.orchestrator.core.preparing import may_prepare, prepared
-from outrider.orchestrator.core.proposal import Proposal
-from outrider.orchestrator.core.proposals import Ask, Linger, Proposer, Step
+from outrider.orchestrator.core.proposals import Proposer
 from outrider.orchestrator.core.request import Request, RoundSettings, Settled
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
-from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain, wait_for_others
+from outrider.orchestrator.core.waits import wait_for_others
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
 from outrider.protocol.messages import (
     Branches,
@@ -70,6 +69,9 @@ class Rounds:
         self._crew = Crew(workers, self._door.told, self._planner.estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
         self._proposer = Proposer(self._planner.estimates, settings.full_depth)
+        self._next = NextRound(
+            workers, self._dispatch, self._crew, self._planner, self._proposer, self._ledger, settings.full_depth
+        )
         self._outage = Outage(self._open)
         self._alternation = Alternation(self._planner.estimates)
 
@@ -230,7 +232,7 @@ class Rounds:
         for request in list(self._requests.values()):
             if request.waiting and now_ns >= request.waiting.deadline_ns:
                 self._crew.overdue(request, now_ns)
-                self._end_wait(request, now_ns)
+                self._next.end_wait(request, now_ns)
             elif self._is_silent(request, now_ns):
                 request.heard_ns = now_ns
                 self._prefill.forget(request)
@@ -262,12 +264,12 @@ class Rounds:
             if self._outage.tries(request):
                 self._outage.acquit(request)
             elif outcome.onward is not None:
-                self._went_on(request, request.went_on(outcome, tuple(kept)), now_ns)
+                self._next.went_on(request, request.went_on(outcome, tuple(kept)), now_ns)
             else:
                 request.halted = False
                 self._planner.replan(request)
                 step = self._proposer.after(request, tuple(kept), self._room(request), now_ns)
-                self._take(request, step, now_ns)
+                self._next.take(request, step, now_ns)
         request.over = reason is not None
         return [Settled(request, ended, outcome, nodes, tuple(kept), reason)]
 
@@ -298,10 +300,10 @@ class Rounds:
             self._planner.branches(request, message, now_ns)
             request.branches_at_ns = now_ns
         if message.final:
-            self._prepare(request)
+            self._next.prepare(request)
         if request.waiting and request.waiting.outcome:
             step = self._proposer.serve(request, request.waiting.outcome, self._room(request), now_ns)
-            self._take(request, step, now_ns)
+            self._next.take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
         waiting, of_next = request.waiting, request.drafters[sender].is_awaited(message)
@@ -317,13 +319,13 @@ class Rounds:
             request.held = proposal
             request.waiting = wait_for_others(self._planner.estimates, waiting, request.depth, now_ns)
         else:
-            self._verify(request, proposal, now_ns)
+            self._next.verify(request, proposal, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
         """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""
         if sender in request.drafters:
             self._crew.open_again(request, sender)
-            self._end_wait(request, now_ns)
+            self._next.end_wait(request, now_ns)
             return
         request.suspend()
         self._open(request)
@@ -344,77 +346,11 @@ class Rounds:
         """The planner hears how many run, and whether prompts are still read."""
         self._planner.turn_to(len(self._requests), any(request.reads for request in self._requests.values()))
 
-    # --- what comes next ------------------------------------------------------------------------------------------
-
-    def _take(self, request: Request, step: Step, now_ns: int) -> None:
-        match step:
-            case Proposal():
-                self._verify(request, step, now_ns)
-            case Ask():
-                self._ask(request, step, now_ns)
-            case Linger():
-                self._linger(request, step, now_ns)
-
-    def _verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
-        """VERIFY to the target, and in the same breath COMMIT to the drafters."""
-        waited, request.waiting = request.waiting, None
-        self._begin_round(request, proposal.after_wait(waited.missed) if waited else proposal)
-        self._dispatch.verify(request)
-        self._under_way(request, now_ns)
-
-    def _begin_round(self, request: Request, proposal: Proposal) -> None:
-        request.round += 1
-        request.base_len = len(request.tokens)
-        request.proposal = proposal
-
-    def _under_way(self, request: Request, now_ns: int) -> None:
-        """The target has its round; the drafters are to prepare its outcomes."""
-        request.cache.start()
-        request.prepared = {}
-        if request.mode == "ssd" and request.drafters:
-            self._crew.prepare(request, now_ns)
-        request.branches_at_ns = now_ns
-        self._ledger.proposed(request, now_ns)
-        self._planner.proposed(request)
-
-    def _went_on(self, request: Request, proposal: Proposal, now_ns: int) -> None:
-        """The target has begun the next round by itself; it is told when that is to be the last such one."""
-        self._begin_round(request, proposal)
-        if not proposal.going_on:
-            self._under_way(request, now_ns)
-        elif not request.halted and (
-            self._planner.wants_other(request) or not self._proposer.stays(request, self._room(request))
-        ):
-            request.halted = True
-            self._dispatch.halt(request)
-
-    def _prepare(self, request: Request) -> None:
-        """PREPARE to the target, unless the controller may have another plan after this round."""
-        if not may_prepare(request) or self._planner.may_replan(request):
-            return
-        request.prepared = dict(prepared(request, self._proposer, self._workers.target_context))
-        if request.prepared:
-            self._dispatch.prepare(request)
-
-    def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
-        """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
-        self._ledger.asked(request, step.missed, now_ns)
-        if step.missed:
-            self._planner.missed(request)
-        request.waiting = wait_for_chain(self._planner.estimates, step, self._settings.full_depth, now_ns)
-        self._crew.ask(request, step.depth, now_ns)
-
-    def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
-        """Waits, again when a push leaves more to wait for."""
-        if request.waiting is None:
-            self._ledger.asked(request, False, now_ns)
-        request.waiting = wait_for_branch(self._planner.estimates, request, step, self._settings.full_depth, now_ns)
-
     def _let_turn(self, now_ns: int) -> None:
         """Chains that waited for the other half leave, once that was verified; all of a half together."""
         held = [request for request in self._requests.values() if request.held is not None]
         for request in [one for one in held if not self._alternation.holds(one, self._requests.values())]:
-            self._end_wait(request, now_ns)
+            self._next.end_wait(request, now_ns)
 
     def _room(self, request: Request) -> int:
         return room(request, self._workers.target_context)
@@ -436,13 +372,7 @@ class Rounds:
         self._crew.leave(request, drafter)
         self._planner.regain(request)
         request.note(f"speculation: {why}")
-        self._end_wait(request, now_ns)
-
-    def _end_wait(self, request: Request, now_ns: int) -> None:
-        """Where nobody is left to wait for."""
-        if request.waiting and not request.awaits_drafters:
-            held, request.held = request.held, None
-            self._verify(request, held or self._proposer.as_it_is(request, self._room(request)), now_ns)
+        self._next.end_wait(request, now_ns)
 
     def _finish(self, request: Request, reason: str) -> None:
         self._close(request)
