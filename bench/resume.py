@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+import zmq
+
 from outrider.bench.crowd.ask import Question, ask, ask_all
 from outrider.bench.crowd.chance import MODES, Sizes, question, subject
 from outrider.bench.crowd.reply import Arrival, Reply
@@ -31,11 +33,12 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import Dialogue
+from outrider.orchestrator.client.dialogue import Dialogue, Patience
 from outrider.orchestrator.client.result import Chunk
 from outrider.orchestrator.client.resumed import Resumed
 from outrider.protocol import values
 from outrider.protocol.errors import EndpointError
+from outrider.protocol.messages import Message
 from outrider.protocol.sampling import SamplingParams
 
 SIZES = Sizes(prompt=200, text=48)
@@ -67,15 +70,21 @@ class Cutting(Client):
     def __init__(self, endpoint: str, cuts: Cuts) -> None:
         super().__init__(endpoint)
         self._cuts = cuts
+        self._left: dict[str, int | None] = {}
 
     def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
-        until, seen = self._cuts.next(dialogue), 0
+        self._left[dialogue.request] = self._cuts.next(dialogue)
         for chunk in super().once(dialogue):
-            if until is not None and seen + len(chunk.token_ids) > until:
-                self._cuts.made += 1
-                raise EndpointError("the connection has broken")
-            seen += len(chunk.token_ids)
+            left = self._left[dialogue.request]
+            self._left[dialogue.request] = None if left is None else left - len(chunk.token_ids)
             yield chunk
+
+    def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message:
+        left = self._left.get(about or "")
+        if left is not None and left <= 0:
+            self._cuts.made += 1
+            raise EndpointError("the connection has broken")
+        return super()._receive(socket, patience, about)
 
 
 def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], int]:

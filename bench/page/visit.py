@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page, Response
 
-ORIGINS = ("prepared", "drafted", "copied", "target")
+ORIGINS = ("prepared", "drafted", "head", "copied", "guessed", "target")
 PATIENCE_MS = 120_000
 
 

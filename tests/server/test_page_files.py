@@ -7,6 +7,8 @@ from pathlib import Path
 
 import httpx
 
+from outrider.bench.page.visit import ORIGINS
+from outrider.protocol.origins import Origin
 from tests.server.house import House
 
 
@@ -30,3 +32,14 @@ def test_every_file_of_the_page_is_used() -> None:
     everything = "".join(texts.values())
     assert not [name for name in texts if name != "index.html" and f"/{name}" not in everything]
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", everything)
+
+
+def test_every_origin_of_a_token_has_its_words_its_colour_and_its_count() -> None:
+    """The page fails in the middle of a text where one is missing."""
+    folder = Path(__file__).parents[2] / "server" / "page"
+    texts = {path.name: path.read_text() for path in folder.iterdir()}
+    for origin in (origin.name.lower() for origin in Origin):
+        assert f"\n  {origin}: " in texts["painter.js"]
+        assert f'data-count="{origin}"' in texts["index.html"]
+        assert f"--{origin}: #" in texts["style.css"]
+        assert origin in ORIGINS
