@@ -158,15 +158,13 @@ class Dialogue:
         return 0.0 if self._lost.tries % self._sources else RETRY_SECONDS
 
     def _may_retry(self, error: OutriderError) -> bool:
-        """Not where nobody was ever there; nor where all refuse it; nor again where workers die of it, as it seems."""
+        """Not where all are gone or refuse before anything has come; nor where workers die of it again, as it seems."""
         if type(error) is WorkerError:
             self._worker_errors += 1
-        busy = isinstance(error, ServerBusy)
+        begun = self._tokens or (self.was_sent and not isinstance(error, ServerBusy))
         tried_all = self._lost.tries >= self._sources
-        if self._sources < 2:
-            return self._sources == 1 and self.was_sent
-        hopeless = isinstance(error, OtherModel) or not (self._tokens or (self.was_sent and not busy))
-        return self._worker_errors <= MOST_WORKER_ERRORS and not (tried_all and hopeless)
+        hopeless = isinstance(error, OtherModel) or not begun
+        return self._sources > 0 and self._worker_errors <= MOST_WORKER_ERRORS and not (tried_all and hopeless)
 
     @property
     def farewell(self) -> Cancel:
