@@ -51,6 +51,11 @@ class _Held:
         self.of = wanted.of
 
 
+def unwrapped(layer: nn.Module) -> nn.Module:
+    """The model's own layer, whether it was wrapped or not."""
+    return layer.inner if isinstance(layer, Head) else layer
+
+
 def install(model: nn.Module) -> Wanted:
     """Wraps the output layer of `model`, once; what it returns tells the layer which rows are wanted."""
     wanted = Wanted()

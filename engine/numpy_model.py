@@ -16,6 +16,7 @@ import numpy as np
 
 from outrider.engine.blocks import Dense, Floats, Norm, host
 from outrider.engine.columns import Ints, KeysValues, NewColumns
+from outrider.engine.head import unwrapped
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import RopeTable
 from outrider.engine.prompt_cache import Saved, Start
@@ -180,10 +181,10 @@ class Net:
 
     def __init__(self, model: nn.Module) -> None:
         body = model.model
-        self.embedding = host(body.embed_tokens.weight)
+        self.embedding = host(unwrapped(body.embed_tokens).weight)
         self.layers = [Layer(block) for block in body.layers]
         self.norm = Norm(body.norm)
-        self.head = Dense([model.lm_head if "lm_head" in model else body.embed_tokens])
+        self.head = Dense([unwrapped(model.lm_head if "lm_head" in model else body.embed_tokens)])
         rope = RopeTable.of(body.layers[0].self_attn.rope.inner, self.layers[0].width)
         if rope is None or not rope.whole:
             raise TypeError("its rope does not turn by tabulated angles")
