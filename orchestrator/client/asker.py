@@ -38,9 +38,16 @@ class Asker(ABC):
             EndpointError: nothing answers.
             WorkerError: a worker was lost on the way.
         """
-        sampling = sampling or SamplingParams()
-        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, drafter=drafter)
-        stream = Stream(self, Dialogue(wish, None, self.sources))
+        stream = self.stream(
+            prompt,
+            sampling,
+            mode=mode,
+            num_draft_tokens=num_draft_tokens,
+            branches=branches,
+            chat_template=chat_template,
+            origins=origins,
+            drafter=drafter,
+        )
         for _ in stream:
             pass
         return stream.result

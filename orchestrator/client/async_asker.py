@@ -31,9 +31,16 @@ class AsyncAsker(ABC):
         drafter: str = "",
     ) -> GenerationResult:
         """The completion of `prompt`; see `Client.generate`."""
-        sampling = sampling or SamplingParams()
-        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, drafter=drafter)
-        stream = AsyncStream(self, Dialogue(wish, None, self.sources))
+        stream = self.stream(
+            prompt,
+            sampling,
+            mode=mode,
+            num_draft_tokens=num_draft_tokens,
+            branches=branches,
+            chat_template=chat_template,
+            origins=origins,
+            drafter=drafter,
+        )
         async for _ in stream:
             pass
         return stream.result
