@@ -47,7 +47,7 @@ def settings_of(options: argparse.Namespace) -> HttpSettings | None:
     return HttpSettings(
         host=options.host,
         port=options.port,
-        api_keys=(*options.api_key, *_from_file(options.api_key_file), *_from_environment()),
+        api_keys=(*options.api_key, *keys_in(options.api_key_file), *keys_in_environment()),
         cors_origins=tuple(options.cors_origin),
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
@@ -59,7 +59,8 @@ def settings_of(options: argparse.Namespace) -> HttpSettings | None:
     )
 
 
-def _from_file(path: Path | None) -> list[str]:
+def keys_in(path: Path | None) -> list[str]:
+    """A file's API keys. Raises InvalidRequest where it can't be read or has none."""
     if path is None:
         return []
     try:
@@ -71,5 +72,6 @@ def _from_file(path: Path | None) -> list[str]:
     return keys
 
 
-def _from_environment() -> list[str]:
+def keys_in_environment() -> list[str]:
+    """Those of the variable."""
     return os.environ.get(KEY_VARIABLE, "").split()

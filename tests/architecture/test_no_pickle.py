@@ -13,7 +13,7 @@ PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "she
 CALLS = {"send_pyobj", "recv_pyobj", "read_pickle", "to_pickle"}
 FOLDERS = (
     "protocol", "grammar", "engine", "drafting", "target_worker", "draft_worker", "prefill_worker", "orchestrator",
-    "server", "bench", "outrider", "models", "launch",
+    "server", "fleet", "bench", "outrider", "models", "launch",
 )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ MAY_IMPORT = {
         "prefill_worker",
     },
     "server": {"protocol", "grammar", "orchestrator"},
+    "fleet": {"protocol", "grammar", "orchestrator", "server"},
     "outrider": {"protocol", "orchestrator"},
 }
 ROOMS = set(MAY_IMPORT)
@@ -74,7 +75,7 @@ WITHIN = {
 }
 CLOSED = {"drafting/coreml"}
 OUTSIDE = {"launch", "tests", "models", "docs"}
-WITHOUT_MLX = ("protocol", "grammar", "orchestrator", "server", "outrider")
+WITHOUT_MLX = ("protocol", "grammar", "orchestrator", "server", "fleet", "outrider")
 MLX = {"mlx", "mlx_lm"}
 # Who may ask what time it is: to tell people, never to decide. All else is by clocks that nobody can set.
 TELLS_THE_TIME = {

@@ -1,0 +1,142 @@
+"""fleet.yaml becomes records, or one sentence that names the key and what was expected."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from outrider.fleet.hosts import Resources, to_declare
+from outrider.fleet.plan import Drafter, Gate, Placed, Plan, Scale
+from outrider.fleet.plan_file import plan_of, read_plan
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest
+
+WHOLE = """
+model: org/big                                    # outrider fleet run fleet.yaml
+draft_model: org/small
+engine: {max_active: 4, mode: auto}
+placed: {replicas: 4, needs: {metal: 1}, drafter: {on: other-host, needs: {ane: 1}}}
+attached: [tcp://10.0.0.11:7777, tcp://10.0.0.12:7777]
+gate: {count: 2, port: 8001, sessions: false, tries: 3, api_keys: [one]}
+"""
+ONE = {"attached": ["tcp://10.0.0.11:7777"]}
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+
+    def written(text):
+        path = tmp_path / "fleet.yaml"
+        path.write_text(text)
+        return path
+
+    return written
+
+
+def test_every_key_has_its_place(file):
+    assert read_plan(file(WHOLE)) == Plan(
+        engine=ServeSettings(model="org/big", draft_model="org/small", max_active=4),
+        placed=Placed(4, Resources(metal=1), Drafter("other-host", Resources(ane=1))),
+        attached=("tcp://10.0.0.11:7777", "tcp://10.0.0.12:7777"),
+        gate=Gate(2, sessions=False, tries=3, http=HttpSettings(port=8001, api_keys=("one",))),
+    )
+
+
+def test_a_key_alone_means_what_is_usual(file):
+    assert read_plan(file("placed:\n")) == Plan(placed=Placed())
+    assert read_plan(file("placed: {drafter: same-host}\nscale: {max: 3}\n")) == Plan(
+        placed=Placed(), scale=Scale(max=3)
+    )
+
+
+def test_without_a_drafter_nobody_drafts():
+    assert plan_of({"placed": {"drafter": "none"}}).engine.draft_backend == "none"
+    assert (
+        plan_of({"placed": {"drafter": "none"}, "engine": {"draft_backend": "ngram"}}).engine.draft_backend == "ngram"
+    )
+
+
+def test_api_keys_come_from_the_file_and_the_environment_too(file, tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("two\nthree\n")
+    monkeypatch.setenv("OUTRIDER_API_KEY", "four")
+    gate = {"host": "0.0.0.0", "api_keys": ["one"], "api_key_file": str(tmp_path / "keys")}
+    assert plan_of({**ONE, "gate": gate}).gate.http.api_keys == ("one", "two", "three", "four")
+
+
+def test_a_plan_travels_whole():
+    plan = plan_of({"placed": {"needs": {"cuda": 1, "memory": "2GiB"}}})
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_resources_in_rays_words():
+    assert Resources(0.5, 0, 0, 2, "1KiB").as_ray() == {"metal": 0.5, "CPU": 2, "memory": 1024}
+    assert to_declare(Resources(1, 1, 0, 8, 10**9)) == {"metal": 1, "ane": 1}
+    assert str(Resources(metal=0.5, memory=2**31)) == "metal 0.5, memory 2.0 GiB"
+    assert Placed(needs=Resources(cpu=1), drafter=Drafter("same-host", Resources(cpu=2))).bundle() == Resources(cpu=3)
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ({}, "the fleet has no engine; expected placed"),
+        ([], "the fleet is []; expected keys"),
+        ({**ONE, "modle": 1}, "the fleet has the key 'modle'; did you mean model?"),
+        ({"placed": {"replica": 2}}, "placed has the key 'replica'; did you mean replicas?"),
+        ({"placed": 5}, "placed is 5; expected keys"),
+        ({"placed": {"replicas": -1}}, "placed: replicas is -1; expected a whole number from 1"),
+        ({"placed": {"needs": {"tpu": 1}}}, "placed.needs has the key 'tpu'"),
+        ({"placed": {"needs": {"cpu": -1}}}, "placed.needs: cpu is -1; expected a number from 0"),
+        ({"placed": {"needs": {"metal": 2}}}, "placed.needs: metal is 2; expected a number from 0 to 1"),
+        ({"placed": {"needs": {"cuda": 1.5}}}, "placed.needs: cuda is 1.5; expected a whole number"),
+        ({"placed": {"needs": {"metal": 1, "cuda": 1}}}, "placed.needs: no host has cuda beside metal"),
+        ({"placed": {"needs": {"metal": 1}, "drafter": {"needs": {"cuda": 1}}}}, "or drafter on other-host"),
+        ({"placed": {"drafter": "mars"}}, "placed.drafter: on is 'mars'; expected one of same-host"),
+        ({"placed": {"drafter": "none"}, "model": "a", "draft_model": "b"}, "placed.drafter is none; expected one or"),
+        ({"placed": {"drafter": {"on": "none", "needs": {"ane": 1}}}}, "expected no needs, or a drafter"),
+        ({"placed": {"drafter": "other-host"}, "model": "a"}, "expected draft_model beside model"),
+        ({"placed": {"drafter": "other-host"}, "engine": {"draft_backend": "ngram"}}, "has no process of its own"),
+        ({"placed": {"drafter": "none"}, "engine": {"mode": "ssd"}}, "drafter is none: mode ssd needs a drafter"),
+        ({"placed": {}, "engine": {"max_actve": 1}}, "engine has the key 'max_actve'; did you mean max_active?"),
+        ({"placed": {}, "engine": {"endpoint": "x"}}, "engine has the key 'endpoint'; that is the fleet's own choice"),
+        ({"placed": {}, "engine": {"mode": "fast"}}, "engine: mode is 'fast'; expected one of auto"),
+        ({"placed": {"replicas": 1}, "scale": {}}, "scale is in place of placed.replicas"),
+        ({"placed": {}, "scale": {"min": 3, "max": 2}}, "scale: min is 3 and max 2"),
+        ({**ONE, "scale": {}}, "expected placed beside it"),
+        ({"attached": "tcp://a:1"}, "attached is no list"),
+        ({"attached": ["tcp://a"]}, "attached: 'tcp://a' has no port"),
+        ({"attached": ["tcp://a:0"]}, "attached: tcp://a:0 can be served but not reached"),
+        ({"attached": ["tcp://a:1", "tcp://a:1"]}, "attached names tcp://a:1 twice"),
+        ({**ONE, "gate": {"host": "0.0.0.0"}}, "expected gate.api_keys, gate.api_key_file"),
+        ({**ONE, "gate": {"api_keys": [12]}}, "gate.api_keys is [12]; expected a list of texts"),
+        ({**ONE, "gate": {"port": 70000}}, "gate: port is 70000; expected a whole number from 0 to 65535"),
+        ({**ONE, "gate": {"host": 5}}, "gate has a value of a wrong kind"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(found, sentence, monkeypatch):
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    with pytest.raises(InvalidRequest) as refused:
+        plan_of(found)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("placed: {\n", "is no YAML"),
+        ("placed: {}\nplaced: {}\n", "the key 'placed' comes twice"),
+        ("modle: a\n", "fleet.yaml: the fleet has the key 'modle'"),
+        ("!!python/object/apply:os.getcwd []\n", "is no YAML"),
+    ],
+)
+def test_the_file_is_named(file, text, sentence):
+    with pytest.raises(InvalidRequest) as refused:
+        read_plan(file(text))
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(InvalidRequest, match="expected a fleet"):
+        read_plan(tmp_path / "none.yaml")
