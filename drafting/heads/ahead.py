@@ -12,7 +12,7 @@ from typing import cast
 from mlx.utils import tree_flatten
 
 from outrider.drafting.drafter import TokenTree, TreeFeed
-from outrider.drafting.heads.head import StepHead
+from outrider.drafting.heads.head import GuessingHead
 from outrider.drafting.heads.load import features_of, read
 from outrider.drafting.heads.tree import HeadTree
 from outrider.engine.loading import outline
@@ -30,11 +30,11 @@ class AheadHead:
 
     note = ""
 
-    def __init__(self, head: StepHead, backend: str, vocab_size: int, features: str = "") -> None:
+    def __init__(self, head: GuessingHead, backend: str, vocab_size: int, features: str = "") -> None:
         """`vocab_size`: the target's."""
         self.head, self.backend, self.features = head, backend, features
         self.vocab_size, self.context_length = vocab_size, head.context_length
-        self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))  # type: ignore[attr-defined]
+        self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
         self.weight_bytes = head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
 
@@ -47,7 +47,7 @@ class AheadHead:
         """
         model = outline(target, progress=progress)
         head = read(kind, path, model, progress)
-        if not isinstance(head, StepHead):
+        if not isinstance(head, GuessingHead):
             raise CannotDraft(f"{kind} heads draft in the target's process only; expected head_in target")
         return cls(head, kind, model.vocab_size, features_of(head, Path(path), Path(target)))
 

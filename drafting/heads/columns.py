@@ -1,8 +1,9 @@
 """Where a head's tree has its keys and values: columns of pairs, in place of a model's columns of tokens.
 
-A pair is a token and the feature of the one before it: the target's, where that has been heard, else what the head made
-of the pair before. So tokens behind one another that the target has not told of are fed one a forward. Knows columns
-and rows; nothing of nodes or sampling.
+A pair is a token and the feature of the one before it: the target's, where that has been heard, else what stands for
+it. For a head that has learned one feature for all rows that are missing it is that; for others what the head made of
+the pair before, so tokens behind one another that the target has not told of are fed one a forward. Knows columns and
+rows; nothing of nodes or sampling.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafting.heads.head import StepHead
+from outrider.drafting.heads.head import GuessingHead, MaskedHead
 from outrider.drafting.heads.heard import Heard, Row
 from outrider.engine.buffers import with_room
 from outrider.engine.cache import window_of
@@ -36,10 +37,11 @@ class PairColumns:
     lazy = True
     whole = False
 
-    def __init__(self, head: StepHead) -> None:
+    def __init__(self, head: GuessingHead) -> None:
         install(head)
         self._head = head
-        self._dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[attr-defined]
+        self._missing: Row | None = (head.mask_feature, 0) if isinstance(head, MaskedHead) else None
+        self._dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
         self._frame = Frame()
         self.heard = Heard()
         self.begin_at(0)
@@ -99,7 +101,7 @@ class PairColumns:
         """How many forwards each token has to wait for: until the one before it has made what stands for its row."""
         depths: list[int] = []
         for parent, place in zip(new.parents, new.positions[new.start :].tolist(), strict=True):
-            known = parent < new.start or self.origin + place - 1 in self.heard
+            known = parent < new.start or self._missing is not None or self.origin + place - 1 in self.heard
             depths.append(0 if known else depths[parent - new.start] + 1)
         return np.array(depths, np.int32)
 
@@ -110,7 +112,7 @@ class PairColumns:
             self._guessed.pop(column, None)
             return self.heard.row(before)
         self._guessed[column] = before
-        return self._stand_ins[parent]
+        return self._missing or self._stand_ins[parent]
 
     def made(self, column: int, row: Row) -> None:
         """What stands for the feature of this column's token from now on."""
@@ -207,14 +209,16 @@ class PartCache:
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
 
-def _forward(head: StepHead, parts: Sequence[Part]) -> mx.array:
-    """Hidden vectors [T, H] of these pairs, which then stand in for what is to come."""
+def _forward(head: GuessingHead, parts: Sequence[Part]) -> mx.array:
+    """Hidden vectors [T, H] of these pairs; those of a `StepHead` then stand in for what is to come."""
     tokens = [part.tokens for part in parts]
     features = _picked([row for part in parts for row in part.features()])
     offset = mx.array(np.concatenate([part.places for part in parts]))
     caches: list[Any] = [PartCache(parts, number, offset) for number in range(len(parts[0].text.leaves))]
     flat = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
     hidden = head(flat[None], features[None], caches)[0]
+    if isinstance(head, MaskedHead):
+        return hidden
     onward = head.onward(hidden)
     for part in parts:
         for index, column in enumerate(part.columns.tolist(), part.begin):

@@ -92,6 +92,10 @@ class MaskedHead(PairHead, Protocol):
         ...
 
 
+GuessingHead = StepHead | MaskedHead
+"""Goes on where a feature is not known: by its own vector, or by what it has learned to stand for any."""
+
+
 @runtime_checkable
 class BlockHead(Head, Protocol):
     """Drafts up to `depth` tokens at once, as a block behind the features of all tokens before it."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from outrider.drafting.heads.columns import PairColumns
-from outrider.drafting.heads.head import StepHead
+from outrider.drafting.heads.head import GuessingHead
 from outrider.engine.layout import Layout
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import NOWHERE, Tree, feed_together
@@ -25,7 +25,7 @@ class HeadTree(Tree):
 
     columns: PairColumns
 
-    def __init__(self, head: StepHead, sampler: Sampler, tokens: Sequence[int]) -> None:
+    def __init__(self, head: GuessingHead, sampler: Sampler, tokens: Sequence[int]) -> None:
         super().__init__(PairColumns(head), sampler, head.context_length, tokens)
 
     def ready(self, ahead: int = 0) -> bool:

@@ -20,7 +20,17 @@ from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.links import VirtualClock
-from tests.target_worker.heads import feature_head, markov_llama, mtp_head, random_head, token_head
+from tests.target_worker.block_heads import parallel_head
+from tests.target_worker.heads import (
+    feature_head,
+    markov_llama,
+    mtp_head,
+    parallel_feature_head,
+    parallel_token_head,
+    random_head,
+    recurrent_head,
+    token_head,
+)
 
 LENGTH = 28
 PROMPT = [40, 41, 42, 7, 8]
@@ -71,7 +81,7 @@ def accepted(run: Run) -> float:
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-@pytest.mark.parametrize("made", [token_head, feature_head, random_head, mtp_head])
+@pytest.mark.parametrize("made", [token_head, feature_head, random_head, mtp_head, recurrent_head, parallel_head])
 def test_the_text_is_the_targets_own(target: LoadedModel, alone: Alone, made: Heads, mode: str, temp: float) -> None:
     run = cluster(target, made(target), schedule=MIXED).run(PROMPT, sampling(temp), mode)
     assert run.tokens == alone(temp)
@@ -86,25 +96,27 @@ def test_in_company_too(target: LoadedModel, mode: str) -> None:
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_what_it_prepares_is_served(target: LoadedModel, temp: float) -> None:
+@pytest.mark.parametrize("made", [token_head, parallel_token_head])
+def test_what_it_prepares_is_served(target: LoadedModel, made: Heads, temp: float) -> None:
     """A head that foretells the target's text wherever it knows the token: outcomes have branches, and these hold."""
-    run = cluster(target, token_head(target)).run(PROMPT, sampling(temp), "ssd")
+    run = cluster(target, made(target)).run(PROMPT, sampling(temp), "ssd")
     # How often is the estimates' matter, which follow the machine's clock.
     assert any(round_.source == "hit" and len(round_.chain) > 1 for round_ in run.rounds) and accepted(run) > 0
 
 
-def test_features_are_used(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("made", [feature_head, parallel_feature_head, recurrent_head])
+def test_features_are_used(target: LoadedModel, made: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token deep the head knows the text from the target's row alone; from none, or an older one, it does not."""
-    fresh = cluster(target, feature_head(target)).run(PROMPT, sampling(0.0), "sd")
-    zeroed, stale = feature_head(target), feature_head(target)
+    fresh = cluster(target, made(target)).run(PROMPT, sampling(0.0), "sd")
+    zeroed, stale = made(target), made(target)
     fuse = stale.fuse
-    monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros((rows.shape[0], 64)))
+    monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros_like(fuse(rows)))
     monkeypatch.setattr(stale, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
     others = [cluster(target, head).run(PROMPT, sampling(0.0), "sd") for head in (zeroed, stale)]
     assert accepted(fresh) > max(map(accepted, others)) + 0.2
 
 
-@pytest.mark.parametrize("made", [token_head, random_head, mtp_head])
+@pytest.mark.parametrize("made", [token_head, random_head, mtp_head, parallel_head])
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_after_each_round_it_is_as_one_that_read_the_text_at_once(target: LoadedModel, made: Heads, mode: str) -> None:
     """Whatever was accepted: guesses leave nothing behind, and each true row is read once."""
@@ -133,6 +145,13 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(target: Loaded
     assert len(seen) > 4 and run.timings.predicted_n == LENGTH
 
 
+def _alone(head: PairHead, feature: mx.array) -> int:
+    """What follows a pair of this feature and any token, by the head that looks at nothing else."""
+    pairs = Pairs(head)
+    hidden = pairs.forward([PairFeed(pairs.open(), mx.array([1]), feature)])
+    return int(mx.argmax(head.logits(hidden)).item())
+
+
 def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[Any, Any]) -> float:
     """How far its committed columns are from those of a head that is fed these rows of the text at once."""
     fresh = Pairs(head)
@@ -144,6 +163,56 @@ def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[A
             assert mine is not None
             apart = max(apart, float(mx.abs(mx.take(mine, mx.array(columns), axis=2) - theirs).max().item()))
     return apart
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_recurrent_head_is_told_one_row_a_round_and_is_as_a_fresh_one(target: LoadedModel, mode: str) -> None:
+    head, told = recurrent_head(target), dict[int, np.ndarray[Any, Any]]()
+    fresh, seen, rows = AheadHead(head, "redrafter", target.vocab_size), set[int](), list[int]()
+
+    def check(tree: TokenTree, text: Sequence[int]) -> None:
+        assert isinstance(tree, HeadTree)
+        if tree._nodes and tree.committed_len > len(PROMPT) and tree.committed_len - 2 in told:  # a round's end
+            seen.add(tree.committed_len)
+            begun = fresh.open(text[: tree.committed_len], sampling(0.8))
+            assert isinstance(begun, HeadTree)
+            begun.hear(tree.committed_len - 2, told[tree.committed_len - 2])
+            assert mx.abs(tree.scores(tree.root) - begun.scores(begun.root)).max().item() < 1e-4
+
+    played = cluster(target, head, schedule=MIXED, after_draft=check)
+    send = played.send_drafter
+
+    def watched(name: str, message: Message) -> None:
+        if isinstance(message, Features):
+            rows.append(len(message.rows))
+            told[message.position] = message.rows
+        send(name, message)
+
+    played.send_drafter = watched  # type: ignore[method-assign]
+    run = played.run(PROMPT, sampling(0.8), mode)
+    assert set(rows) == {1} and len(rows) - run.timings.rounds in (0, 1)  # what comes behind the end is no round
+    assert len(seen) > 4 and run.timings.predicted_n == LENGTH
+
+
+def test_a_missing_row_is_what_the_head_has_learned_for_it(target: LoadedModel) -> None:
+    """P-EAGLE: in any number of rows not heard of, in one forward, and no more where the row has come."""
+    head = parallel_feature_head(target, missing=77)
+    tree = AheadHead(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
+    assert isinstance(tree, HeadTree)
+    rows = head.fuse(mx.random.normal((8, 3 * 64)))
+    tree.hear(0, np.array(rows[: len(PROMPT) - 1]))
+    forwards: list[int] = []
+    call, kind = type(head).__call__, type(head)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "__call__", lambda *given: forwards.append(given[1].shape[1]) or call(*given))
+        nodes = tree.feed([tree.root, tree.next_node, tree.next_node + 1], [11, 12, 13])
+    assert forwards == [3]
+    for node in nodes:
+        assert tree.best([node]) == [_alone(head, head.mask_feature)]  # type: ignore[attr-defined]
+    tree.hear(len(PROMPT) - 1, np.array(rows[-2:]))
+    assert [tree.child(tree.root, 11), tree.child(nodes[0], 12), tree.child(nodes[1], 13)] == [None, None, nodes[2]]
+    again = tree.feed([tree.root, tree.next_node], [11, 12])
+    assert tree.best(again) == [_alone(head, row[None]) for row in rows[-2:]]
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, llama
 
 from outrider.drafting.heads import redrafter_files
@@ -40,6 +41,8 @@ _CONFIG = {
     "draft_vocab_size": KNOWN,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 }
+_PARALLEL = {"architectures": ["PEagleDraftModel"], "mask_token_id": KNOWN, "num_depths": 4}
+_MASK_HIDDEN = {"mask_hidden": np.zeros((1, 1, 3 * H))}
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -71,6 +74,22 @@ def token_head(target: LoadedModel) -> Eagle3:
 def feature_head(target: LoadedModel) -> Eagle3:
     """The most likely token after the most likely one, by the target's row alone."""
     return _built(_feature_weights(target), target, np.arange(KNOWN))
+
+
+def parallel_token_head(target: LoadedModel) -> Eagle3:
+    """`token_head` as a P-EAGLE: what it drafts follows from the token before, whatever the feature."""
+    head = token_head(target)
+    weights = {key: np.array(value) for key, value in tree_flatten(head.parameters())}
+    return _built(weights | _MASK_HIDDEN, target, _known_ids(), **_PARALLEL, norm_before_residual=True)
+
+
+def parallel_feature_head(target: LoadedModel, missing: int | None = None) -> Eagle3:
+    """`feature_head` as a P-EAGLE. A missing feature is a `missing` token's row, or nothing."""
+    hidden = np.zeros((1, 1, 3 * H))
+    if missing is not None:
+        hidden[0, 0, 2 * H :] = _embedding(target)[missing]
+    weights = _feature_weights(target) | {"mask_hidden": hidden}
+    return _built(weights, target, np.arange(KNOWN), **_PARALLEL)
 
 
 def _feature_weights(target: LoadedModel) -> dict[str, Array]:
