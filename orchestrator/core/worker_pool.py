@@ -17,22 +17,19 @@ from outrider.orchestrator.allowance import Allowance, Rate
 from outrider.orchestrator.core.door import LIES
 from outrider.orchestrator.core.places import MAX_NAME, TARGET, Places
 from outrider.orchestrator.core.pulse import SILENT, Pulse
+from outrider.orchestrator.core.roster import Roster
 from outrider.orchestrator.core.supervisor import Supervisor
 from outrider.orchestrator.core.worker import Loss, Worker, misfit
-from outrider.orchestrator.doorkeeper import Doorkeeper
+from outrider.orchestrator.core.worker_router import MAX_CONNECTIONS, WorkerRouter
 from outrider.orchestrator.events import Speaks
 from outrider.orchestrator.gate import Gate
-from outrider.orchestrator.kv_room import KvRoom, kv_room
-from outrider.orchestrator.machine.memory import physical
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock, far
-from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import SECOND_NS
-from outrider.protocol.codec import decode_all, encode_all
+from outrider.protocol.codec import decode_all
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
 from outrider.protocol.keyring import DRAFTER, PREFILL
-from outrider.protocol.keys import from_zmq
 from outrider.protocol.messages import (
     Branches,
     CacheReport,
@@ -47,24 +44,17 @@ from outrider.protocol.messages import (
     Pong,
     Shutdown,
     Welcome,
-    WorkerStats,
 )
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
 log = logging.getLogger(__name__)
 
-# A worker has two; the rest is for strangers, until they are turned away.
-MAX_CONNECTIONS = 256
-# Messages that wait for a worker that does not read, or for this process.
-MOST_WAITING = 1024
 # A drafter says a few things a forward; a stranger has little to say but HELLO.
 DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
-# So much is worth a warning, so that nobody fills a log: one in ten seconds, after some at once.
-WARNINGS = Rate(0.1, 10)
 NOT_ALLOWED = "its key is not allowed, or no longer; `outrider keys allow` on the server's side lets it in"
 
 
-class WorkerPool:
+class WorkerPool(Roster):
     """Talks to all that have a place in this cluster. `news`: `stats` or `stage` changed."""
 
     def __init__(
@@ -74,32 +64,26 @@ class WorkerPool:
         run_dir: Path,
         gate: Gate | None = None,
     ) -> None:
+        awaited = digest(Path(settings.model)) if settings.await_target and settings.model else None
+        super().__init__(Places(not settings.colocate, awaited), settings)
         self.endpoint = f"ipc://{run_dir}/workers"
         self.joining_endpoint = ""
         self.stage = ""
         self.news = False
         self.rejected = 0
         self.seconds_a_ping = settings.worker_timeout / SILENT
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
-        self.socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
-        self.door = Doorkeeper(self.socket, self.endpoint, MAX_CONNECTIONS)
+        self._router = WorkerRouter(context, self.endpoint)
+        self.socket, self.door = self._router.socket, self._router.door
         self.language = Speaks("", "")
         self._gate = gate
         if settings.workers_endpoint is not None:
             self._open_to_others(settings, settings.workers_endpoint)
-        self._settings = settings
-        awaited = digest(Path(settings.model)) if settings.await_target and settings.model else None
-        self._places = Places(not settings.colocate, awaited)
         self._supervisor = Supervisor(self._places, settings, self.endpoint, run_dir, self.seconds_a_ping)
         self._arrived: list[Worker] = []
         self._going: dict[str, list[Message]] = {}
         self._ping_serial = self._pinged_ns = 0
         self._next_ping_ns = 0
-        self._memory = physical()
         self._drafters, self._strangers = Allowance(DRAFTERS), Allowance(STRANGERS)
-        self._warnings = Allowance(WARNINGS)
 
     def start(self) -> None:
         """Starts the worker processes; they report as they load."""
@@ -112,69 +96,6 @@ class WorkerPool:
         """What wakes a poller when a worker process has ended; None where the system has no such thing."""
         return self._supervisor.exits.fileno
 
-    # --- who there is ---------------------------------------------------------------------------------------------
-
-    @property
-    def ready(self) -> bool:
-        """Every worker this cluster was meant to have is there."""
-        spawned = [worker for worker in self._places.all() if worker.spawned]
-        return self.has_target() and all(worker.state in ("ready", "refused") for worker in spawned)
-
-    @property
-    def target_context(self) -> int:
-        target = self._places.named(TARGET)
-        return target.hello.context_length if target and target.hello else 0
-
-    @property
-    def target_abilities(self) -> Abilities:
-        target = self._places.named(TARGET)
-        return target.hello.abilities if target and target.hello else Abilities()
-
-    @property
-    def kv_room(self) -> KvRoom:
-        """What texts may take in all workers that are there."""
-        return kv_room(self._settings.kv_memory, self.stats(), self._memory)
-
-    def notes(self) -> list[str]:
-        """Why requests get less speculation than was asked for, a sentence each."""
-        able = self.target_abilities
-        drafters = [worker for worker in self._places.all() if worker.role == "draft" and worker.spawned]
-        refused = [worker.fault for worker in drafters if worker.state in ("refused", "lost")]
-        if not able.chains:
-            return [f"speculation is off: {able.why}"]
-        return [*(f"no draft model: {why}" for why in refused), *able.left_out]
-
-    def is_target(self, name: str) -> bool:
-        worker = self._places.named(name)
-        return worker is not None and worker.role == "target"
-
-    def drafters(self) -> set[str]:
-        return {worker.name for worker in self._places.all() if worker.role == "draft" and worker.state == "ready"}
-
-    def prefill_workers(self) -> set[str]:
-        """Those of the target's own model, if it takes over what they read."""
-        target = self._places.named(TARGET)
-        if target is None or target.hello is None or not target.hello.abilities.takes_kv:
-            return set()
-        found = [worker for worker in self._places.all() if worker.role == "prefill" and worker.state == "ready"]
-        return {worker.name for worker in found if worker.hello and worker.hello.files == target.hello.files}
-
-    def vocabulary(self, name: str) -> int:
-        worker = self._places.named(name)
-        return worker.hello.vocab_size if worker and worker.hello else 0
-
-    def features(self, name: str) -> str:
-        worker = self._places.named(name)
-        return worker.hello.features if worker and worker.hello else ""
-
-    def model(self, name: str) -> object:
-        worker = self._places.named(name)
-        return (worker.hello.vocab_size, worker.hello.parameters) if worker and worker.hello else None
-
-    def has_target(self) -> bool:
-        target = self._places.named(TARGET)
-        return target is not None and target.entered
-
     def lied(self, name: str, kind: str) -> None:
         """Counts what cannot be; a drafter that says it too often is dismissed."""
         worker = self._places.named(name)
@@ -182,14 +103,11 @@ class WorkerPool:
             return
         worker.trust.lied(kind)
         self.news = True
-        self._warn("%s said %s", worker, LIES[kind])
+        self._router.warn("%s said %s", worker, LIES[kind])
         if worker.trust.is_lost and worker.role == "draft":
             why = f"{worker} says what cannot be: {worker.trust.told(LIES)}; it is not listened to any more"
             self._supervisor.dismiss(worker, why)
             self.refuse_key(name, why)
-
-    def stats(self) -> tuple[WorkerStats, ...]:
-        return tuple(worker.stats() for worker in self._places.all())
 
     # --- talking --------------------------------------------------------------------------------------------------
 
@@ -205,7 +123,7 @@ class WorkerPool:
         for name, messages in self._going.items():
             worker = self._places.named(name)
             if worker is not None and worker.entered:
-                self._send(routing_id(worker.incarnation), *messages)
+                self._router.send(routing_id(worker.incarnation), *messages)
         self._going.clear()
 
     def let_go(self) -> None:
@@ -221,20 +139,15 @@ class WorkerPool:
 
     def receive(self) -> Iterator[tuple[str, Message]]:
         """What waits about requests, each with the name of the worker whose place it came from; never blocks."""
-        while True:
-            try:
-                first = self.socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            identity, frames = first.bytes, self.socket.recv_multipart()
-            if self._is_impostor(identity, first):
+        for identity, key, frames in self._router.receive():
+            if self._is_impostor(identity, key):
                 self.rejected += 1
                 continue
             for message in self._decoded(identity, frames) if self._may_say(identity, frames) else ():
                 worker = self._places.at(identity)
                 match message:
                     case Hello():
-                        self._hello(identity, message, _key_of(first))
+                        self._hello(identity, message, key)
                     case _ if worker is None:
                         self.rejected += 1
                         log.info("dropped a stranger's %s", type(message).__name__)
@@ -263,7 +176,7 @@ class WorkerPool:
             if worker.key and not self._may_stay(worker.role, worker.key):
                 worker.unwelcome = NOT_ALLOWED
             if worker.entered:
-                self._send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
+                self._router.send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
 
     def _answered(self, worker: Worker, pong: Pong) -> None:
         is_newest = pong.serial == self._ping_serial
@@ -284,7 +197,7 @@ class WorkerPool:
         for loss in found:
             self.news = True
             if loss.gone:
-                self._send(routing_id(loss.worker.incarnation), Shutdown(loss.why))
+                self._router.send(routing_id(loss.worker.incarnation), Shutdown(loss.why))
         if found:
             self._share_memory()
         return found
@@ -293,7 +206,7 @@ class WorkerPool:
         """Ends the workers in order, then the socket."""
         self.flush()
         for worker in self._places.all():
-            self._send(routing_id(worker.incarnation), Shutdown())
+            self._router.send(routing_id(worker.incarnation), Shutdown())
         self._supervisor.close()
         self.door.close()
 
@@ -304,10 +217,10 @@ class WorkerPool:
             far.prepare(self.socket)
         self.joining_endpoint = self.door.open(endpoint, MAX_CONNECTIONS, keys).endpoint
 
-    def _is_impostor(self, identity: bytes, first: zmq.Frame) -> bool:
+    def _is_impostor(self, identity: bytes, key: str) -> bool:
         """It has taken over a routing id whose owner came in with another key, or without one."""
         worker = self._places.at(identity) if self._gate is not None else None
-        return worker is not None and worker.key != _key_of(first)
+        return worker is not None and worker.key != key
 
     def _may_stay(self, role: str, key: str) -> bool:
         allowed = PREFILL if role == "prefill" else DRAFTER  # who reads prompts is trusted with the text
@@ -322,8 +235,8 @@ class WorkerPool:
         why = self._refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
-            self._warn("turned %r, a %s worker, away: %s", hello.name[:MAX_NAME], hello.role, why)
-            self._send(identity, Shutdown(why))
+            self._router.warn("turned %r, a %s worker, away: %s", hello.name[:MAX_NAME], hello.role, why)
+            self._router.send(identity, Shutdown(why))
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will tell
             return
@@ -331,7 +244,7 @@ class WorkerPool:
         worker.hello, worker.state, worker.fault, worker.pulse = hello, "ready", "", Pulse()
         worker.entered_ns = clock.now()
         self._arrived.append(worker)
-        self._send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
+        self._router.send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
         self._share_memory()
         self.news = True
         self._part_misfits()
@@ -370,7 +283,7 @@ class WorkerPool:
             share = room.share(worker.hello.kv, self.target_context) if worker.hello is not None else 0
             if worker.entered and share != worker.kv_limit:
                 worker.kv_limit = share
-                self._send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
+                self._router.send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
 
     def _may_say(self, identity: bytes, frames: Sequence[bytes]) -> bool:
         """Whether it has not said too much lately; of what is more nothing is read."""
@@ -384,16 +297,11 @@ class WorkerPool:
         if worker is not None:
             self.lied(worker.name, "flood")
         elif allowance.is_first(identity):
-            self._warn(
+            self._router.warn(
                 "a stranger says too much on the workers' socket; what is more than %d a second is dropped",
                 STRANGERS.a_second,
             )
         return False
-
-    def _warn(self, told: str, *values: object) -> None:
-        """What others can bring about as often as they like fills no log."""
-        level = logging.WARNING if self._warnings.takes(b"", (), clock.now()) else logging.INFO
-        log.log(level, told, *values)
 
     def _decoded(self, identity: bytes, frames: Sequence[bytes]) -> list[Message]:
         try:
@@ -405,26 +313,5 @@ class WorkerPool:
             if worker is not None:
                 self.lied(worker.name, "frame")
             elif isinstance(error, VersionMismatch):
-                self._send(identity, Shutdown(str(error)))  # which tells its sender by the version alone
+                self._router.send(identity, Shutdown(str(error)))  # which tells its sender by the version alone
             return []
-
-    def _send(self, identity: bytes, *messages: Message) -> None:
-        """Dropped where the worker is gone, or does not read: what matters is asked again."""
-        frames = encode_all(messages)
-        try:
-            self.socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EAGAIN:
-                self._warn("a worker has %d messages unread, as many as are kept; what follows is lost", MOST_WAITING)
-            return
-        for frame in frames[:-1]:
-            self.socket.send(frame, zmq.SNDMORE)
-        self.socket.send(frames[-1])
-
-
-def _key_of(frame: zmq.Frame) -> str:
-    """The key that whoever sent this had to show; empty: nobody asked for one."""
-    try:
-        return from_zmq(str(frame.get("User-Id")).encode())
-    except zmq.ZMQError:
-        return ""
