@@ -158,4 +158,5 @@ class ChoiceSpan:
 
 
 def _speculation(times: Timings) -> dict[str, Any]:
-    return {f"outrider.{name}": getattr(times, name) for name in SPECULATION}
+    held = {f"outrider.draft_n_accepted_from.{tally.name}": tally.count for tally in times.draft_n_accepted_from}
+    return held | {f"outrider.{name}": getattr(times, name) for name in SPECULATION}

@@ -5,6 +5,8 @@ The rounds tell it what was sent and what came.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request, Round
 from outrider.orchestrator.core.stopwatch import Stopwatch
@@ -57,8 +59,9 @@ class Ledger:
             if outcome.drafting is not None:
                 self._trace_own(ended, chain, outcome.work.started_ns, outcome.drafting)
             self._trace.add(
-                TARGET, f"verify {len(chain) + 1}", outcome.work, round=ended.number, accepted=outcome.accepted
-            )
+                TARGET, f"verify {len(chain) + 1}", outcome.work, round=ended.number, accepted=outcome.accepted,
+                by=_by(ended.proposal, outcome, kept),
+            )  # fmt: skip
 
     def record(self, request: Request, ended: Round, outcome: Outcome, kept: int) -> RoundRecord | None:
         """The round, if the request asked for its rounds."""
@@ -77,6 +80,12 @@ class Ledger:
         source = ended.proposal.source if chain else Source.NONE
         self._trace.mark(ORCHESTRATOR, source.value, verified_ns, round=ended.number, chain=len(chain), tokens=chain)
         self._trace.add(TARGETS_DRAFTER, "chain", drafting, tokens=len(chain), round=ended.number)
+
+
+def _by(proposal: Proposal, outcome: Outcome, kept: int) -> dict[str, int]:
+    """How many of the drafted tokens that hold are from where; of those that count."""
+    held = proposal.origins(proposal.nodes(outcome) or ())[:-1]
+    return dict(Counter(origin.name.lower() for origin in held[:kept]))
 
 
 def _mark(proposal: Proposal) -> str:

@@ -94,7 +94,11 @@ def test_spans_have_the_conventions_attributes_and_what_speculation_did(app: App
     }  # fmt: skip
     assert expected.items() <= choice.items()
     assert decode["outrider.draft_n"] == times["draft_n"] > 0
-    assert all(decode[name] == times[name.removeprefix("outrider.")] for name in decode)
+    by_origin = {
+        f"outrider.draft_n_accepted_from.{one['name']}": one["count"] for one in times["draft_n_accepted_from"]
+    }
+    assert sum(by_origin.values()) == times["draft_n_accepted"] > 0 and by_origin.items() <= decode.items()
+    assert all(decode[name] == times[name.removeprefix("outrider.")] for name in decode if name not in by_origin)
     assert ASKED["prompt"] not in str([attributes(span) for span in spans])
     assert told["choices"][0]["text"] not in str([attributes(span) for span in spans])
 

@@ -57,11 +57,12 @@ MIXED = Schedule(turns=(0, 1, 2, 3, 5, UNTIL_IDLE), late=0.2, impatient=0.2)
 
 
 class Recorder(Trace):
-    """Keeps where each round's chain came from: hit, miss, drafter, ngram or none."""
+    """Keeps where each round's chain came from: hit, miss, drafter, ngram or none; and what `held`, by origin."""
 
     def __init__(self) -> None:
         super().__init__(None)
         self.sources: dict[int, str] = {}
+        self.held: Counter[str] = Counter()
 
     @property
     def enabled(self) -> bool:
@@ -70,6 +71,7 @@ class Recorder(Trace):
     def add(self, track: str, name: str, span: Span, **args: Any) -> None:
         if track == ORCHESTRATOR:
             self.sources[args["round"]] = name
+        self.held.update(args.get("by", {}))
 
 
 class WatchedDrafter:
@@ -116,6 +118,7 @@ class Run:
     rounds: list[Round]
     notes: tuple[str, ...]
     logprobs: list[Logprobs]
+    traced: Counter[str]
 
     @property
     def sources(self) -> Counter[str]:
@@ -234,7 +237,7 @@ class Cluster(HonestWorkers):
     ) -> Run:
         """`said`: the text's first tokens, which another cluster has made."""
         self._told, self._verifies, self._tokens, self._recorder.sources = [], [], list(prompt), {}
-        self._logprobs = []
+        self._logprobs, self._recorder.held = [], Counter()
         self._serial += 1
         if self._watched is not None:
             self._watched.trees.clear()
@@ -291,7 +294,9 @@ class Cluster(HonestWorkers):
             for v in self._verifies
             if v.round in sources
         ]
-        return Run(self._tokens[prompt_len:], last.reason, last.timings, rounds, last.notes, self._logprobs)
+        said = self._tokens[prompt_len:]
+        held = self._recorder.held
+        return Run(said, last.reason, last.timings, rounds, last.notes, self._logprobs, held)
 
     def _tell(self, event: ToFront) -> None:
         self._told.append(event)

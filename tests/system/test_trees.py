@@ -54,7 +54,7 @@ def test_a_model_beside_the_target_drafts_trees(
         check(cluster.run(PROMPT, SAMPLINGS[sampling], "sd"), sampling)
 
 
-def test_trees_come_of_every_origin_and_are_told_by_it(make_cluster: Make, small_pair: Small) -> None:
+def test_trees_come_of_every_origin_and_timings_and_trace_tell_it(make_cluster: Make, small_pair: Small) -> None:
     """Else identity would be cheap."""
     held: Counter[str] = Counter()
     forked = 0
@@ -65,6 +65,7 @@ def test_trees_come_of_every_origin_and_are_told_by_it(make_cluster: Make, small
             forked += sum(bool(round_.parents) for round_ in run.rounds)
             found = {tally.name: tally.count for tally in run.timings.draft_n_accepted_from}
             assert sum(found.values()) == run.timings.draft_n_accepted
+            assert run.traced == found
             held.update(found)
     assert forked > 20, held
     assert min(held[name] for name in ("prepared", "guessed")) > 3, held
