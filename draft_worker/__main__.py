@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from pathlib import Path
 
@@ -18,63 +17,51 @@ from outrider.engine.memory import Peak
 from outrider.engine.pace import Pace
 from outrider.grammar.compiler import TOKENIZER, Compiler
 from outrider.protocol import logs, worker_process
-from outrider.protocol.errors import KeyFault, OutriderError
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink
-
-log = logging.getLogger(__name__)
 
 
 def main() -> int:
     options = _parser().parse_args()
     logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
-    try:
-        keys = worker_process.keys_of(options)
-    except KeyFault as fault:
-        log.error("%s", fault)
-        return fault.exit_code
-    with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation, keys) as link:
-        try:
-            link.send(Loading("draft", f"starting the {options.backend} drafter"))
-            drafter = make(
-                options.backend,
-                options.model,
-                lambda stage: link.send(Loading("draft", stage)),
-                options.prefill,
-                options.target,
-            )
-            far: Link = link
-            if options.simulate:
-                profile = Profile.read(options.simulate)
-                far = slow = SlowLink(link, profile.link_ms)
-                if isinstance(drafter, ReplayDrafter):
-                    drafter = drafter.erring_like(profile)
-                pace = Pace(profile.draft, slow.nap, complain=lambda why: link.send(Remark(link.name, why)))
-                drafter = PacedDrafter(drafter, profile.name, pace, lambda: slow.heard)
-        except OutriderError as error:
-            return link.failed(error)
-        hello = Hello(
-            role="draft",
-            name=options.name,
-            incarnation=link.incarnation,
-            pid=os.getpid(),
-            backend=drafter.backend,
-            model=options.model,
-            vocab_size=drafter.vocab_size,
-            context_length=drafter.context_length,
-            parameters=drafter.parameters,
-            weight_bytes=drafter.weight_bytes,
-            note=drafter.note,
-            kv=drafter.prompt_cache.cost,
-            vocabulary=options.vocabulary,
-            features=drafter.features if isinstance(drafter, HearingDrafter) else "",
-        )
-        memory = Peak() if options.backend == "mlx" else None
-        folder = Path(options.target or options.model)
-        compiler = Compiler(folder) if (folder / TOKENIZER).is_file() else None
-        worker = DraftWorker(far, drafter, POLICIES[options.fan_out], memory, compiler)
-        return worker_process.serve(link, hello, worker)
+    return worker_process.run(options, lambda link: _load(options, link))
+
+
+def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWorker]:
+    def tell(stage: str) -> None:
+        link.send(Loading("draft", stage))
+
+    tell(f"starting the {options.backend} drafter")
+    drafter = make(options.backend, options.model, tell, options.prefill, options.target)
+    far: Link = link
+    if options.simulate:
+        profile = Profile.read(options.simulate)
+        far = slow = SlowLink(link, profile.link_ms)
+        if isinstance(drafter, ReplayDrafter):
+            drafter = drafter.erring_like(profile)
+        pace = Pace(profile.draft, slow.nap, complain=lambda why: link.send(Remark(link.name, why)))
+        drafter = PacedDrafter(drafter, profile.name, pace, lambda: slow.heard)
+    hello = Hello(
+        role="draft",
+        name=options.name,
+        incarnation=link.incarnation,
+        pid=os.getpid(),
+        backend=drafter.backend,
+        model=options.model,
+        vocab_size=drafter.vocab_size,
+        context_length=drafter.context_length,
+        parameters=drafter.parameters,
+        weight_bytes=drafter.weight_bytes,
+        note=drafter.note,
+        kv=drafter.prompt_cache.cost,
+        vocabulary=options.vocabulary,
+        features=drafter.features if isinstance(drafter, HearingDrafter) else "",
+    )
+    memory = Peak() if options.backend == "mlx" else None
+    folder = Path(options.target or options.model)
+    compiler = Compiler(folder) if (folder / TOKENIZER).is_file() else None
+    return hello, DraftWorker(far, drafter, POLICIES[options.fan_out], memory, compiler)
 
 
 def _parser() -> argparse.ArgumentParser:

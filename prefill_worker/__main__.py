@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,45 +13,36 @@ from outrider.prefill_worker.reader import Reader, Tell
 from outrider.prefill_worker.worker import PrefillWorker
 from outrider.protocol import logs, worker_process
 from outrider.protocol.digest import digest
-from outrider.protocol.errors import KeyFault, OutriderError
 from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.worker_link import WorkerLink
 
 READERS: dict[str, Callable[[str, Tell], Reader]] = {"mlx": MlxReader.load, "coreml": CoreMLReader.load}
 
-log = logging.getLogger(__name__)
-
 
 def main() -> int:
     options = _parser().parse_args()
     logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
-    try:
-        keys = worker_process.keys_of(options)
-    except KeyFault as fault:
-        log.error("%s", fault)
-        return fault.exit_code
-    with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation, keys) as link:
-        try:
-            reader = READERS[options.backend](options.model, lambda stage: link.send(Loading("prefill", stage)))
-        except OutriderError as error:
-            return link.failed(error)
-        hello = Hello(
-            role="prefill",
-            name=options.name,
-            incarnation=link.incarnation,
-            pid=os.getpid(),
-            backend=options.backend,
-            model=options.model,
-            vocab_size=reader.size.vocab_size,
-            context_length=reader.size.context_length,
-            parameters=reader.size.parameters,
-            weight_bytes=reader.size.weight_bytes,
-            note=reader.note,
-            kv=reader.prompt_cache.cost,
-            files=digest(Path(options.model)),
-        )
-        worker = PrefillWorker(link, reader)
-        return worker_process.serve(link, hello, worker)
+    return worker_process.run(options, lambda link: _load(options, link))
+
+
+def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, PrefillWorker]:
+    reader = READERS[options.backend](options.model, lambda stage: link.send(Loading("prefill", stage)))
+    hello = Hello(
+        role="prefill",
+        name=options.name,
+        incarnation=link.incarnation,
+        pid=os.getpid(),
+        backend=options.backend,
+        model=options.model,
+        vocab_size=reader.size.vocab_size,
+        context_length=reader.size.context_length,
+        parameters=reader.size.parameters,
+        weight_bytes=reader.size.weight_bytes,
+        note=reader.note,
+        kv=reader.prompt_cache.cost,
+        files=digest(Path(options.model)),
+    )
+    return hello, PrefillWorker(link, reader)
 
 
 def _parser() -> argparse.ArgumentParser:

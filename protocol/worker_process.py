@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from outrider.protocol import logs
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import KeyFault, OutriderError
 from outrider.protocol.keyring import Keyring
-from outrider.protocol.keys import ClientKeys
 from outrider.protocol.messages import Hello
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink
 
@@ -41,17 +41,29 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
     if far:
         parser.add_argument("--keys", type=Path, default=None, help="the folder of keys")
         parser.add_argument("--server-key", default=None, help="the server's public key; else as the folder knows it")
+    else:
+        parser.set_defaults(keys=None, server_key=None)
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
     parser.add_argument("--log-fd", type=int, default=None, help="where the server that started it logs")
 
 
-def keys_of(options: argparse.Namespace) -> ClientKeys | None:
-    """What it comes in with. Raises KeyFault: it needs keys, and one is missing or can't be used."""
-    return Keyring(options.keys).to_reach(options.endpoint, options.server_key)
+def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, Served]]) -> int:
+    """Enters with its keys, loads and serves. The code to exit with, where an error is said to the orchestrator."""
+    try:
+        keys = Keyring(options.keys).to_reach(options.endpoint, options.server_key)
+    except KeyFault as fault:
+        log.error("%s", fault)
+        return fault.exit_code
+    with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation, keys) as link:
+        try:
+            hello, worker = load(link)
+        except OutriderError as error:
+            return link.failed(error)
+        return _serve(link, hello, worker)
 
 
-def serve(link: WorkerLink, hello: Hello, worker: Served) -> int:
+def _serve(link: WorkerLink, hello: Hello, worker: Served) -> int:
     """Says HELLO and runs until the end; where the orchestrator goes, for the next one. The code to exit with."""
     while True:
         try:

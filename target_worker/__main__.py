@@ -25,6 +25,7 @@ from outrider.target_worker.ranks.local import RANK, LocalRanks
 
 if TYPE_CHECKING:
     from outrider.target_worker.ranks.rank_zero import RankZero
+    from outrider.target_worker.worker import TargetWorker
 
 log = logging.getLogger(__name__)
 
@@ -65,70 +66,70 @@ def _as_rank(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
-    with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation) as link:
+    return worker_process.run(options, lambda link: _load(options, rank_zero, link))
+
+
+def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
+    link.send(Loading("target", "importing MLX"))
+    from outrider.drafting.heads import load as heads
+    from outrider.engine import memory
+    from outrider.engine.abilities import abilities
+    from outrider.engine.loading import load
+    from outrider.engine.pace import Pace
+    from outrider.target_worker import own_loading
+    from outrider.target_worker.own_drafters import OwnDrafters
+    from outrider.target_worker.telling import Teller
+    from outrider.target_worker.worker import TargetWorker
+
+    profile = Profile.read(options.simulate) if options.simulate else None
+
+    def tell(stage: str) -> None:
+        link.send(Loading("target", stage))
+
+    model = rank_zero.load(options.model, tell) if rank_zero is not None else load(options.model, progress=tell)
+    tell("trying what the model can do")
+    able = abilities(model)
+    texts = rank_zero.texts(options.model, model) if rank_zero is not None else None
+    kinds = [kind for kind, _ in options.own]
+    wanted = [own_loading.Wanted(n, *one) for n, one in zip(names_of(kinds), options.own, strict=True)]
+    loaded = own_loading.load(wanted if able.chains else (), model, tell, rank_zero is None)
+    able = replace(able, drafters=loaded.told, left_out=loaded.left_out)
+    own, teller, untold = OwnDrafters(loaded.drafters), None, ""
+    memory.set_limits(model.weight_bytes + own.weight_bytes)  # each load has set them for its own alone
+    if options.tell:
+        kind, folder = options.tell
         try:
-            link.send(Loading("target", "importing MLX"))
-            from outrider.drafting.heads import load as heads
-            from outrider.engine import memory
-            from outrider.engine.abilities import abilities
-            from outrider.engine.loading import load
-            from outrider.engine.pace import Pace
-            from outrider.target_worker import own_loading
-            from outrider.target_worker.own_drafters import OwnDrafters
-            from outrider.target_worker.telling import Teller
-            from outrider.target_worker.worker import TargetWorker
-
-            profile = Profile.read(options.simulate) if options.simulate else None
-
-            def tell(stage: str) -> None:
-                link.send(Loading("target", stage))
-
-            model = rank_zero.load(options.model, tell) if rank_zero is not None else load(options.model, progress=tell)
-            tell("trying what the model can do")
-            able = abilities(model)
-            texts = rank_zero.texts(options.model, model) if rank_zero is not None else None
-            kinds = [kind for kind, _ in options.own]
-            wanted = [own_loading.Wanted(n, *one) for n, one in zip(names_of(kinds), options.own, strict=True)]
-            loaded = own_loading.load(wanted if able.chains else (), model, tell, rank_zero is None)
-            able = replace(able, drafters=loaded.told, left_out=loaded.left_out)
-            own, teller, untold = OwnDrafters(loaded.drafters), None, ""
-            memory.set_limits(model.weight_bytes + own.weight_bytes)  # each load has set them for its own alone
-            if options.tell:
-                kind, folder = options.tell
-                try:
-                    teller = Teller.of(heads.load(kind, folder, model, tell, rank_zero is None), folder, model)
-                except CannotDraft as error:
-                    untold = str(error)
-            pace = Pace(profile.target, complain=lambda why: link.send(Remark(link.name, why))) if profile else None
-            leader = rank_zero.leader if rank_zero is not None else None
-            worker = TargetWorker(link, model, pace, own, texts, leader, teller)
-        except OutriderError as error:
-            return link.failed(error)
-        drafts = [f"drafting in this process with {one.model}" for one in loaded.told]
-        doubts = [*loaded.doubts, teller.note if teller is not None else untold]
-        of_ranks = rank_zero.note if rank_zero is not None else ""
-        simulating = [f"simulating {profile.name}"] if profile else []
-        chains = "" if worker.verifies_trees or not able.chains else "drafts are verified as chains, not as trees"
-        notes = [*simulating, *drafts, *loaded.left_out, *doubts, of_ranks, chains]
-        hello = Hello(
-            role="target",
-            name=options.name,
-            incarnation=link.incarnation,
-            pid=os.getpid(),
-            backend="mlx",
-            model=options.model,
-            vocab_size=model.vocab_size,
-            context_length=model.context_length,
-            parameters=model.parameters,
-            weight_bytes=model.weight_bytes * (leader.here if leader is not None else 1),
-            note="; ".join(filter(None, notes)),
-            abilities=replace(able, takes_kv=worker.takes_kv, trees=able.chains and worker.verifies_trees),
-            kv=worker.kv,
-            files=digest(model.folder) if model.folder is not None else "",
-            number_format=model.number_format,
-            features=teller.features if teller is not None else "",
-        )
-        return worker_process.serve(link, hello, worker)
+            teller = Teller.of(heads.load(kind, folder, model, tell, rank_zero is None), folder, model)
+        except CannotDraft as error:
+            untold = str(error)
+    pace = Pace(profile.target, complain=lambda why: link.send(Remark(link.name, why))) if profile else None
+    leader = rank_zero.leader if rank_zero is not None else None
+    worker = TargetWorker(link, model, pace, own, texts, leader, teller)
+    drafts = [f"drafting in this process with {one.model}" for one in loaded.told]
+    doubts = [*loaded.doubts, teller.note if teller is not None else untold]
+    of_ranks = rank_zero.note if rank_zero is not None else ""
+    simulating = [f"simulating {profile.name}"] if profile else []
+    chains = "" if worker.verifies_trees or not able.chains else "drafts are verified as chains, not as trees"
+    notes = [*simulating, *drafts, *loaded.left_out, *doubts, of_ranks, chains]
+    hello = Hello(
+        role="target",
+        name=options.name,
+        incarnation=link.incarnation,
+        pid=os.getpid(),
+        backend="mlx",
+        model=options.model,
+        vocab_size=model.vocab_size,
+        context_length=model.context_length,
+        parameters=model.parameters,
+        weight_bytes=model.weight_bytes * (leader.here if leader is not None else 1),
+        note="; ".join(filter(None, notes)),
+        abilities=replace(able, takes_kv=worker.takes_kv, trees=able.chains and worker.verifies_trees),
+        kv=worker.kv,
+        files=digest(model.folder) if model.folder is not None else "",
+        number_format=model.number_format,
+        features=teller.features if teller is not None else "",
+    )
+    return hello, worker
 
 
 def _parser() -> argparse.ArgumentParser:
