@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings, tracing_wanted
 from outrider.protocol import logs
 from outrider.server.app import application
+from outrider.server.callers import Callers
 from outrider.server.connection import Connection
 from outrider.server.model.served import load_served
 
@@ -36,7 +37,7 @@ def main() -> None:
     logs.set_up(order.log_level, order.log_format, "http", order.log_fd)
     model = load_served(order.model, Path(order.folder), order.settings.model_names)
     tracing = _tracing(order.settings, model.id)
-    app = application(model, order.endpoint, order.settings, tracing)
+    app = application(model, Callers(order.endpoint), order.settings, tracing)
     server = uvicorn.Server(config(app, order.settings))
 
     def end_with_parent() -> None:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.version import PACKAGE_VERSION
+from outrider.server.callers import Answering
 from outrider.server.desk import Desk, ReaderGone
 from outrider.server.door import Door, is_anthropic
 from outrider.server.endpoints import chat, completions, messages, models, page, responses, status, tokens
@@ -30,8 +31,10 @@ if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
 log = logging.getLogger(__name__)
 
 
-def application(model: ServedModel, endpoint: str, settings: HttpSettings, tracing: Tracing | None = None) -> FastAPI:
-    """Everything, ready to be served: `model` as the orchestrator at `endpoint` runs it."""
+def application(
+    model: ServedModel, behind: Answering, settings: HttpSettings, tracing: Tracing | None = None
+) -> FastAPI:
+    """Everything, ready to be served: `model`, whose texts are completed by who stands `behind`."""
     # Pages that show a description would load their scripts from elsewhere; any viewer reads /openapi.json.
     app = FastAPI(
         title="Outrider",
@@ -41,7 +44,7 @@ def application(model: ServedModel, endpoint: str, settings: HttpSettings, traci
         separate_input_output_schemas=False,
     )
     metrics = Metrics(model.id, model.context_length)
-    app.state.desk = Desk(model, endpoint, metrics, settings)
+    app.state.desk = Desk(model, behind, metrics, settings)
     for part in (chat, completions, responses, models):
         app.include_router(part.router, prefix=VERSION)
         app.include_router(part.router, include_in_schema=False)  # for base URLs that end before it

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -74,23 +75,37 @@ class Resumed(Asker):
                 time.sleep(dialogue.retry(error))
 
 
-class AsyncResumed(AsyncAsker):
-    """The same for asyncio."""
+class AsyncMoving(AsyncAsker):
+    """Asks one server after another until a text is complete; which, says whoever this is."""
+
+    async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
+        _draw_seed(dialogue)
+        while True:
+            try:
+                await self.once(dialogue, grown)
+                return
+            except MOVES_ON as error:
+                await asyncio.sleep(dialogue.retry(error))
+
+    @abstractmethod
+    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+        """What the next server says, to the text's end or to its own."""
+
+
+class AsyncResumed(AsyncMoving):
+    """The same as `Resumed` for asyncio."""
 
     def __init__(self, clients: Sequence[AsyncClient]) -> None:
         self._sources: _Sources[AsyncClient] = _Sources(clients)
         self.sources = len(self._sources)
 
-    async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
-        _draw_seed(dialogue)
-        while True:
-            client = self._sources.present
-            try:
-                await client.once(dialogue, grown)
-                return
-            except MOVES_ON as error:
-                self._sources.lost(client)
-                await asyncio.sleep(dialogue.retry(error))
+    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+        client = self._sources.present
+        try:
+            await client.once(dialogue, grown)
+        except MOVES_ON:
+            self._sources.lost(client)
+            raise
 
     async def end(self, dialogue: Dialogue) -> None:
         for client in self._sources.all:

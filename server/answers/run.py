@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from outrider.orchestrator.client.async_asker import AsyncStream
-from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.client.async_asker import AsyncAsker, AsyncStream
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pair.tokenizer import TextCodec
@@ -82,9 +81,9 @@ class Run:
     """
 
     def __init__(
-        self, client: AsyncClient, jobs: Sequence[Job], watch: Watching, place: ExitStack, longest: float | None
+        self, asker: AsyncAsker, jobs: Sequence[Job], watch: Watching, place: ExitStack, longest: float | None
     ) -> None:
-        self._client = client
+        self._asker = asker
         self._watch = watch
         self._place = place
         self._longest = longest
@@ -164,7 +163,7 @@ class Run:
 
     def _stream(self, index: int, job: Job) -> AsyncStream:
         manner = job.manner
-        return self._client.stream(
+        return self._asker.stream(
             job.tokens,
             manner.sampling,
             mode=manner.mode,

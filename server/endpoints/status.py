@@ -45,6 +45,6 @@ async def metrics(desk: TheDesk) -> Response:
 
 async def _stats(desk: Desk) -> Stats | None:
     try:
-        return await desk.callers.own.stats()
+        return await desk.behind.stats()
     except OutriderError:
         return None

@@ -16,6 +16,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest
 from outrider.server.app import application
+from outrider.server.callers import Callers
 from outrider.server.model.served import ServedModel, load_served
 from outrider.server.shapes.chat import ChatRequest
 from outrider.server.shapes.completions import CompletionRequest
@@ -46,7 +47,7 @@ def ask(chatty: ServedModel) -> Ask:
 
 def asking(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: Any) -> Ask:
     """`ask(path, method="POST", **httpx arguments)` of an application in this process."""
-    app = application(model, NOBODY, HttpSettings(**settings))
+    app = application(model, Callers(NOBODY), HttpSettings(**settings))
 
     def ask(path: str, method: str = "POST", **arguments: Any) -> httpx.Response:
         async def call() -> httpx.Response:
