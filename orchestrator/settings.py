@@ -38,6 +38,9 @@ _WORDS = {
     "log_level": LOG_LEVELS,
     "log_format": logs.FORMATS,
 }
+FLAGS = (
+    "ngrams", "trees", "colocate", "prompt_cache", "memory", "keyed", "await_target", "advertise", "pin_cores",
+)  # fmt: skip
 MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
 MAX_SHARDS = 64
@@ -54,7 +57,8 @@ class ServeSettings:
 
     `model` and `draft_model` are Hugging Face ids or folders; both None: the embedded pair. `endpoint` is where clients
     connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: in `auto` what
-    `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker. `max_active`:
+    `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker. `pin_cores`: on a
+    machine of two cores, target and drafter keep to one each; not where another cluster runs. `max_active`:
     requests in flight at once; None: as many as `kv_memory` holds, at most 16. `max_waiting`: how many may wait for
     their turn; more are refused. `kv_memory`: bytes, or text like "2GB", for keys and values in all workers together;
     None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts that have ended,
@@ -100,6 +104,7 @@ class ServeSettings:
     mode: str = "auto"
     endpoint: str | None = None
     threads: int = 1
+    pin_cores: bool = True
     max_active: int | None = None
     max_waiting: int = 256
     kv_memory: int | None = None
@@ -137,7 +142,7 @@ class ServeSettings:
         self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
         if self.kv_memory is not None:
             self._keep("kv_memory", values.size("kv_memory", self.kv_memory))
-        for name in ("ngrams", "trees", "colocate", "prompt_cache", "memory", "keyed", "await_target", "advertise"):
+        for name in FLAGS:
             self._keep(name, values.flag(name, getattr(self, name)))
         for name in ("model", "draft_model", "endpoint", "workers_endpoint"):
             if getattr(self, name) is not None:
@@ -292,6 +297,7 @@ class Settings(TypedDict, total=False):
     mode: str
     endpoint: str | None
     threads: int
+    pin_cores: bool
     max_active: int | None
     max_waiting: int
     kv_memory: int | str | None

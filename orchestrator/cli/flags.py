@@ -70,6 +70,8 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     trees = "verify drafts of several origins at once, where that pays and the target can"
     group.add_argument("--trees", action="store_true", default=None, help=trees)
     group.add_argument("--threads", type=int, metavar="N", help="BLAS threads of each worker, default 1")
+    free = "let target and drafter run on any core, where there are just two"
+    group.add_argument("--no-pin-cores", dest="pin_cores", action="store_false", default=None, help=free)
     group.add_argument("--max-active", type=int, metavar="N", help="requests in flight at once; default: from memory")
     waiting = f"requests that may wait, default {_DEFAULTS.max_waiting}; more are refused"
     group.add_argument("--max-waiting", type=int, metavar="N", help=waiting)

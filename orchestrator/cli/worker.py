@@ -37,6 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="default: the role, this host and the process id")
     shard = "this is one of several ranks of the target, all started by mlx.launch"
     parser.add_argument("--shard", action="store_true", help=shard)
+    parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     flags.add_cluster_flags(parser)
 
 
@@ -70,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
     if options.role == "draft" and not pair.settings.has_draft_worker:
         raise InvalidRequest("no draft model is named; expected --draft-model, or neither that nor --model")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"
-    command = worker_command(options.role, name, endpoint, pair.settings) + (["--shard"] if options.shard else [])
+    command = worker_command(options.role, name, endpoint, pair.settings, options.parent_fd)
+    command += ["--shard"] if options.shard else []
     if options.role != "target":
         command += _joining(options, pair)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end in order (WorkerLink)

@@ -48,7 +48,8 @@ class LocalCluster:
     - `shards` 1: ranks of the target on this machine, each with a part of each layer.
     - `await_target` False: start none; one that joins (`outrider worker target`) is waited for.
     - `endpoint`: where clients connect, ipc://PATH or tcp://HOST:PORT; None: a fresh socket of its own.
-    - `threads` 1: BLAS threads of each worker. `max_active`: requests in flight at once; None: from the
+    - `threads` 1: BLAS threads of each worker. `pin_cores` True: where there are two cores, target and drafter keep to
+      one each. `max_active`: requests in flight at once; None: from the
       memory that texts may take, at most 16.
     - `kv_memory` None: bytes, or like "2GB", for keys and values in all workers; None: by the machine.
     - `prompt_cache` True: keep what was read of texts that have ended, for those that begin alike.
@@ -86,7 +87,7 @@ class LocalCluster:
         self.endpoint = ready.endpoint
         self.workers_endpoint = ready.workers
         self.joining_endpoint = ready.joining
-        self._own = ready.own
+        self.own_endpoint = ready.own
         self.notes = ready.notes
 
     @property
@@ -96,11 +97,15 @@ class LocalCluster:
 
     def client(self, timeout: float = 10.0) -> Client:
         """A client that notices at once when the server is gone."""
-        return Client(self._own, timeout, self._check)
+        return Client(self.own_endpoint, timeout, self._check)
 
     def async_client(self, timeout: float = 10.0) -> AsyncClient:
         """The same for asyncio."""
-        return AsyncClient(self._own, timeout, self._check)
+        return AsyncClient(self.own_endpoint, timeout, self._check)
+
+    def wait(self) -> int:
+        """Returns when the server has ended, however it did: its code, negative for the signal that ended it."""
+        return self._process.wait()
 
     def close(self) -> None:
         """Ends the server and its workers, in order where it can. Again does nothing.

@@ -34,26 +34,28 @@ def add(total: Timings, one: Timings) -> Timings:
         missed_then_drafted=total.missed_then_drafted + one.missed_then_drafted,
         ngram_chains=total.ngram_chains + one.ngram_chains,
         draft_waits=total.draft_waits + one.draft_waits,
-        accepted_by_position=_each(total.accepted_by_position, one.accepted_by_position),
-        drafted_by_position=_each(total.drafted_by_position, one.drafted_by_position),
-        looked_up_by_accepted=_each(total.looked_up_by_accepted, one.looked_up_by_accepted),
-        hits_by_accepted=_each(total.hits_by_accepted, one.hits_by_accepted),
+        accepted_by_position=each(total.accepted_by_position, one.accepted_by_position),
+        drafted_by_position=each(total.drafted_by_position, one.drafted_by_position),
+        looked_up_by_accepted=each(total.looked_up_by_accepted, one.looked_up_by_accepted),
+        hits_by_accepted=each(total.hits_by_accepted, one.hits_by_accepted),
         verify_ms=total.verify_ms + one.verify_ms,
         idle_ms=total.idle_ms + one.idle_ms,
         peak_bytes=max(total.peak_bytes, one.peak_bytes),
         resumed=total.resumed + one.resumed,
         rejoined=total.rejoined + one.rejoined,
-        draft_n_accepted_by=_by_name(total.draft_n_accepted_by, one.draft_n_accepted_by),
-        draft_n_accepted_from=_by_name(total.draft_n_accepted_from, one.draft_n_accepted_from),
+        draft_n_accepted_by=by_name(total.draft_n_accepted_by, one.draft_n_accepted_by),
+        draft_n_accepted_from=by_name(total.draft_n_accepted_from, one.draft_n_accepted_from),
     )
 
 
-def _by_name(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, ...]:
+def by_name(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, ...]:
+    """The sum of each name."""
     counts: Counter[str] = Counter()
     for tally in (*left, *right):
         counts[tally.name] += tally.count
     return tuple(Tally(name, count) for name, count in sorted(counts.items()))
 
 
-def _each(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+def each(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    """The sum at each place."""
     return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))

@@ -19,7 +19,7 @@ def core_of(role: str, settings: ServeSettings) -> int | None:
     """The core for a `target` or `draft` process; None, and for all others: any."""
     if len(GIVEN) != 2 or settings.threads != 1 or not settings.has_draft_worker or role not in ("target", "draft"):
         return None
-    if settings.shards > 1:  # ranks that wait for each other on one core would take turns
+    if settings.shards > 1 or not settings.pin_cores:  # ranks that wait for each other on one core would take turns
         return None
     return GIVEN[-1] if role == "draft" else GIVEN[0]
 

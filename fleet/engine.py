@@ -1,0 +1,110 @@
+"""Engines: an actor each, which tells whoever leases it where to ask and ends, at once, when what it stands for does.
+
+Tokens never pass through it. A lease is a stream that says the engine's place and then no more until one of both sides
+goes, so that Ray Serve counts what is under way and its end is told to all who hold one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from ray import serve
+
+from outrider.fleet.drafter import Drafting
+from outrider.fleet.place import Place
+from outrider.fleet.plan import Placed
+from outrider.fleet.watch import Watch
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.settings import ServeSettings, Settings
+from outrider.protocol.keyring import CLIENT, Allowed, Keyring
+from outrider.protocol.keys import parse_key
+
+BEAT_SECONDS = 5.0
+"""So often a lease is said again: to a gate that is gone it can't be, and ends."""
+GONE = 3
+"""What the actor ends with when its engine has."""
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """What all engines do once they know their `place`."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    async def lease(self, visitor: str) -> AsyncIterator[Place]:
+        """Where to ask, again and again; `visitor` is the public key of whoever will."""
+        self._let_in(visitor)
+        while True:
+            yield self._place
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def place(self) -> Place:
+        """The same once, for whoever only looks."""
+        return self._place
+
+    def _let_in(self, visitor: str) -> None:
+        """Where keys are asked for, this one opens from now on."""
+
+
+class PlacedEngine(Engine):
+    """A cluster on this host, which ends with this actor, and with which this actor ends."""
+
+    def __init__(self, settings: ServeSettings, placed: Placed) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-fleet-")
+        self._ring = Keyring(Path(self._folder.name) / "keys")
+        key = self._ring.make().public
+        ours = ray.util.get_node_ip_address()
+        elsewhere = placed.drafter.on == "other-host"
+        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._ring.folder, pin_cores=False)
+        if elsewhere:
+            reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
+        self._cluster = LocalCluster(**keywords(reached))
+        threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
+        if elsewhere:
+            Drafting(settings, self._cluster.joining_endpoint, self._ring).start()
+        host = ray.get_runtime_context().get_node_id()
+        super().__init__(Place(self._cluster.endpoint, key, self._cluster.own_endpoint, host))
+
+    def _let_in(self, visitor: str) -> None:
+        key = parse_key(visitor)
+        if not any(one.key == key and one.role == CLIENT for one in self._ring.allowed()):
+            self._ring.allow(Allowed(CLIENT, key, f"gate-{key[:8]}"))
+
+    def _end_with_it(self) -> None:
+        code = self._cluster.wait()
+        log.error("the engine's server ended with code %s; another is placed", code)
+        self._folder.cleanup()
+        os._exit(GONE)
+
+
+class AttachedEngine(Engine):
+    """A server that somebody else keeps up: it is waited for, and with its loss this actor ends."""
+
+    def __init__(self, endpoints: tuple[str, ...], keys: Path | None) -> None:
+        endpoint = endpoints[serve.get_replica_context().rank.rank % len(endpoints)]
+        watch = Watch(endpoint, keys)
+        watch.wait_until_there()
+        threading.Thread(target=self._end_with_it, args=(watch, endpoint), daemon=True, name="engine").start()
+        super().__init__(Place(endpoint))
+
+    def _end_with_it(self, watch: Watch, endpoint: str) -> None:
+        watch.wait_until_gone()
+        log.error("the engine at %s is gone; it is waited for", endpoint)
+        os._exit(GONE)
+
+
+def keywords(settings: ServeSettings) -> Settings:
+    """The settings as LocalCluster takes them."""
+    found: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return cast("Settings", found)

@@ -1,0 +1,79 @@
+"""The gate: the HTTP of `outrider.server` as it is, before all engines of a fleet. Holds no model and no text.
+
+uvicorn runs here, not Ray Serve's proxy, through which each chunk would come later (docs/fleet.md).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import uvicorn
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+
+from outrider.fleet import plan
+from outrider.fleet.leases import NOBODY, Engines, Kind, Leased
+from outrider.fleet.totals import together
+from outrider.orchestrator.machine.http_process import Listener
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import EndpointError
+from outrider.protocol.messages import Stats
+from outrider.server.__main__ import DRAIN_SECONDS, config
+from outrider.server.app import application
+from outrider.server.model.served import load_served
+
+SESSION = "x-session-id"
+
+
+class Behind:
+    """What stands behind the gate's HTTP."""
+
+    def __init__(self, engines: Engines, gate: plan.Gate) -> None:
+        self._engines = engines
+        self._gate = gate
+
+    def asker(self, request: Request) -> Leased:
+        session = request.headers.get(SESSION, "") if self._gate.sessions else ""
+        return Leased(self._engines, session, self._gate.tries)
+
+    async def stats(self) -> Stats:
+        places = await self._engines.places()
+        if not places:
+            raise EndpointError(NOBODY)
+        return await together([self._engines.client(place) for place in places])
+
+
+class Gate:
+    """Serves HTTP from creation on, in a thread of its own."""
+
+    def __init__(
+        self,
+        gate: plan.Gate,
+        engine: ServeSettings,
+        handles: list[DeploymentHandle[Any]],
+        many: list[int],
+    ) -> None:
+        files = find_model(engine.model or str(EMBEDDED_TARGET), weights=False)
+        model = load_served(files.name, files.folder, gate.http.model_names)
+        kinds = [Kind(handle, number) for handle, number in zip(handles, many, strict=True)]
+        app = application(model, Behind(Engines(kinds, engine.keys), gate), gate.http)
+        self._listener = Listener(gate.http)
+        self._server = uvicorn.Server(config(app, gate.http))
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="http")
+        self._thread.start()
+
+    def url(self) -> str:
+        """Where it is reached."""
+        return self._listener.url
+
+    def __del__(self) -> None:
+        """Ray Serve's word for the end: answers that are nearly done may finish."""
+        self._server.should_exit = True
+        self._thread.join(DRAIN_SECONDS)
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._listener.socket])
+        os._exit(0)

@@ -1,0 +1,157 @@
+"""The engines as a gate has them: one is leased for a text, and when it goes the text goes on with the next.
+
+Ray Serve says which and tells of its end; what is asked and answered goes by ZeroMQ, past Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from outrider.fleet.place import Place
+from outrider.orchestrator.client.async_asker import Grown
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.client.dialogue import Dialogue
+from outrider.orchestrator.client.resumed import AsyncMoving
+from outrider.protocol.errors import EndpointError, ServerStopped
+from outrider.protocol.keyring import Keyring
+
+WAIT_SECONDS = 1.0
+"""How long an engine is waited for, each time."""
+SILENT_SECONDS = 2.0
+"""How long one may be silent that Ray says is there."""
+MOST_KNOWN = 1024
+NOBODY = "no engine of the fleet answers; ask again later (`outrider fleet status` tells why)"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Engines of one deployment of Ray Serve; about so `many`."""
+
+    handle: DeploymentHandle[Any]
+    many: int
+
+
+class Lease:
+    """An engine that is asked, until it is gone."""
+
+    def __init__(self, client: AsyncClient, gone: asyncio.Future[None]) -> None:
+        self.client = client
+        self._gone = gone
+
+    async def during(self, asking: Coroutine[Any, Any, None]) -> None:
+        """Awaits `asking`. Raises ServerStopped when the engine goes before."""
+        task = asyncio.ensure_future(asking)
+        try:
+            await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ServerStopped("the engine ended while it was asked; ask again")
+            task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+class Engines:
+    """All of a fleet's. `keys`: the folder of keys for those that are attached."""
+
+    def __init__(self, kinds: Sequence[Kind], keys: Path | None) -> None:
+        self._kinds = kinds
+        self._keys = keys
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-fleet-")
+        self._ring = Keyring(Path(self._folder.name) / "keys")
+        self._visitor = self._ring.make().public
+        self._host = ray.get_runtime_context().get_node_id()
+        self._clients: dict[Place, AsyncClient] = {}
+        self._under_way = [0] * len(kinds)
+
+    @asynccontextmanager
+    async def lease(self, session: str) -> AsyncIterator[Lease]:
+        """The engine that Serve chooses for a text, the same for a `session` as long as it can be.
+
+        Raises:
+            EndpointError: there is none.
+        """
+        index = self._kind(session)
+        response = self._kinds[index].handle.options(stream=True, session_id=session).lease.remote(self._visitor)
+        self._under_way[index] += 1
+        gone: asyncio.Task[None] | None = None
+        try:
+            place = await self._told(response)
+            gone = asyncio.create_task(_until_gone(response))
+            yield Lease(self.client(place), gone)
+        finally:
+            self._under_way[index] -= 1
+            response.cancel()
+            if gone is not None:
+                gone.cancel()
+
+    async def places(self) -> list[Place]:
+        """Where all are that are there."""
+        found: list[Place] = []
+        for kind in self._kinds:
+            with suppress(RayError, RayServeException, TimeoutError):
+                found += await kind.handle.broadcast("place").results_async(timeout_s=WAIT_SECONDS)
+        return found
+
+    def client(self, place: Place) -> AsyncClient:
+        """Who asks there."""
+        if place not in self._clients:
+            if len(self._clients) >= MOST_KNOWN:
+                self._clients.clear()
+            where = place.seen_from(self._host)
+            keys = self._ring.folder if where.key else self._keys
+            self._clients[place] = AsyncClient(where.endpoint, SILENT_SECONDS, server_key=where.key or None, keys=keys)
+        return self._clients[place]
+
+    async def _told(self, response: Any) -> Place:
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                place: Place = await anext(response)
+                return place
+        except (TimeoutError, RayError, RayServeException):
+            raise EndpointError(NOBODY) from None
+
+    def _kind(self, session: str) -> int:
+        """A session's by its name, so that all gates agree; else where the least is under way for each engine."""
+        if session:
+            ends = list(accumulate(kind.many for kind in self._kinds))
+            at = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) % ends[-1]
+            return next(index for index, end in enumerate(ends) if at < end)
+        return min(range(len(self._kinds)), key=lambda index: self._under_way[index] / self._kinds[index].many)
+
+
+class Leased(AsyncMoving):
+    """Has texts completed by whatever engines there are. `sources`: so many are tried until a text has begun."""
+
+    def __init__(self, engines: Engines, session: str, sources: int) -> None:
+        self.sources = sources
+        self._engines = engines
+        self._session = session
+        self._asked: dict[str, AsyncClient] = {}
+
+    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+        async with self._engines.lease(self._session) as lease:
+            self._asked[dialogue.request] = lease.client
+            await lease.during(lease.client.once(dialogue, grown))
+
+    async def end(self, dialogue: Dialogue) -> None:
+        await self._asked[dialogue.request].end(dialogue)
+
+
+async def _until_gone(response: Any) -> None:
+    with suppress(RayError, RayServeException):
+        async for _ in response:
+            pass
