@@ -55,7 +55,8 @@ def app(arguments: dict[str, str]) -> serve.Application:
 def run(plan: Plan, name: str = "outrider") -> None:
     """Has the fleet run on the Ray that this process is connected to; returns when Ray Serve has been told."""
     serve.start(proxy_location="Disabled")
-    serve.run(application(plan), name=name, route_prefix=None, _blocking=False)
+    target = serve.RunTarget(application(plan), name=name, route_prefix=None)
+    serve.run_many([target], wait_for_applications_running=False)
 
 
 def _engine_options() -> dict[str, Any]:

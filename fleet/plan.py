@@ -19,7 +19,7 @@ PLACES = ("same-host", "other-host", "none")
 MOST_ENGINES = 10_000
 MOST_GATES = 100
 MOST_TRIES = 100
-GATE_PORT = 8000
+GATE_PORT = 8080
 
 
 @dataclass(frozen=True, slots=True)
