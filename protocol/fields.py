@@ -60,6 +60,7 @@ Breadth = Annotated[int, Range(0, MAX_BRANCHES)]
 """How many branches."""
 RequestId = Annotated[str, Size(64)]
 Name = Annotated[str, Size(4096)]
+ClientName = Annotated[str, Size(64)]
 Text = Annotated[str, Size(2**26)]
 Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
 Node = Annotated[int, Range(-1, MAX_CHAIN - 1)]

@@ -70,3 +70,11 @@ def raw(key: str) -> bytes:
 def from_zmq(key: bytes) -> str:
     """The key that ZeroMQ names in its Z85, half of whose signs a shell takes for its own."""
     return base64.b64encode(z85.decode(key)).decode()
+
+
+def key_shown(frame: zmq.Frame) -> str:
+    """The key that whoever sent this had to show; empty: nobody asked for one."""
+    try:
+        return from_zmq(str(frame.get("User-Id")).encode())
+    except zmq.ZMQError:
+        return ""

@@ -26,12 +26,14 @@ class Asker(ABC):
         chat_template: bool = True,
         origins: bool = False,
         drafter: str = "",
+        client: str = "",
     ) -> GenerationResult:
         """The completion of `prompt`: text, or token ids as a list, a tuple or a numpy array.
 
         `mode` is ar, sd, ssd, or auto: the server's own; so is None for `num_draft_tokens` and `branches`. A model's
         chat template is applied to text unless `chat_template` is False. `origins`: tell where each token came from.
-        `drafter`: the name of the only one that is to draft (draft, ngram, or a head's, as eagle3).
+        `drafter`: the name of the only one that is to draft (draft, ngram, or a head's, as eagle3). `client`: for whom
+        it is, where a program asks for many people: they take turns at the server as if each asked alone.
 
         Raises:
             InvalidRequest: something is out of range; the message says what was expected.
@@ -47,6 +49,7 @@ class Asker(ABC):
             chat_template=chat_template,
             origins=origins,
             drafter=drafter,
+            client=client,
         )
         for _ in stream:
             pass
@@ -64,6 +67,7 @@ class Asker(ABC):
         origins: bool = False,
         rounds: bool = False,
         drafter: str = "",
+        client: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> Stream:
         """The completion of `prompt` as it grows; see `generate`. Leaving the loop cancels.
@@ -72,7 +76,7 @@ class Asker(ABC):
         has been read.
         """
         sampling = sampling or SamplingParams()
-        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, rounds, drafter=drafter)
+        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, rounds, drafter, client)
         return Stream(self, Dialogue(wish, progress, self.sources))
 
     @abstractmethod

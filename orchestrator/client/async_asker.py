@@ -29,6 +29,7 @@ class AsyncAsker(ABC):
         chat_template: bool = True,
         origins: bool = False,
         drafter: str = "",
+        client: str = "",
     ) -> GenerationResult:
         """The completion of `prompt`; see `Client.generate`."""
         stream = self.stream(
@@ -40,6 +41,7 @@ class AsyncAsker(ABC):
             chat_template=chat_template,
             origins=origins,
             drafter=drafter,
+            client=client,
         )
         async for _ in stream:
             pass
@@ -57,11 +59,12 @@ class AsyncAsker(ABC):
         origins: bool = False,
         rounds: bool = False,
         drafter: str = "",
+        client: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> AsyncStream:
         """The completion of `prompt` as it grows; see `Client.stream`. Leaving the loop cancels."""
         sampling = sampling or SamplingParams()
-        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, rounds, drafter=drafter)
+        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, rounds, drafter, client)
         return AsyncStream(self, Dialogue(wish, progress, self.sources))
 
     async def exchange(self, dialogue: Dialogue) -> AsyncIterator[Chunk]:

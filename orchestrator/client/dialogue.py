@@ -41,6 +41,7 @@ RECONNECT_SECONDS, RETRY_SECONDS = 120.0, 0.25
 # A text goes on elsewhere so often after a server has lost its target for good, or given this text up.
 MOST_WORKER_ERRORS = 1
 MAX_TOKEN = 2**31 - 1
+MAX_CLIENT = 64
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 EMPTY = "the prompt is empty; expected text, or at least one token"
 
@@ -62,6 +63,7 @@ class Wish:
     origins: bool = False
     rounds: bool = False
     drafter: str = ""
+    client: str = ""
 
     def __post_init__(self) -> None:
         self._keep("prompt", _as_text(self.prompt) if isinstance(self.prompt, str) else _as_tokens(self.prompt))
@@ -76,6 +78,9 @@ class Wish:
         self._keep("origins", values.flag("origins", self.origins))
         self._keep("rounds", values.flag("rounds", self.rounds))
         self._keep("drafter", values.text("drafter", self.drafter))
+        self._keep("client", values.text("client", self.client))
+        if len(self.client) > MAX_CLIENT:
+            raise InvalidRequest(f"client has {len(self.client)} characters; expected at most {MAX_CLIENT}")
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the record is frozen for everybody else
@@ -94,6 +99,7 @@ class Wish:
             origins=self.origins,
             rounds=self.rounds,
             drafter=self.drafter,
+            client=self.client,
         )
 
 

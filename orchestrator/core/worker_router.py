@@ -14,7 +14,7 @@ from outrider.orchestrator.allowance import Allowance, Rate
 from outrider.orchestrator.doorkeeper import Doorkeeper
 from outrider.protocol import clock
 from outrider.protocol.codec import encode_all
-from outrider.protocol.keys import from_zmq
+from outrider.protocol.keys import key_shown
 from outrider.protocol.messages import Message
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class WorkerRouter:
                 first = self.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            yield first.bytes, _key_of(first), self.socket.recv_multipart()
+            yield first.bytes, key_shown(first), self.socket.recv_multipart()
 
     def send(self, identity: bytes, *messages: Message) -> None:
         """Dropped where the worker is gone, or does not read: what matters is asked again."""
@@ -64,11 +64,3 @@ class WorkerRouter:
         """What others can bring about as often as they like fills no log."""
         level = logging.WARNING if self._warnings.takes(b"", (), clock.now()) else logging.INFO
         log.log(level, told, *values)
-
-
-def _key_of(frame: zmq.Frame) -> str:
-    """The key that whoever sent this had to show; empty: nobody asked for one."""
-    try:
-        return from_zmq(str(frame.get("User-Id")).encode())
-    except zmq.ZMQError:
-        return ""

@@ -20,7 +20,7 @@ from outrider.orchestrator.failure import kind_of
 from outrider.protocol import clock
 from outrider.protocol.codec import decode, encode, request_of
 from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy
-from outrider.protocol.keys import ServerKeys
+from outrider.protocol.keys import ServerKeys, key_shown
 from outrider.protocol.messages import Failed, Message
 
 UNREAD_MESSAGES = 20_000
@@ -35,10 +35,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A message and the routing id it came from."""
+    """A message, the routing id it came from, and the key that its sender showed; empty: nobody asked for one."""
 
     sender: bytes
     message: Message
+    key: str = ""
 
 
 class ClientSocket:
@@ -82,7 +83,8 @@ class ClientSocket:
         for _ in range(most):
             if not self.socket.poll(0):
                 return
-            sender, *frames = self.socket.recv_multipart()
+            first = self.socket.recv(copy=False)
+            sender, frames = first.bytes, self.socket.recv_multipart()
             client = client_of(sender)
             if not self._allowance.takes(client, frames, clock.now()):
                 if self._allowance.is_first(client):
@@ -92,7 +94,7 @@ class ClientSocket:
                 self._reject(sender, frames, ServerBusy(TOO_MUCH))
                 continue
             try:
-                yield Letter(sender, decode(frames))
+                yield Letter(sender, decode(frames), key_shown(first))
             except ProtocolError as error:
                 self._reject(sender, frames, error)
 

@@ -31,7 +31,7 @@ from outrider.orchestrator.front.admission import Accepted, Admission
 from outrider.orchestrator.front.books import Books
 from outrider.orchestrator.front.client_socket import ClientSocket, Letter
 from outrider.orchestrator.front.text import Piece
-from outrider.orchestrator.front.waiting import FairQueue
+from outrider.orchestrator.front.waiting import FairQueue, Whose
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage
 from outrider.orchestrator.kv_room import check_holds
 from outrider.orchestrator.lines import CoreFacts, End, Lines
@@ -65,12 +65,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Ticket:
-    """A request from the client's word to its end. `ending`: stop or cancelled once the reader wants no more.
-    `begun_ns`: when it was its turn; 0: it waits."""
+    """A request from the client's word to its end. `whose` turns it waits for. `ending`: stop or cancelled once the
+    reader wants no more. `begun_ns`: when it was its turn; 0: it waits."""
 
     sender: bytes
     name: str
     accepted: Accepted
+    whose: Whose
     tokens: int = 0
     ending: str = ""
     asked_ns: int = field(default_factory=clock.now)
@@ -168,7 +169,7 @@ class Front:
     def _on_letter(self, letter: Letter) -> None:
         match letter.message:
             case Generate():
-                self._on_generate(letter.sender, letter.message)
+                self._on_generate(letter.sender, letter.message, letter.key)
             case Cancel(request=name):
                 self._cancel(self._named.get((letter.sender, name)))
             case StatsQuery(request=name, about=about):
@@ -178,7 +179,7 @@ class Front:
                 self._clients.rejected += 1
                 log.info("a client sent %s; expected Generate, Cancel or StatsQuery", type(other).__name__)
 
-    def _on_generate(self, sender: bytes, asked: Generate) -> None:
+    def _on_generate(self, sender: bytes, asked: Generate, key: str) -> None:
         try:
             if (sender, asked.request) in self._named:
                 raise InvalidRequest(f"request {asked.request} is running already; expected a name of its own")
@@ -190,14 +191,14 @@ class Front:
         if self._fatal:
             self._refuse(sender, Failed(asked.request, "WorkerError", self._fatal))
             return
-        ticket = Ticket(sender, asked.request, accepted)
+        ticket = Ticket(sender, asked.request, accepted, turns_of(sender, asked.client, key))
         self._named[sender, asked.request] = ticket
         if accepted.ended:
             self._started(ticket, Began(ticket.key, accepted.admit.mode))
             self._show(ticket, accepted.text.finish(), Committed(ticket.key, ()))
             self._close(ticket, Done(ticket.name, accepted.ended, Timings()))
             return
-        self._waiting.put(client_of(sender), ticket, first=asked.said is not None)
+        self._waiting.put(ticket.whose, ticket, first=asked.said is not None)
 
     def _refuse(self, sender: bytes, why: Failed) -> None:
         self._books.ended(why)
@@ -221,7 +222,7 @@ class Front:
         ticket.ending = "cancelled"
         if ticket.key in self._active:
             self._core.put(Stop(ticket.key, "cancelled"))
-        elif self._waiting.drop(client_of(ticket.sender), ticket):
+        elif self._waiting.drop(ticket.whose, ticket):
             self._close(ticket, Done(ticket.name, "cancelled", Timings(queue_ms=ticket.queue_ms)))
 
     # --- what the core says ---------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ class Front:
 
     def _fail_all(self, kind: str, message: str) -> None:
         for ticket in list(self._named.values()):
-            self._waiting.drop(client_of(ticket.sender), ticket)
+            self._waiting.drop(ticket.whose, ticket)
             self._close(ticket, Failed(ticket.name, kind, message))
 
     def _admit(self) -> None:
@@ -382,6 +383,13 @@ class Front:
             return KvUse()
         used = sum(room.cost.of(len(one.accepted.admit.tokens) + one.tokens) for one in list(self._active.values()))
         return KvUse(room.limit, used, self._reserved())
+
+
+def turns_of(sender: bytes, client: str, key: str) -> Whose:
+    """Who came without a key, from this machine, is believed for whom it asks: it could come as many as well. Who
+    showed one is a client by that, however often it comes, and those it asks for have a part in its turns."""
+    name = b"for " + client.encode() if client else client_of(sender)
+    return (key.encode(), name) if key else (name,)
 
 
 def _note(ticket: Ticket, level: int, told: str, *values: object) -> None:

@@ -1,4 +1,4 @@
-"""Who is next: requests wait in one line per client, and the clients take turns.
+"""Who is next: requests wait in one line per client, and the clients take turns; so do those for whom a client asks.
 
 Knows order only; knows nothing of what waits.
 """
@@ -6,49 +6,58 @@ Knows order only; knows nothing of what waits.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
+Whose: TypeAlias = tuple[bytes, ...]
+"""Whose a request is: a client, or a client and somebody who has a part in its turns, and so on."""
 
 
 class FairQueue(Generic[T]):
     """A client with a hundred requests does not keep one with a single request waiting."""
 
     def __init__(self) -> None:
-        self._lines: OrderedDict[bytes, deque[T]] = OrderedDict()
+        self._own: deque[T] = deque()
+        self._lines: OrderedDict[bytes, FairQueue[T]] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(map(len, list(self._lines.values())))  # any thread may ask
+        return len(self._own) + sum(map(len, list(self._lines.values())))  # any thread may ask
 
-    def put(self, client: bytes, item: T, first: bool = False) -> None:
-        """At the end of the client's own line; `first`: before all, for somebody waits in the middle of something."""
-        line = self._lines.setdefault(client, deque())
+    def put(self, whose: Whose, item: T, first: bool = False) -> None:
+        """At the end of its own line; `first`: before all, for somebody waits in the middle of something."""
+        if not whose:
+            self._own.appendleft(item) if first else self._own.append(item)
+            return
+        self._lines.setdefault(whose[0], FairQueue()).put(whose[1:], item, first)
         if first:
-            line.appendleft(item)
-            self._lines.move_to_end(client, last=False)
-        else:
-            line.append(item)
+            self._lines.move_to_end(whose[0], last=False)
 
     def first(self) -> T | None:
         """Whose turn it is, left in the line; None when nobody waits."""
-        return next((line[0] for line in self._lines.values()), None)
+        return self._own[0] if self._own else next((line.first() for line in self._lines.values()), None)
 
     def take(self) -> T | None:
-        """The first of the client whose turn it is, which then goes to the back; None when nobody waits."""
+        """The first of those whose turn it is, who then go to the back; None when nobody waits."""
+        if self._own:
+            return self._own.popleft()
         if not self._lines:
             return None
-        client, line = self._lines.popitem(last=False)
-        item = line.popleft()
-        if line:
-            self._lines[client] = line
+        name, line = self._lines.popitem(last=False)
+        item = line.take()
+        if len(line):
+            self._lines[name] = line
         return item
 
-    def drop(self, client: bytes, item: T) -> bool:
-        """Takes `item` out of the client's line; False when it is not in it."""
-        line = self._lines.get(client)
-        if line is None or item not in line:
+    def drop(self, whose: Whose, item: T) -> bool:
+        """Takes `item` out of its line; False when it is not in it."""
+        if not whose:
+            found = item in self._own
+            if found:
+                self._own.remove(item)
+            return found
+        line = self._lines.get(whose[0])
+        if line is None or not line.drop(whose[1:], item):
             return False
-        line.remove(item)
-        if not line:
-            del self._lines[client]
+        if not len(line):
+            del self._lines[whose[0]]
         return True

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from outrider.protocol.fields import (
+    ClientName,
     Count,
     Mode,
     Name,
@@ -31,7 +32,8 @@ class Generate:
     `origins`: tell with each token where it came from; `rounds`: tell of each round, when it has ended. `said`: what
     was received of this very text before, with the seed of `sampling`: it goes on behind that, and only what is new is
     told. `drafter`: the name of the only one that is to draft; empty: whoever is there. `fingerprint`
-    is the one that its Started told: a server with another refuses it (OtherModel).
+    is the one that its Started told: a server with another refuses it (OtherModel). `client`: for whom it is, where
+    one client asks for many people, who take turns then; empty: for the client itself.
     """
 
     request: RequestId
@@ -47,6 +49,7 @@ class Generate:
     said: Tokens | None = None
     drafter: Name = ""
     fingerprint: Name = ""
+    client: ClientName = ""
 
 
 @dataclass(frozen=True, slots=True)

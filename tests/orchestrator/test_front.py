@@ -16,10 +16,16 @@ from outrider.orchestrator.client.result import TokenLogprob
 from outrider.orchestrator.client_key import client_key
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, Stop, WorkersChanged
 from outrider.orchestrator.failure import as_error
+from outrider.orchestrator.front.client_socket import ClientSocket
+from outrider.orchestrator.front.loop import turns_of
+from outrider.orchestrator.gate import Gate
 from outrider.orchestrator.handshake import Failure, Ready, Stage
 from outrider.protocol.codec import decode, encode
+from outrider.protocol.endpoints import connect
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
 from outrider.protocol.grammar import Grammar
+from outrider.protocol.keyring import CLIENT, Allowed, Keyring
+from outrider.protocol.keys import ClientKeys, make_pair
 from outrider.protocol.logprobs import NEVER, Logprobs
 from outrider.protocol.messages import (
     Cancel,
@@ -259,6 +265,49 @@ def test_clients_take_turns(stand):
             stand.core.outbox.put(Ended(admits[-1].request, "length", Timings()))
         order = [stand.codec.decode(admit.tokens[1:]) for admit in stand.core.wait_for(Admit, 4)]
     assert order == ["def g(", "def g(", "def m(", "def g("] or order == ["def g(", "def m(", "def g(", "def g("]
+
+
+def test_those_for_whom_a_client_of_this_machine_asks_take_turns_like_clients(stand):
+    with RawClient(stand.endpoint, client_key() + b"1") as gate:
+        for serial, user in enumerate(("greedy", "greedy", "greedy", "modest")):
+            gate.say(ask(f"q{serial}", prompt=f"def {user[0]}(", client=user))
+        gate.say(StatsQuery("s"))
+        gate.hear_until(Stats)
+        for count in range(1, 5):
+            admits = stand.core.wait_for(Admit, count)
+            stand.core.outbox.put(Ended(admits[-1].request, "length", Timings()))
+        order = [stand.codec.decode(admit.tokens[1:]) for admit in stand.core.wait_for(Admit, 4)]
+    assert "def m(" in order[:3]
+
+
+def test_whose_turn_it_is():
+    """A key is one client's, whatever it says of itself; without one a client is believed."""
+    one, other = client_key() + b"1", client_key() + b"2"
+    assert turns_of(one, "", "") == (one[:9],) and turns_of(one, "ann", "") == turns_of(other, "ann", "") == (
+        b"for ann",
+    )
+    assert turns_of(one, "ann", "key") == (b"key", b"for ann") and turns_of(other, "", "key") == (b"key", other[:9])
+
+
+def test_a_key_that_was_shown_is_told_with_each_message(tmp_path):
+    ring, friend = Keyring(tmp_path / "keys"), make_pair()
+    ring.make()
+    ring.allow(Allowed(CLIENT, friend.public, "friend"))
+    context = zmq.Context()
+    gate = Gate(context, ring)
+    clients = ClientSocket(context, f"ipc://{tmp_path}/clients")
+    try:
+        clients.serve("tcp://127.0.0.1:0", 8, gate.keys(CLIENT))
+        for endpoint, keys in ((clients.own, None), (clients.endpoint, ClientKeys(friend, gate.own.public))):
+            with zmq.Context.instance().socket(zmq.DEALER) as socket:
+                connect(socket, endpoint, keys)
+                socket.send_multipart(encode(StatsQuery("s")))
+                assert clients.socket.poll(WAIT_MS)
+                assert [letter.key for letter in clients.receive(2)] == [friend.public if keys else ""]
+    finally:
+        clients.close()
+        gate.close()
+        context.destroy(linger=0)
 
 
 def test_no_more_than_max_active_run_at_once(make_stand):

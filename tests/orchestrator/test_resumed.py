@@ -143,8 +143,8 @@ def test_a_wrong_request_is_nobodys_fault(stands: Callable[..., list[Stand]]) ->
 
 def test_who_is_in_the_middle_of_a_text_goes_before_all() -> None:
     queue = FairQueue[str]()
-    for client, name in ((b"a", "a1"), (b"b", "b1"), (b"a", "a2")):
+    for client, name in (((b"a",), "a1"), ((b"b",), "b1"), ((b"a",), "a2")):
         queue.put(client, name)
-    queue.put(b"a", "a0", first=True)
-    queue.put(b"c", "c0", first=True)
+    queue.put((b"a",), "a0", first=True)
+    queue.put((b"c",), "c0", first=True)
     assert [queue.take() for _ in range(len(queue))] == ["c0", "a0", "b1", "a1", "a2"]
