@@ -16,7 +16,7 @@ from outrider.server.answers.parts import Splitter
 from outrider.server.answers.run import Job, Run
 from outrider.server.answers.sse import gone
 from outrider.server.answers.telling import Choice, whole
-from outrider.server.callers import Answering, caller_of
+from outrider.server.callers import Answering, caller_of, pseudonym
 from outrider.server.mapping.form import Form
 from outrider.server.mapping.held import held
 from outrider.server.mapping.toolbox import Toolbox
@@ -75,7 +75,8 @@ class Desk:
         """Sends the jobs off. Raises Refused at the end of the day, and who has as many under way as may be."""
         if self.draining:
             raise Refused("the server is ending; ask again when it runs anew", status=503)
-        place = self._places.take(caller_of(request))
+        caller = caller_of(request)
+        place = self._places.take(caller)
         span = request.scope["state"]["span"]
         operation = "text_completion" if request.url.path in ("/v1/completions", "/completions") else "chat"
 
@@ -83,7 +84,7 @@ class Desk:
             inner = span.choice(operation, index, job.manner.sampling) if span is not None else None
             return self.metrics.watch(inner)
 
-        return Run(self.behind.asker(request), jobs, watch, place, self._longest)
+        return Run(self.behind.asker(request), jobs, watch, place, self._longest, pseudonym(caller))
 
     async def streaming(self, request: Request, jobs: Sequence[Job]) -> Run:
         """The same for a stream: returns once it is worth its status.

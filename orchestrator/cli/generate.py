@@ -13,16 +13,20 @@ from typing import Any
 
 from outrider.orchestrator.cli import conversation, flags, streams
 from outrider.orchestrator.cli.screen import Screen, say
+from outrider.orchestrator.client.asker import Asker
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import EMPTY, Wish
 from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.resumed import Resumed
 from outrider.orchestrator.pair.chat import Message
 from outrider.orchestrator.pair.model_files import embedded_pair, find_model
 from outrider.orchestrator.pair.model_text import ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Timings
 
+SILENT_SECONDS = 1.0
+"""How long a server may be silent before the next one is asked."""
 REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "drafter", "log_level", "log_format", "keys")
 TIMINGS = (
     "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
@@ -66,7 +70,10 @@ def add_conversation_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_place_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--connect", metavar="ENDPOINT", help="ask the server there instead of starting a cluster")
+    there = (
+        "ask the server there instead of starting a cluster; of several, with commas, the next goes on where one dies"
+    )
+    parser.add_argument("--connect", "--endpoint", metavar="ENDPOINT", help=there)
     add_server_key_flag(parser)
 
 
@@ -112,21 +119,33 @@ def wish_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> W
 
 
 @contextmanager
-def server(options: argparse.Namespace, screen: Screen) -> Iterator[Client]:
-    """A client of the server at --connect, or of a cluster that lives as long as the context."""
+def server(options: argparse.Namespace, screen: Screen) -> Iterator[Asker]:
+    """Whoever answers at --connect, or a client of a cluster that lives as long as the context."""
     settings = flags.settings_of(options)
     if options.connect is not None:
         _refuse_cluster_settings(settings)
-        yield connected(options)
+        clients = connected(options)
+        yield clients[0] if len(clients) == 1 else Resumed(clients)
         return
     with LocalCluster(progress=screen.show, **settings) as cluster:
         screen.clear()
         yield cluster.client()
 
 
-def connected(options: argparse.Namespace) -> Client:
-    """A client of the server at --connect."""
-    return Client(options.connect, server_key=options.server_key, keys=options.keys)
+def connected(options: argparse.Namespace) -> list[Client]:
+    """A client of each server at --connect.
+
+    Raises:
+        InvalidRequest: one is named twice, or not at all, or one key is given for several.
+    """
+    places = [place.strip() for place in options.connect.split(",")]
+    if len(places) == 1:
+        return [Client(places[0], server_key=options.server_key, keys=options.keys)]
+    if options.server_key is not None:
+        raise InvalidRequest("--server-key is one server's; with several expected `outrider keys trust` for each")
+    if "" in places or len(set(places)) < len(places):
+        raise InvalidRequest(f"--connect {options.connect} has an empty place or one twice; expected each server once")
+    return [Client(place, SILENT_SECONDS, keys=options.keys) for place in places]
 
 
 def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
@@ -156,7 +175,7 @@ def model_text(options: argparse.Namespace) -> ModelText:
     Raises:
         OutriderError: nobody answers at --connect, or the model's files are not on this machine.
     """
-    name = options.model or (embedded_pair()[0] if options.connect is None else _served(connected(options)))
+    name = options.model or (embedded_pair()[0] if options.connect is None else _served(options))
     return load_text(find_model(name, weights=False), template=not options.ignore_chat_template)
 
 
@@ -194,13 +213,20 @@ def _timings(timings: Timings) -> dict[str, float]:
     return {name: getattr(timings, name) for name in TIMINGS}
 
 
-def _served(client: Client) -> str:
+def _served(options: argparse.Namespace) -> str:
     """The folder of a running server's model; another machine's is not to be found here."""
-    workers = client.stats().workers
-    name = next((worker.model for worker in workers if worker.role == "target" and worker.model), None)
-    if name is None:
-        raise EndpointError(f"the server at {client.endpoint} has no model yet; ask again when it is ready")
-    return name
+    clients = connected(options)
+    for client in clients:
+        try:
+            workers = client.stats().workers
+        except EndpointError:
+            if client is clients[-1]:
+                raise
+            continue
+        name = next((worker.model for worker in workers if worker.role == "target" and worker.model), None)
+        if name is not None:
+            return name
+    raise EndpointError(f"the server at {options.connect} has no model yet; ask again when it is ready")
 
 
 def _refuse_cluster_settings(settings: dict[str, Any]) -> None:

@@ -77,13 +77,21 @@ Watching = Callable[[int, Job], Watch]
 class Run:
     """Begins on creation; `news` until `over`, then `close`, which is right at any time, and gives the `place` back.
 
-    A choice that takes longer than `longest` seconds, or than its own manner says, is given up.
+    A choice that takes longer than `longest` seconds, or than its own manner says, is given up. `caller`: for whom it
+    is, where the asker asks for many.
     """
 
     def __init__(
-        self, asker: AsyncAsker, jobs: Sequence[Job], watch: Watching, place: ExitStack, longest: float | None
+        self,
+        asker: AsyncAsker,
+        jobs: Sequence[Job],
+        watch: Watching,
+        place: ExitStack,
+        longest: float | None,
+        caller: str,
     ) -> None:
         self._asker = asker
+        self._caller = caller
         self._watch = watch
         self._place = place
         self._longest = longest
@@ -172,6 +180,7 @@ class Run:
             origins=manner.origins,
             rounds=manner.rounds,
             drafter=manner.drafter,
+            client=self._caller,
             progress=lambda done, total: self._line.put(Reading(index, done, total)),
         )
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.orchestrator import AsyncClient, AsyncResumed, Client, Resumed
+from outrider.orchestrator.cli import main
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, ToFront, WorkersChanged
 from outrider.orchestrator.front.waiting import FairQueue
 from outrider.orchestrator.pair.pairing import choose_pair, read_pair
@@ -148,3 +149,28 @@ def test_who_is_in_the_middle_of_a_text_goes_before_all() -> None:
     queue.put((b"a",), "a0", first=True)
     queue.put((b"c",), "c0", first=True)
     assert [queue.take() for _ in range(len(queue))] == ["c0", "a0", "b1", "a1", "a2"]
+
+
+def test_the_command_line_goes_on_with_the_next_server(
+    stands: Callable[..., list[Stand]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ",".join(stand.endpoint for stand in stands(3, None))
+    assert main(["generate", "--connect", places, "-p", "x", "--temp", "0.8"]) == 0
+    assert capsys.readouterr().out == f"{TEXT}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["--connect", "ipc:///tmp/no/a,ipc:///tmp/no/b"], 4, "nobody serves ipc:///tmp/no/b"),
+        (["--connect", "ipc:///tmp/no/a,,ipc:///tmp/no/b"], 2, "expected each server once"),
+        (["--connect", "ipc:///tmp/no/a,ipc:///tmp/no/a"], 2, "expected each server once"),
+        (["--connect", "ipc:///tmp/no/a,ipc:///tmp/no/b", "--server-key", "x"], 2, "`outrider keys trust` for each"),
+    ],
+)
+def test_what_is_wrong_with_several_servers_is_one_sentence(
+    arguments: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "-p", "x", *arguments]) == code
+    said = capsys.readouterr()
+    assert sentence in said.err and len(said.err.splitlines()) == 1 and not said.out
