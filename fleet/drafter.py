@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,9 +17,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from outrider.fleet.doors import Doors
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings, flags
-from outrider.protocol.keyring import DRAFTER, Allowed, Keyring
+from outrider.protocol.keyring import DRAFTER
 
 BUNDLE = 1
 """Its place in the engine's placement group, behind the engine's own."""
@@ -39,19 +38,17 @@ class Drafter:
     """A draft worker on this host, which ends with this actor."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="outrider-fleet-")
-        self._ring = Keyring(Path(self._folder.name) / "keys")
-        self._ring.make()
+        self._doors = Doors()
 
     def key(self) -> str:
         """The public key that it comes with."""
-        return self._ring.own().public
+        return self._doors.key
 
     def draft(self, settings: ServeSettings, endpoint: str, server_key: str) -> int:
         """Drafts for the server at `endpoint`, whose key this is; returns the worker's exit code when it has ended."""
         theirs, lifeline = os.pipe()
         join = ["worker", "draft", "--connect", endpoint, "--server-key", server_key, "--parent-fd", str(theirs)]
-        join += ["--keys", str(self._ring.folder), *flags(settings)]
+        join += ["--keys", str(self._doors.folder), *flags(settings)]
         process = subprocess.Popen(
             python("-m", "outrider", *join), stdin=subprocess.DEVNULL, env=child_environment(), pass_fds=(theirs,)
         )
@@ -65,10 +62,10 @@ class Drafter:
 class Drafting(threading.Thread):
     """Sees to it that an engine has a drafter: another one, when its own is gone, as soon as a host has room."""
 
-    def __init__(self, settings: ServeSettings, endpoint: str, ring: Keyring) -> None:
+    def __init__(self, settings: ServeSettings, endpoint: str, doors: Doors) -> None:
         super().__init__(daemon=True, name="drafting")
         self._settings = ServeSettings(**{name: getattr(settings, name) for name in OWN})
-        self._endpoint, self._ring = endpoint, ring
+        self._endpoint, self._doors = endpoint, doors
 
     def run(self) -> None:
         while True:
@@ -76,13 +73,13 @@ class Drafting(threading.Thread):
             key = ""
             try:
                 key = ray.get(drafter.key.remote())
-                self._ring.allow(Allowed(DRAFTER, key, f"drafter-{key[:8]}"))
-                code = ray.get(drafter.draft.remote(self._settings, self._endpoint, self._ring.own().public))
+                self._doors.open(DRAFTER, key)
+                code = ray.get(drafter.draft.remote(self._settings, self._endpoint, self._doors.key))
                 log.warning("the drafter ended with code %s; another is placed", code)
             except RayError as error:
                 log.warning("the drafter is lost (%s); another is placed", type(error).__name__)
             if key:
-                self._ring.revoke(key)
+                self._doors.shut(key)
             ray.kill(drafter)
             time.sleep(AGAIN_SECONDS)
 

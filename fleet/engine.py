@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,17 +19,15 @@ from typing import Any, cast
 import ray
 from ray import serve
 
+from outrider.fleet.doors import Doors
 from outrider.fleet.drafter import Drafting
-from outrider.fleet.place import Place
+from outrider.fleet.place import Place, Visitor
 from outrider.fleet.plan import Placed
 from outrider.fleet.watch import Watch
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import ServeSettings, Settings
-from outrider.protocol.keyring import CLIENT, Allowed, Keyring
-from outrider.protocol.keys import parse_key
+from outrider.protocol.keyring import CLIENT
 
-BEAT_SECONDS = 5.0
-"""So often a lease is said again: to a gate that is gone it can't be, and ends."""
 GONE = 3
 """What the actor ends with when its engine has."""
 
@@ -41,50 +39,60 @@ class Engine:
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        self._gone = defaultdict[Visitor, asyncio.Event](asyncio.Event)
 
-    async def lease(self, visitor: str) -> AsyncIterator[Place]:
-        """Where to ask, again and again; `visitor` is the public key of whoever will."""
-        self._let_in(visitor)
-        while True:
-            yield self._place
-            await asyncio.sleep(BEAT_SECONDS)
+    async def lease(self, visitor: Visitor) -> AsyncIterator[Place]:
+        """Where to ask; then nothing, until `visitor` has enough."""
+        if visitor not in self._gone:
+            self.let_in(visitor.key)
+        gone = self._gone[visitor]
+        yield self._place
+        await gone.wait()
 
     async def place(self) -> Place:
         """The same once, for whoever only looks."""
         return self._place
 
-    def _let_in(self, visitor: str) -> None:
+    async def check_health(self) -> None:
+        """Serve asks now and then. A lease outlives a gate that was killed: Ray tells nobody, so it is looked for."""
+        for visitor in list(self._gone):
+            if not await asyncio.to_thread(visitor.is_there):
+                self._gone.pop(visitor).set()
+                self.let_out(visitor.key)
+
+    def let_in(self, key: str) -> None:
         """Where keys are asked for, this one opens from now on."""
+
+    def let_out(self, key: str) -> None:
+        """It does so no more."""
 
 
 class PlacedEngine(Engine):
     """A cluster on this host, which ends with this actor, and with which this actor ends."""
 
     def __init__(self, settings: ServeSettings, placed: Placed) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="outrider-fleet-")
-        self._ring = Keyring(Path(self._folder.name) / "keys")
-        key = self._ring.make().public
+        self._doors = Doors()
         ours = ray.util.get_node_ip_address()
         elsewhere = placed.drafter.on == "other-host"
-        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._ring.folder, pin_cores=False)
+        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._doors.folder, pin_cores=False)
         if elsewhere:
             reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
         self._cluster = LocalCluster(**keywords(reached))
         threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
         if elsewhere:
-            Drafting(settings, self._cluster.joining_endpoint, self._ring).start()
+            Drafting(settings, self._cluster.joining_endpoint, self._doors).start()
         host = ray.get_runtime_context().get_node_id()
-        super().__init__(Place(self._cluster.endpoint, key, self._cluster.own_endpoint, host))
+        super().__init__(Place(self._cluster.endpoint, self._doors.key, self._cluster.own_endpoint, host))
 
-    def _let_in(self, visitor: str) -> None:
-        key = parse_key(visitor)
-        if not any(one.key == key and one.role == CLIENT for one in self._ring.allowed()):
-            self._ring.allow(Allowed(CLIENT, key, f"gate-{key[:8]}"))
+    def let_in(self, key: str) -> None:
+        self._doors.open(CLIENT, key)
+
+    def let_out(self, key: str) -> None:
+        self._doors.shut(key)
 
     def _end_with_it(self) -> None:
         code = self._cluster.wait()
         log.error("the engine's server ended with code %s; another is placed", code)
-        self._folder.cleanup()
         os._exit(GONE)
 
 

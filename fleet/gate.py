@@ -5,7 +5,6 @@ uvicorn runs here, not Ray Serve's proxy, through which each chunk would come la
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
@@ -69,6 +68,11 @@ class Gate:
         """Where it is reached."""
         return self._listener.url
 
+    def check_health(self) -> None:
+        """Serve asks now and then. Raises EndpointError when nobody serves HTTP any more."""
+        if not self._thread.is_alive():
+            raise EndpointError("the gate's HTTP server has ended")
+
     def __del__(self) -> None:
         """Ray Serve's word for the end: answers that are nearly done may finish."""
         self._server.should_exit = True
@@ -76,4 +80,3 @@ class Gate:
 
     def _serve(self) -> None:
         self._server.run(sockets=[self._listener.socket])
-        os._exit(0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import tempfile
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from outrider.fleet.place import Place
+from outrider.fleet.doors import Doors
+from outrider.fleet.place import Place, visitor
 from outrider.orchestrator.client.async_asker import Grown
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.client.resumed import AsyncMoving
 from outrider.protocol.errors import EndpointError, ServerStopped
-from outrider.protocol.keyring import Keyring
 
 WAIT_SECONDS = 1.0
 """How long an engine is waited for, each time."""
@@ -70,9 +69,8 @@ class Engines:
     def __init__(self, kinds: Sequence[Kind], keys: Path | None) -> None:
         self._kinds = kinds
         self._keys = keys
-        self._folder = tempfile.TemporaryDirectory(prefix="outrider-fleet-")
-        self._ring = Keyring(Path(self._folder.name) / "keys")
-        self._visitor = self._ring.make().public
+        self._doors = Doors()
+        self._visitor = visitor(self._doors.key)
         self._host = ray.get_runtime_context().get_node_id()
         self._clients: dict[Place, AsyncClient] = {}
         self._under_way = [0] * len(kinds)
@@ -112,7 +110,7 @@ class Engines:
             if len(self._clients) >= MOST_KNOWN:
                 self._clients.clear()
             where = place.seen_from(self._host)
-            keys = self._ring.folder if where.key else self._keys
+            keys = self._doors.folder if where.key else self._keys
             self._clients[place] = AsyncClient(where.endpoint, SILENT_SECONDS, server_key=where.key or None, keys=keys)
         return self._clients[place]
 

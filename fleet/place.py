@@ -1,8 +1,10 @@
-"""Where an engine is: what the gate is told when it has been given one. Knows addresses and keys; opens no socket."""
+"""Who asks for an engine, and where it is: what gate and engine tell each other. Opens no socket."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import ray
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +22,26 @@ class Place:
     def seen_from(self, host: str) -> Place:
         """The shortest way from there."""
         return Place(self.own) if self.own and host == self.host else self
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """A gate: the public `key` that it comes with, and its actor's name."""
+
+    key: str
+    actor: str
+    namespace: str
+
+    def is_there(self) -> bool:
+        """Whether its actor lives. Asks Ray, which may take a while."""
+        try:
+            ray.get_actor(self.actor, self.namespace)
+        except ValueError:
+            return False
+        return True
+
+
+def visitor(key: str) -> Visitor:
+    """This actor, with that key."""
+    context = ray.get_runtime_context()
+    return Visitor(key, context.get_actor_name() or "", context.namespace)
