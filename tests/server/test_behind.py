@@ -1,0 +1,60 @@
+"""HTTP asks whoever stands behind it, and says for whom."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from starlette.requests import Request
+
+from outrider.orchestrator.client.async_asker import AsyncAsker, Grown
+from outrider.orchestrator.client.dialogue import Dialogue
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.protocol.errors import EndpointError
+from outrider.protocol.messages import Stats
+from outrider.server.app import application
+from outrider.server.model.served import load_served
+
+KEYS = ("first-key", "second-key")
+
+
+class Nobody(AsyncAsker):
+    """Is asked and can't answer; keeps for whom it was asked."""
+
+    sources = 0
+
+    def __init__(self) -> None:
+        self.whom: list[str] = []
+
+    def asker(self, request: Request) -> AsyncAsker:
+        return self
+
+    async def stats(self) -> Stats:
+        raise EndpointError("nobody is here; expected somebody")
+
+    async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
+        self.whom.append(dialogue.opening.client)
+        raise EndpointError("nobody is here; expected somebody")
+
+    async def end(self, dialogue: Dialogue) -> None:
+        """Nothing goes on."""
+
+
+def test_each_caller_has_a_name_that_tells_nothing_and_nobody_is_a_plain_503() -> None:
+    behind = Nobody()
+    app = application(load_served("m", EMBEDDED_TARGET, ("m",)), behind, HttpSettings(api_keys=KEYS))
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gate") as client:
+            return [
+                await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-api-key": key})
+                for key in (*KEYS, KEYS[0])
+            ]
+
+    answers = asyncio.run(ask())
+    assert [one.status_code for one in answers] == [503] * 3
+    assert answers[0].json()["error"]["message"] == "nobody is here; expected somebody"
+    first, second, again = behind.whom
+    assert first == again != second and not any(key in name for key in KEYS for name in behind.whom)
