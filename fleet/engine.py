@@ -43,14 +43,14 @@ class Engine:
 
     async def lease(self, visitor: Visitor) -> AsyncIterator[Place]:
         """Where to ask; then nothing, until `visitor` has enough."""
-        if visitor not in self._gone:
-            self.let_in(visitor.key)
-        gone = self._gone[visitor]
+        gone = self._welcome(visitor)
         yield self._place
         await gone.wait()
 
-    async def place(self) -> Place:
+    async def place(self, visitor: Visitor | None = None) -> Place:
         """The same once, for whoever only looks."""
+        if visitor is not None:
+            self._welcome(visitor)
         return self._place
 
     async def check_health(self) -> None:
@@ -59,6 +59,12 @@ class Engine:
             if not await asyncio.to_thread(visitor.is_there):
                 self._gone.pop(visitor).set()
                 self.let_out(visitor.key)
+
+    def _welcome(self, visitor: Visitor) -> asyncio.Event:
+        """What is set when that gate is gone."""
+        if visitor not in self._gone:
+            self.let_in(visitor.key)
+        return self._gone[visitor]
 
     def let_in(self, key: str) -> None:
         """Where keys are asked for, this one opens from now on."""

@@ -101,7 +101,7 @@ class Engines:
         found: list[Place] = []
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                found += await kind.handle.broadcast("place").results_async(timeout_s=WAIT_SECONDS)
+                found += await kind.handle.broadcast("place", self._visitor).results_async(timeout_s=WAIT_SECONDS)
         return found
 
     def client(self, place: Place) -> AsyncClient:

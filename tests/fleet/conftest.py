@@ -1,0 +1,49 @@
+"""A fake cluster of hosts, made once; only tests of the mark `fleet` ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fleet.house import plain_text
+
+HOSTS = ({"metal": 1}, {"metal": 1}, {"ane": 2})
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A head, two hosts with a GPU and one with a neural engine, all of them on loopback."""
+    folder = Path(tmp_path_factory.mktemp("ray"))
+    settings = {
+        "RAY_TMPDIR": str(folder),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+    }
+    (folder / "ray").mkdir()
+    (folder / "token").write_text("a" * 64)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        import ray
+        from ray import serve
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        for resources in HOSTS:
+            cluster.add_node(num_cpus=1, resources=resources)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def alone() -> str:
+    """The text that the target alone says."""
+    return plain_text()

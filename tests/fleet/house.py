@@ -1,0 +1,161 @@
+"""A fleet that runs, for tests: fake hosts of Ray on this machine, who asks at a gate, and what may be killed.
+
+Ray is imported only where it is used: the plain tests collect this folder, and have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+
+from outrider.fleet.plan import Plan
+from outrider.orchestrator import AsyncClient, Client, LocalCluster, SamplingParams
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import Stats
+
+if TYPE_CHECKING:
+    from outrider.fleet.place import Place
+
+KEY = "a-key-of-the-tests"
+PROMPT = "def find_all(pattern, text):\n"
+SAMPLING = SamplingParams(max_tokens=120, temp=0.8, seed=7, ignore_eos=True)
+PATIENCE = 120.0
+STRIKE = 12
+"""A stream is struck after so many chunks."""
+
+__all__ = ["AsyncClient"]
+
+
+def plain_text() -> str:
+    """What the target alone says, on a server without any Ray."""
+    with LocalCluster(draft_backend="none", mode="ar", memory=False) as alone:
+        return alone.client().generate(PROMPT, SAMPLING, mode="ar", chat_template=False).text
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    """Waits for it. Raises TimeoutError."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if found := true():
+            return found
+        time.sleep(0.1)
+    raise TimeoutError(what)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """An application of Ray Serve: its gate at `url`, and its engines, of the deployment `kind`."""
+
+    name: str
+    kind: str
+    url: str
+
+    def places(self) -> list[Place]:
+        """Where the engines are that are there."""
+        from ray import serve
+
+        try:
+            found: list[Place] = (
+                serve.get_deployment_handle(self.kind, self.name).broadcast("place").results(timeout_s=5)
+            )
+        except Exception:
+            return []
+        return found
+
+    def stats(self) -> list[tuple[Place, Stats]]:
+        """What each says of itself."""
+        found = []
+        for place in self.places():
+            try:
+                found.append((place, Client(place.own or place.endpoint, timeout=1.0).stats()))
+            except OutriderError:
+                continue
+        return found
+
+    def whole(self, engines: int) -> bool:
+        """Whether so many have a target that is ready."""
+        return (
+            sum(any(w.role == "target" and w.state == "ready" for w in one.workers) for _, one in self.stats())
+            == engines
+        )
+
+    def busy(self) -> tuple[Place, Stats]:
+        """The engine that has a text."""
+        found = [one for one in self.stats() if one[1].active]
+        if len(found) != 1:
+            raise RuntimeError(f"expected one engine that has a text, found {len(found)}")
+        return found[0]
+
+    def stream(self, struck: Callable[[], None] | None = None, session: str = "") -> str:
+        """The text as a reader of the API gets it; `struck` is called in the middle."""
+        body = {
+            "prompt": PROMPT,
+            "max_tokens": SAMPLING.max_tokens,
+            "seed": SAMPLING.seed,
+            "temperature": SAMPLING.temp,
+        }
+        headers = {"authorization": f"Bearer {KEY}", **({"x-session-id": session} if session else {})}
+        texts: list[str] = []
+        asked = {**body, "ignore_eos": True, "stream": True}
+        with httpx.stream(
+            "POST", f"{self.url}/v1/completions", json=asked, headers=headers, timeout=PATIENCE
+        ) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    texts += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+                    if len(texts) == STRIKE and struck is not None:
+                        struck()
+        return "".join(texts)
+
+
+def target_of(stats: Stats) -> psutil.Process:
+    """The target's process."""
+    return psutil.Process(next(worker.pid for worker in stats.workers if worker.role == "target"))
+
+
+def server_of(stats: Stats) -> psutil.Process:
+    """`outrider serve`."""
+    return _parent(target_of(stats))
+
+
+def actor_of(stats: Stats) -> psutil.Process:
+    """The placed engine's actor."""
+    return _parent(server_of(stats))
+
+
+def _parent(process: psutil.Process) -> psutil.Process:
+    found = process.parent()
+    if found is None:
+        raise RuntimeError(f"{process} has no parent")
+    return found
+
+
+def kill(process: psutil.Process) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def running(plan: Plan, name: str, engines: int) -> Iterator[Fleet]:
+    """The plan as an application of the Ray that this process is connected to, whole."""
+    from ray import serve
+
+    from outrider.fleet.app import run
+
+    run(plan, name)
+    try:
+        gate = serve.get_deployment_handle("gate", name)
+        until(lambda: serve.status().applications[name].deployments["gate"].status == "HEALTHY", "no gate")
+        fleet = Fleet(name, "placed" if plan.placed is not None else "attached", gate.url.remote().result())
+        until(lambda: fleet.whole(engines), f"no {engines} engines")
+        yield fleet
+    finally:
+        serve.delete(name)

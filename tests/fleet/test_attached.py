@@ -1,0 +1,43 @@
+"""Engines that somebody else keeps up, one of several ranks among them: the gate goes on with the next at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.fleet.plan import Gate, Plan
+from outrider.orchestrator import LocalCluster
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.settings import ServeSettings
+from tests.fleet.house import KEY, PROMPT, Fleet, kill, running, server_of
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
+SHARDS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def fleet(hosts: Any) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        servers = [LocalCluster(endpoint="tcp://127.0.0.1:0", shards=ranks, pin_cores=False) for ranks in SHARDS]
+        for server in servers:
+            stack.callback(server.close)
+        gate = Gate(http=HttpSettings(port=0, api_keys=(KEY,)))
+        plan = Plan(ServeSettings(), attached=tuple(server.endpoint for server in servers), gate=gate)
+        yield stack.enter_context(running(plan, "attached", len(servers)))
+
+
+def test_a_text_goes_on_elsewhere_when_its_server_is_killed_and_without_any_there_is_a_plain_503(
+    fleet: Fleet, alone: str
+) -> None:
+    assert {fleet.stream(session=f"session {number}") for number in range(4)} == {alone}
+    assert fleet.stream(lambda: kill(server_of(fleet.busy()[1]))) == alone
+    ((_, last),) = fleet.stats()
+    kill(server_of(last))
+    answer = httpx.post(f"{fleet.url}/v1/completions", json={"prompt": PROMPT}, headers={"x-api-key": KEY}, timeout=60)
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    assert "no engine of the fleet answers" in answer.json()["error"]["message"]
+    assert httpx.get(f"{fleet.url}/ready").status_code == 503

@@ -1,0 +1,112 @@
+"""Engines that Ray places, each with a drafter on another host: whatever is killed, the text is what one target says."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from outrider.fleet.hosts import Resources
+from outrider.fleet.plan import Drafter, Gate, Placed, Plan
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.settings import ServeSettings
+from tests.fleet.house import KEY, PATIENCE, PROMPT, Fleet, actor_of, kill, running, server_of, target_of, until
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
+DRAFTER = Drafter(on="other-host", needs=Resources(ane=1))
+
+
+@pytest.fixture(scope="module")
+def fleet(hosts: Any) -> Iterator[Fleet]:
+    http = HttpSettings(port=0, api_keys=(KEY,))
+    placed = Placed(replicas=2, needs=Resources(metal=1), drafter=DRAFTER)
+    with running(Plan(ServeSettings(memory=False), placed, gate=Gate(http=http)), "placed", 2) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def whole(fleet: Fleet) -> None:
+    """What the test before has killed is there again."""
+    until(lambda: fleet.whole(2), "the fleet is not whole")
+
+
+def test_targets_and_drafters_are_where_they_should_be_and_draft_for_each_other(
+    fleet: Fleet, hosts: Any, alone: str
+) -> None:
+    def drafting() -> list[str]:
+        workers = [worker for _, one in fleet.stats() for worker in one.workers]
+        return [worker.name for worker in workers if worker.role == "draft" and worker.state == "ready"]
+
+    until(lambda: len(drafting()) == 2, "the drafters did not join")
+    where = {place.host for place in fleet.places()}
+    assert len(where) == 2 and hosts.head_node.node_id not in where
+    assert fleet.stream() == alone
+    _, busiest = max(fleet.stats(), key=lambda one: one[1].finished)
+    assert sum(one.count for one in busiest.totals.draft_n_accepted_by if one.name in drafting()) > 0
+
+
+def test_the_gate_is_the_servers_own_http_with_keys(fleet: Fleet, alone: str) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 120, "seed": 7, "temperature": 0.8, "ignore_eos": True}
+    refused = httpx.post(f"{fleet.url}/v1/completions", json=body)
+    assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+    headers = {"x-api-key": KEY}
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
+    assert answer.json()["choices"][0]["text"] == alone
+    assert httpx.get(f"{fleet.url}/ready").json()["status"] == "ready"
+    assert "outrider:up 1.0" in httpx.get(f"{fleet.url}/metrics", headers=headers).text
+
+
+@pytest.mark.parametrize("victim", [actor_of, server_of, target_of])
+def test_a_text_goes_on_unchanged_when_what_makes_it_is_killed(
+    fleet: Fleet, alone: str, victim: Callable[..., psutil.Process]
+) -> None:
+    assert fleet.stream(lambda: kill(victim(fleet.busy()[1]))) == alone
+
+
+def test_a_text_goes_on_unchanged_when_its_host_is_gone(fleet: Fleet, hosts: Any, alone: str) -> None:
+    def lose_the_host() -> None:
+        (lost,) = [node for node in hosts.list_all_nodes() if node.node_id == fleet.busy()[0].host]
+        hosts.remove_node(lost, allow_graceful=False)
+
+    try:
+        assert fleet.stream(lose_the_host) == alone
+    finally:
+        hosts.add_node(num_cpus=1, resources={"metal": 1})
+
+
+def test_a_session_stays_with_its_engine(fleet: Fleet) -> None:
+    before = {place: one.finished for place, one in fleet.stats()}
+    for _ in range(4):
+        fleet.stream(session="one and the same")
+    assert sorted(one.finished - before[place] for place, one in fleet.stats()) == [0, 4]
+
+
+def test_who_leaves_is_cancelled(fleet: Fleet) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=asked, headers={"x-api-key": KEY}) as answer:
+        next(line for line in answer.iter_lines() if line.startswith("data: {") and json.loads(line[6:]))
+    until(lambda: not any(one.active for _, one in fleet.stats()), "the text went on")
+
+
+def test_a_gate_that_is_killed_keeps_no_engine_taken(fleet: Fleet) -> None:
+    import ray
+
+    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+    engines = [ray.get_actor(name, namespace="serve") for name in names if "#placed#" in name]
+
+    def leases() -> int:
+        return sum(ray.get([engine.get_num_ongoing_requests.remote() for engine in engines]))
+
+    def strike() -> None:
+        assert leases() == 1
+        (gate,) = [one for one in psutil.process_iter() if "ServeReplica:placed:gate" in " ".join(one.cmdline()[:1])]
+        gate.send_signal(signal.SIGKILL)
+
+    with pytest.raises(httpx.TransportError):
+        fleet.stream(strike)
+    until(lambda: leases() == 0, "a lease is left")
