@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from outrider.fleet.plan import Plan
-from outrider.orchestrator import AsyncClient, Client, LocalCluster, SamplingParams
+from outrider.orchestrator import Client, LocalCluster, SamplingParams
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 KEY = "a-key-of-the-tests"
 PROMPT = "def find_all(pattern, text):\n"
 SAMPLING = SamplingParams(max_tokens=120, temp=0.8, seed=7, ignore_eos=True)
+BODY = {"prompt": PROMPT, "max_tokens": 120, "temperature": 0.8, "seed": 7, "ignore_eos": True}
+"""The same as the API has it."""
 PATIENCE = 120.0
 STRIKE = 12
 """A stream is struck after so many chunks."""
-
-__all__ = ["AsyncClient"]
 
 
 def plain_text() -> str:
@@ -62,12 +62,13 @@ class Fleet:
     def places(self) -> list[Place]:
         """Where the engines are that are there."""
         from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
 
+        engines = serve.get_deployment_handle(self.kind, self.name)
         try:
-            found: list[Place] = (
-                serve.get_deployment_handle(self.kind, self.name).broadcast("place").results(timeout_s=5)
-            )
-        except Exception:
+            found: list[Place] = engines.broadcast("place").results(timeout_s=5)
+        except (RayError, RayServeException, TimeoutError):  # one has just died
             return []
         return found
 
@@ -83,10 +84,8 @@ class Fleet:
 
     def whole(self, engines: int) -> bool:
         """Whether so many have a target that is ready."""
-        return (
-            sum(any(w.role == "target" and w.state == "ready" for w in one.workers) for _, one in self.stats())
-            == engines
-        )
+        workers = [worker for _, one in self.stats() for worker in one.workers]
+        return sum(worker.role == "target" and worker.state == "ready" for worker in workers) == engines
 
     def busy(self) -> tuple[Place, Stats]:
         """The engine that has a text."""
@@ -97,18 +96,10 @@ class Fleet:
 
     def stream(self, struck: Callable[[], None] | None = None, session: str = "") -> str:
         """The text as a reader of the API gets it; `struck` is called in the middle."""
-        body = {
-            "prompt": PROMPT,
-            "max_tokens": SAMPLING.max_tokens,
-            "seed": SAMPLING.seed,
-            "temperature": SAMPLING.temp,
-        }
         headers = {"authorization": f"Bearer {KEY}", **({"x-session-id": session} if session else {})}
         texts: list[str] = []
-        asked = {**body, "ignore_eos": True, "stream": True}
-        with httpx.stream(
-            "POST", f"{self.url}/v1/completions", json=asked, headers=headers, timeout=PATIENCE
-        ) as answer:
+        url, asked = f"{self.url}/v1/completions", {**BODY, "stream": True}
+        with httpx.stream("POST", url, json=asked, headers=headers, timeout=PATIENCE) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     texts += [choice["text"] for choice in json.loads(line[6:])["choices"]]

@@ -1,4 +1,4 @@
-"""Engines that Ray places, each with a drafter on another host: whatever is killed, the text is what one target says."""
+"""Engines that Ray places, each with a drafter elsewhere: whatever is killed, the text is what one target says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.fleet.hosts import Resources
 from outrider.fleet.plan import Drafter, Gate, Placed, Plan
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
-from tests.fleet.house import KEY, PATIENCE, PROMPT, Fleet, actor_of, kill, running, server_of, target_of, until
+from tests.fleet.house import BODY, KEY, PATIENCE, Fleet, actor_of, kill, running, server_of, target_of, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
 DRAFTER = Drafter(on="other-host", needs=Resources(ane=1))
@@ -51,11 +51,10 @@ def test_targets_and_drafters_are_where_they_should_be_and_draft_for_each_other(
 
 
 def test_the_gate_is_the_servers_own_http_with_keys(fleet: Fleet, alone: str) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 120, "seed": 7, "temperature": 0.8, "ignore_eos": True}
-    refused = httpx.post(f"{fleet.url}/v1/completions", json=body)
+    refused = httpx.post(f"{fleet.url}/v1/completions", json=BODY)
     assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
     headers = {"x-api-key": KEY}
-    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=BODY, headers=headers, timeout=PATIENCE)
     assert answer.json()["choices"][0]["text"] == alone
     assert httpx.get(f"{fleet.url}/ready").json()["status"] == "ready"
     assert "outrider:up 1.0" in httpx.get(f"{fleet.url}/metrics", headers=headers).text
@@ -87,7 +86,7 @@ def test_a_session_stays_with_its_engine(fleet: Fleet) -> None:
 
 
 def test_who_leaves_is_cancelled(fleet: Fleet) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    asked = {**BODY, "max_tokens": 900, "stream": True}
     with httpx.stream("POST", f"{fleet.url}/v1/completions", json=asked, headers={"x-api-key": KEY}) as answer:
         next(line for line in answer.iter_lines() if line.startswith("data: {") and json.loads(line[6:]))
     until(lambda: not any(one.active for _, one in fleet.stats()), "the text went on")

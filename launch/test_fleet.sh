@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Sets up what the fleet's tests need, Ray among it, and runs them: fake hosts on this machine, some minutes, 4 GB.
+set -euo pipefail
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
+
+set_up test,fleet
+cd "$root"
+exec "$python" -m pytest -m fleet "${@:-tests/fleet}"
