@@ -5,14 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.protocol import extras
 from outrider.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def require() -> None:
+    """To be asked before anything is measured.
+
+    Raises:
+        InvalidRequest: Matplotlib is not installed.
+    """
+    extras.require("bench", "a picture")
+
+
 def figure(width: float, height: float) -> Figure:
     """Inches; drawn without a display."""
+    require()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

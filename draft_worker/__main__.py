@@ -6,6 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+import mlx.core as mx
+
 from outrider.draft_worker.slow_link import SlowLink
 from outrider.draft_worker.worker import DraftWorker, Link
 from outrider.drafting.backends import NAMES, make
@@ -25,6 +27,8 @@ from outrider.protocol.worker_link import WorkerLink
 def main() -> int:
     options = _parser().parse_args()
     logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
+    if options.device == "cpu":
+        mx.set_default_device(mx.cpu)
     return worker_process.run(options, lambda link: _load(options, link))
 
 
@@ -71,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="a model directory; for replay, its script")
     parser.add_argument("--target", default="", help="the model whose hidden rows a head reads")
     parser.add_argument("--prefill", default="auto", help="who reads prompts for mlx: auto, mlx, coreml or a package")
+    parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="where MLX computes")
     parser.add_argument("--fan-out", choices=sorted(POLICIES), default="best-first")
     parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
     parser.add_argument("--vocabulary", default="", help="a digest of what the model's tokens stand for")

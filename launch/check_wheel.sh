@@ -61,6 +61,24 @@ install_alone() {
     "$folder/empty/bin/python" -m pip install --quiet "$(echo "$folder"/dist/*.whl)"
 }
 
+install_extras() {
+    "$folder/empty/bin/python" -m pip install --quiet "$(echo "$folder"/dist/*.whl)[cpu,serve,bench]"
+}
+
+# refused COMMAND... WORDS: it ends with one sentence that has these words.
+refused() {
+    local words="${!#}" said
+    if said="$("${@:1:$#-1}" 2>&1)"; then return 1; fi
+    echo "$said"
+    [ "$(echo "$said" | wc -l)" = 1 ] && case "$said" in *"$words"*) ;; *) return 1 ;; esac
+}
+
+told_what_is_missing() {
+    refused outrider serve "pip install 'outrider[serve]', or --no-http"
+    refused outrider bench "pip install 'outrider[bench]'"
+    if [ "$(uname -s)" = Linux ]; then refused outrider generate --prompt x "pip install 'outrider[cpu]'"; fi
+}
+
 # A user's directory: its files are named like our rooms and end whoever imports them.
 other_directory() {
     local room
@@ -111,6 +129,9 @@ step "a directory with files named like the rooms" other_directory
 cd "$folder/away"
 PATH="$folder/empty/bin:$PATH"
 step "version" outrider --version
+step "what is missing is told" told_what_is_missing
+step "the extras" install_extras
+step "completion" outrider completion bash
 step "doctor" outrider doctor
 step "pairs" outrider pairs
 step "worker --help" outrider worker --help

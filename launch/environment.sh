@@ -4,6 +4,7 @@
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
 python="$venv/bin/python"
+to_run="serve,${OUTRIDER_MLX:-cpu}" # OUTRIDER_MLX: cpu, cuda or cuda13, for MLX on Linux (docs/install.md)
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -49,11 +50,11 @@ install_project() {
         || fail "the installation failed; its words are above"
 }
 
-# set_up EXTRA: EXTRA is empty, or "test". A stamp says what was installed, so that the next start takes no time, and
-# whoever may only read the checkout can start what its owner has installed.
+# set_up EXTRAS: those of pyproject.toml, comma-separated. A stamp says what was installed, so that the next start takes
+# no time, and whoever may only read the checkout can start what its owner has installed.
 set_up() {
     local stamp wanted
-    stamp="$venv/.outrider-installed${1:+-$1}"
+    stamp="$venv/.outrider-installed-$1"
     wanted="$(cksum <"$root/pyproject.toml")"
     if ! is_installed; then
         if [ ! -w "$root" ] || { [ -e "$venv" ] && [ ! -w "$venv" ]; }; then
@@ -62,7 +63,7 @@ set_up() {
         fi
         exec 9>"$root/.venv.lock"
         if command -v flock >/dev/null 2>&1; then flock 9; fi # two first starts at once: one installs, the other waits
-        is_installed || install_all "${1:+[$1]}"
+        is_installed || install_all "$1"
         exec 9>&-
     fi
     find_openblas
@@ -72,9 +73,9 @@ is_installed() { [ -x "$python" ] && is_new_enough "$python" && [ "$(cat "$stamp
 
 install_all() {
     if [ ! -x "$python" ] || ! is_new_enough "$python"; then make_venv; fi
-    install_project "$1"
+    install_project "[$1]"
     printf '%s\n' "$wanted" >"$stamp"
-    printf '%s\n' "$wanted" >"$venv/.outrider-installed"
+    if [ "$1" = test ]; then printf '%s\n' "$wanted" >"$venv/.outrider-installed-serve,cpu"; fi
 }
 
 # For programs that run MLX in their own process; the workers of a cluster get it from the orchestrator.

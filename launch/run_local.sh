@@ -12,7 +12,7 @@ for argument in "$@"; do
     esac
 done
 
-set_up ""
+set_up "$to_run"
 if [ "$command" = help ]; then
     printf 'With --prompt this completes the prompt and ends; it takes the flags of outrider generate:\n\n'
     "$python" -P -m outrider generate --help

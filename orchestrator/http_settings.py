@@ -10,12 +10,11 @@ import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from outrider.protocol import values
+from outrider.protocol import extras, values
 from outrider.protocol.errors import InvalidRequest
 
 HOST, PORT = "127.0.0.1", 8080
@@ -98,8 +97,7 @@ def tracing_wanted(settings: HttpSettings, environment: Mapping[str, str]) -> bo
 def _check_collector(url: str) -> None:
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise InvalidRequest(f"otlp_endpoint is {url!r}; expected a collector's URL such as http://127.0.0.1:4318")
-    if find_spec("opentelemetry") is None:
-        raise InvalidRequest("otlp_endpoint needs OpenTelemetry; expected pip install 'outrider[otel]'")
+    extras.require("otel", "otlp_endpoint")
 
 
 @dataclass(frozen=True, slots=True)

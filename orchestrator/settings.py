@@ -20,6 +20,7 @@ from outrider.protocol.heads import AHEAD, HEADS, OF_TARGET
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")
 PREFILL_BACKENDS = ("mlx", "coreml")
+DRAFT_DEVICES = ("auto", "cpu")
 # Those that can draw from their distribution, for residual sampling; n-grams and none need no word about it.
 DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 FAN_OUTS = ("best-first", "geometric", "uniform")
@@ -32,6 +33,7 @@ _WORDS = {
     "mode": MODES,
     "draft_backend": DRAFT_BACKENDS,
     "prefill_backend": PREFILL_BACKENDS,
+    "draft_device": DRAFT_DEVICES,
     "fan_out": FAN_OUTS,
     "branch_depth": BRANCH_DEPTHS,
     "head_in": HEAD_PLACES,
@@ -70,7 +72,8 @@ class ServeSettings:
     the target's or a draft worker, which is told the rows that it reads and works ahead. `head`: heads that draft in
     the target's process beside whoever else does, "mtp" or "early-exit" for the model's own; one that can't be used is
     done without. `draft_prefill`: who reads
-    prompts for a drafter on MLX (docs/coreml.md). `drafters`: so many processes draft and share a round's outcomes;
+    prompts for a drafter on MLX (docs/coreml.md). `draft_device`: where draft workers on MLX compute; auto: where the
+    target does, cpu: beside a target on a GPU. `drafters`: so many processes draft and share a round's outcomes;
     `branches` None: `BRANCHES` for each. `colocate`: the target drafts in its own process, in turn with verifying,
     instead of a draft worker that works ahead. `shards`: so many ranks of the target on this machine, each with a part
     of each layer.
@@ -93,6 +96,7 @@ class ServeSettings:
     draft_backend: str = "mlx"
     head: tuple[str, ...] = ()
     draft_prefill: str = "auto"
+    draft_device: str = "auto"
     drafters: int = 1
     num_draft_tokens: int | None = None
     branches: int | None = None
@@ -268,6 +272,8 @@ class ServeSettings:
                 f"colocate drafts with MLX in the target's process, so draft_backend {self.draft_backend} has no place"
                 " there; leave out one of the two"
             )
+        if self.draft_device != "auto":
+            raise InvalidRequest("draft_device is for a draft worker and colocate has none; leave one out")
         if self.draft_prefill not in ("auto", "mlx"):
             raise InvalidRequest(
                 f"draft_prefill {self.draft_prefill} is for a draft worker and colocate has none; leave one out"
@@ -286,6 +292,7 @@ class Settings(TypedDict, total=False):
     draft_backend: str
     head: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     draft_prefill: str | os.PathLike[str]
+    draft_device: str
     drafters: int
     num_draft_tokens: int | None
     branches: int | None

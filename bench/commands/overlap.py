@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from outrider.bench import picture
 from outrider.bench.timing.overlap import Overlap, measure
 from outrider.bench.timing.workbench import workbench
 from outrider.bench.trace.breakdown import breakdown, table
@@ -38,6 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
+    picture.require()
     if not 1 <= options.rounds <= 1000:
         raise InvalidRequest(f"rounds is {options.rounds}; expected a whole number from 1 to 1000")
     settings = ServeSettings(**flags.settings_of(options))
@@ -51,13 +53,13 @@ def run(options: argparse.Namespace) -> int:
     screen = Screen()
     measured = _measure(settings, prompt, options.rounds, screen)
     bars = _real_rounds(options, prompt, out, screen)
-    picture = out / "rounds.png"
+    drawn = out / "rounds.png"
     title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
-    draw(bars, picture, title, FIRST_ROUND, 10)
+    draw(bars, drawn, title, FIRST_ROUND, 10)
     screen.clear()
     print(_table(measured))
     print(table(breakdown(bars, FIRST_ROUND)))
-    print(f"ten rounds: {picture}\ntrace:      {out / 'rounds.json'} (open it at ui.perfetto.dev)")
+    print(f"ten rounds: {drawn}\ntrace:      {out / 'rounds.json'} (open it at ui.perfetto.dev)")
     return 0
 
 

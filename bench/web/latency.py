@@ -94,9 +94,9 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     Raises:
         InvalidRequest: the file can't be written.
     """
+    figure = picture.figure(5.2 * (len(PANELS) + 1), 4.2)
     from matplotlib.ticker import LogLocator
 
-    figure = picture.figure(5.2 * (len(PANELS) + 1), 4.2)
     first, *others = figure.subplots(1, len(PANELS) + 1)
     for name in dict.fromkeys(one.name for one in rows):
         chosen = [one for one in rows if one.name == name]

@@ -18,7 +18,9 @@ _BAR = 30
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = argparse.ArgumentParser(prog="outrider convert", description="Make a CoreML package of an mlx-lm model.")
+    add_flags(parser)
+    options = parser.parse_args()
     started = time.monotonic()
     try:
         from outrider.drafting.coreml.converter.converter import Options, convert
@@ -43,8 +45,7 @@ def main() -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="outrider convert", description="Make a CoreML package of an mlx-lm model.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a directory or a Hugging Face id (Llama, Qwen2/2.5, Qwen3)")
     parser.add_argument("--out", type=Path, required=True, help="the package's directory; must not exist")
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value)
@@ -52,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=1024, help="positions the package can draft at (1024)")
     parser.add_argument("--mlx-out", type=Path, help="also write an mlx-lm checkpoint of the very same numbers")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser
 
 
 def _bar(stage: str, done: int, total: int) -> None:

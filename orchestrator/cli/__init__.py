@@ -18,6 +18,7 @@ from outrider.orchestrator.cli import streams
 from outrider.orchestrator.cli.ending import ended_in_order
 from outrider.orchestrator.cli.parser import Parser
 from outrider.orchestrator.cli.screen import say
+from outrider.orchestrator.machine.mlx_library import require_mlx
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import OutriderError
 
@@ -34,6 +35,7 @@ COMMANDS = {
     "convert": "make a CoreML package of a model",
     "doctor": "what this machine has and what each placement would cost",
     "pairs": "model pairs that fit, or a check of one",
+    "completion": "a script that completes commands and flags in bash, zsh or fish",
 }
 MEASURING = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap")}
 """Commands of the room that measures: it stands above this one, so they are known by name and imported when wanted."""
@@ -75,11 +77,16 @@ def _chosen(given: list[str]) -> int:
         return _without_command(given)
     if given[0] in PROGRAMS:
         _become(PROGRAMS[given[0]], given[1:])
-    command = import_module(MEASURING.get(given[0], f"outrider.orchestrator.cli.{given[0]}"))
-    return run(f"outrider {given[0]}", command, given[1:])
+    return run(f"outrider {given[0]}", module_of(given[0]), given[1:])
+
+
+def module_of(command: str) -> ModuleType:
+    """Where its `add_flags` is, and its `run` unless it is a program."""
+    return import_module({**MEASURING, **PROGRAMS}.get(command, f"outrider.orchestrator.cli.{command}"))
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:
+    require_mlx()
     command = python("-m", module, *arguments)
     os.execve(command[0], command, child_environment())
 

@@ -11,6 +11,7 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.core import tuning
 from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine.mlx_library import require_mlx
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.heads import kind_of
 from outrider.orchestrator.pair.model_files import embedded_pair, find_model
@@ -34,6 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """The data come from a process of the drafters' room, which may import MLX."""
     flags.set_up_logging(options)
+    require_mlx()
     screen = Screen()
     screen.show("looking at this machine")
     draft = options.draft_model or embedded_pair()[1]

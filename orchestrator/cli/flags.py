@@ -12,6 +12,7 @@ from outrider.orchestrator.settings import (
     BRANCH_DEPTHS,
     BRANCHES,
     DRAFT_BACKENDS,
+    DRAFT_DEVICES,
     DRAFT_TOKENS,
     FAN_OUTS,
     HEAD_PLACES,
@@ -52,6 +53,8 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--head", action="append", metavar="ID|PATH", help=head)
     group.add_argument("--drafters", type=int, metavar="N", help="processes that draft, default 1; they share outcomes")
     group.add_argument("--draft-prefill", metavar="auto|mlx|coreml|PACKAGE", help="who reads an mlx drafter's prompts")
+    device = "where draft workers on MLX compute, default auto: where the target does"
+    group.add_argument("--draft-device", metavar="|".join(DRAFT_DEVICES), help=device)
     group.add_argument("--colocate", action="store_true", default=None, help="draft in the target's process")
     group.add_argument("--shards", type=int, metavar="N", help="ranks of the target on this machine, default 1")
     reads = "processes that read long prompts in the target's place, default 0"

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from outrider.orchestrator.http_settings import HOST, MAX_BODY_MB, PORT, HttpSettings
+from outrider.protocol import extras
 from outrider.protocol.errors import InvalidRequest
 
 KEY_VARIABLE = "OUTRIDER_API_KEY"
@@ -40,10 +41,11 @@ def settings_of(options: argparse.Namespace) -> HttpSettings | None:
     """None when no HTTP is wanted.
 
     Raises:
-        InvalidRequest: a value is out of range, or the file of keys can't be read.
+        InvalidRequest: a value is out of range, the file of keys can't be read, or what serves HTTP is not installed.
     """
     if not options.http:
         return None
+    extras.require("serve", "HTTP", otherwise="--no-http")
     return HttpSettings(
         host=options.host,
         port=options.port,

@@ -14,6 +14,7 @@ import socket
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.generate import add_server_key_flag
 from outrider.orchestrator.machine import blas, lan
+from outrider.orchestrator.machine.mlx_library import require_mlx
 from outrider.orchestrator.machine.spawn import MODULES, child_environment, worker_command
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
@@ -48,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     is_head = options.head_in == "draft-worker"  # which needs the target's files beside its own
     if options.role == "draft" and options.draft_model is not None and not is_head:
         options.model = options.draft_model  # a drafter needs no other, and its machine may have no other
+    require_mlx()
     settings = ServeSettings(**flags.settings_of(options))
     if options.role == "draft" and settings.colocate:
         raise InvalidRequest("colocate drafts in the target's process; expected no colocate for a draft worker")

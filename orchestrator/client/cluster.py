@@ -36,6 +36,7 @@ class LocalCluster:
       "early-exit" for the model's own; what can't be used is left out with a note.
     - `drafters` 1: processes that draft and share a round's outcomes.
     - `draft_prefill` "auto": who reads prompts for a drafter on MLX: auto, mlx, coreml, or a package's folder.
+    - `draft_device` "auto": where draft workers on MLX compute: where the target does, or cpu, beside a GPU.
     - `mode` "auto": ar, sd, ssd, or what is measured to be fastest; a request may ask for another.
     - `num_draft_tokens`, `branches`: tokens of a chain (K), outcomes prepared for in a round (B); None: 4 and 16, or
       with mode auto what `outrider tune` found.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from outrider.protocol import extras
 from outrider.protocol.endpoints import Tcp, parse
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.version import PROTOCOL_VERSION
@@ -48,7 +49,7 @@ class Beacon:
         where = parse(endpoint)
         if not isinstance(where, Tcp):
             raise InvalidRequest(f"{endpoint} can't be announced; expected tcp://HOST:PORT")
-        _require()
+        extras.require("discovery", "finding servers")
         from zeroconf import NonUniqueNameException, ServiceInfo
 
         own = _own_addresses() if where.host in ANYWHERE else [_address_of(where.host)]
@@ -77,7 +78,7 @@ def find(trusted: Collection[str], seconds: float = SECONDS, interfaces: Sequenc
         EndpointError: there is none, or more than one; the message tells which there are.
         InvalidRequest: zeroconf is not installed.
     """
-    _require()
+    extras.require("discovery", "finding servers")
     found = _announced(seconds, interfaces)
     known = [one for one in found if one.key in trusted]
     if len(known) > 1:
@@ -149,10 +150,3 @@ def _opened(interfaces: Sequence[str] | None) -> Zeroconf:
         return Zeroconf(interfaces=list(interfaces) if interfaces is not None else InterfaceChoice.All)
     except OSError as error:
         raise EndpointError(f"the local network can't be asked ({error}); give the address by --connect") from None
-
-
-def _require() -> None:
-    try:
-        import zeroconf  # noqa: F401
-    except ModuleNotFoundError:
-        raise InvalidRequest("finding servers needs zeroconf; expected pip install 'outrider[discovery]'") from None

@@ -15,6 +15,7 @@ from pathlib import Path
 from outrider.orchestrator.machine import blas, cores
 from outrider.orchestrator.machine.log_file import log_file
 from outrider.orchestrator.machine.log_tail import log_tail
+from outrider.orchestrator.machine.mlx_library import require_mlx
 from outrider.orchestrator.pair.heads import own_drafters
 from outrider.orchestrator.pair.model_files import PACKAGE
 from outrider.orchestrator.settings import ServeSettings
@@ -85,7 +86,9 @@ def spawn_worker(
 
     Raises:
         WorkerError: the process can't be started.
+        InvalidRequest: MLX's library is not installed.
     """
+    require_mlx()
     log = run_dir / f"{name}.log"
     theirs, lifeline = os.pipe()
     inherited = [theirs]
@@ -126,6 +129,7 @@ def worker_command(
     if role == "draft":
         options += ["--backend", settings.draft_backend, "--fan-out", settings.fan_out]
         options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "auto" else []
+        options += ["--device", settings.draft_device] if settings.draft_device != "auto" else []
         options += ["--target", str(settings.model)] if settings.drafts_by_head else []
     if role == "prefill":
         options += ["--backend", settings.prefill_backend]

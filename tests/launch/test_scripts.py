@@ -74,6 +74,13 @@ def test_the_second_start_installs_nothing_until_pyproject_changes(copy):
     assert "INSTALL" in run(copy, "run_local.sh").stderr
 
 
+@pytest.mark.parametrize(("environment", "extras"), [({}, "serve,cpu"), ({"OUTRIDER_MLX": "cuda"}, "serve,cuda")])
+def test_a_start_brings_the_server_and_the_mlx_that_was_chosen(copy, environment, extras):
+    with_venv(copy)
+    assert f"-e {copy}[{extras}]\n" in run(copy, "run_local.sh", **environment).stderr
+    assert run(copy, "run_local.sh", **environment).stderr == ""
+
+
 def test_the_tests_bring_what_they_need_and_cover_a_plain_start(copy):
     with_venv(copy)
     done = run(copy, "test.sh", "tests/protocol", "-k", "codec")

@@ -60,6 +60,8 @@ from outrider.protocol.errors import InvalidRequest
         ({"colocate": True, "mode": "ssd"}, "take turns in one process; expected mode sd, ar or auto"),
         ({"colocate": True, "model": "m"}, "no model to draft with; expected draft_model"),
         ({"colocate": True, "draft_prefill": "coreml"}, "draft_prefill coreml is for a draft worker"),
+        ({"colocate": True, "draft_device": "cpu"}, "draft_device is for a draft worker"),
+        ({"draft_device": "gpu"}, "expected one of auto, cpu"),
     ],
 )
 def test_what_is_out_of_range_is_refused_in_a_sentence(given, words):
@@ -113,7 +115,7 @@ def test_every_setting_is_a_flag_that_says_the_same():
     by_head = ServeSettings(model="m", draft_model="d", draft_backend="eagle3")
     by_own_head = ServeSettings(model="m", draft_backend="mtp", head=("mtp", "-x"))
     assert by_own_head.colocate and by_head.colocate and not by_head.has_draft_worker
-    prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml")
+    prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml", draft_device="cpu")
     ahead = ServeSettings(model="m", draft_model="d", draft_backend="eagle3", head_in="draft-worker", mode="ssd")
     assert ahead.has_draft_worker and not ahead.colocate
     all_of_them = (said, colocated, prefilled, waiting, read, by_head, by_own_head, ahead)

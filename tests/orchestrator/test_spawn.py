@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.machine import blas, cores, spawn
+from outrider.orchestrator.machine import blas, cores, mlx_library, spawn
 from outrider.orchestrator.machine.sweeper import Sweeper
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
@@ -133,6 +134,21 @@ def test_the_workers_find_our_rooms_from_anywhere(tmp_path):
 
 
 # --- BLAS and cores -----------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_on_the_cpu_is_told_so_and_nobody_else():
+    settings = replace(SETTINGS, draft_device="cpu")
+    lines = {role: spawn.worker_command(role, "w", "ipc:///e", settings) for role in ("target", "draft", "prefill")}
+    assert lines["draft"][lines["draft"].index("--device") :][:2] == ["--device", "cpu"]
+    assert "--device" not in lines["target"] + lines["prefill"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's package brings its library")
+def test_mlx_without_its_library_is_told_before_anything_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr(mlx_library, "LIBRARY", Path("lib", "libnone.so"))
+    with pytest.raises(InvalidRequest, match=r"pip install 'outrider\[cpu\]', or 'outrider\[cuda\]'"):
+        spawn.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_openblas_is_preloaded_where_there_is_one(monkeypatch):

@@ -1,0 +1,53 @@
+"""Prints a script that completes commands, flags and their values; where each shell wants it is in docs/install.md.
+
+The scripts are shtab's, made of the very parsers that the commands read their flags with.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import shtab
+
+from outrider.orchestrator.cli import COMMANDS, module_of
+from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.machine.mlx_library import require_mlx
+
+SHELLS = ("bash", "zsh", "fish")
+FILES = {"FILE"}
+FOLDERS = {"DIR", "FOLDER", "PATH", "PACKAGE"}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS)
+
+
+def run(options: argparse.Namespace) -> int:
+    require_mlx()  # commands that measure import it
+    print(shtab.complete(whole_parser(), options.shell))
+    return 0
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """All commands in one; it is only looked at, for each command has a parser of its own."""
+    parser = Parser(prog="outrider", description="Speculative speculative decoding on MLX.")
+    parser.add_argument("--version", action="store_true", help="print the version and end")
+    commands = parser.add_subparsers(dest="command")
+    for name, what in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=what)
+        module_of(name).add_flags(command)
+        for action in command._actions:
+            _tell(action)
+    return parser
+
+
+def _tell(action: argparse.Action) -> None:
+    """What may stand in an argument is said in its metavar: words to choose from, files, folders."""
+    words = set(str(action.metavar or "").split("|"))
+    if words & FOLDERS:
+        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    elif words & FILES or action.type is Path:
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    if action.choices is None:
+        action.choices = sorted(word for word in words if len(words) > 1 and word.islower()) or None

@@ -1,0 +1,27 @@
+"""What a part of Outrider needs beyond the core, and what to install where it is missing. Imports none of it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from outrider.protocol.errors import InvalidRequest
+
+EXTRAS = {
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "otel": ("opentelemetry",),
+    "bench": ("matplotlib",),
+    "discovery": ("zeroconf",),
+    "fleet": ("ray", "mmh3", "yaml"),
+}
+"""Of each extra of the package the modules that tell whether it is there."""
+
+
+def require(extra: str, what: str, otherwise: str = "") -> None:
+    """
+    Raises:
+        InvalidRequest: `what` can't be had without the extra; the message says how to install it, or what `otherwise`.
+    """
+    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
+    if missing:
+        instead = f", or {otherwise}" if otherwise else ""
+        raise InvalidRequest(f"{what} needs {' and '.join(missing)}; expected pip install 'outrider[{extra}]'{instead}")

@@ -1,0 +1,118 @@
+"""The completion scripts in the shells that they are for; a shell that is not installed is passed over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import shutil
+import subprocess
+
+import pytest
+
+from outrider.orchestrator.cli import COMMANDS, main
+
+CASES = {
+    "outrider ser": {"serve"},
+    "outrider serve --draft-dev": {"--draft-device"},
+    "outrider serve --draft-device ": {"auto", "cpu"},
+    "outrider worker dr": {"draft"},
+    "outrider completion ": {"bash", "zsh", "fish"},
+    "outrider convert --mlx": {"--mlx-out"},
+    "outrider verify --model somew": {"somewhere/"},
+}
+BASH = """
+source "$1"
+read -ra COMP_WORDS <<<"$2"
+[ "${2: -1}" != ' ' ] || COMP_WORDS+=('')
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_shtab_outrider
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def needs(shell: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(shell) is None, reason=f"{shell} is not installed")
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """`script(shell)`: a file with what `outrider completion` prints, beside a folder named somewhere."""
+    folder = tmp_path_factory.mktemp("completion")
+    (folder / "somewhere").mkdir()
+
+    def written(shell):
+        path = folder / ("_outrider" if shell == "zsh" else f"outrider.{shell}")
+        with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+            assert main(["completion", shell]) == 0
+        return path
+
+    return written
+
+
+def told(script, *command: str) -> set[str]:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return {line.partition("\t")[0] for line in done.stdout.splitlines() if line}
+
+
+def test_bash_completes(script):
+    path = script("bash")
+    for line, words in CASES.items():
+        assert {word.rstrip("/") for word in told(path, "bash", "-c", BASH, "bash", str(path), line)} == {
+            word.rstrip("/") for word in words
+        }, line
+    assert told(path, "bash", "-c", BASH, "bash", str(path), "outrider ") >= set(COMMANDS)
+
+
+@needs("fish")
+def test_fish_completes(script):
+    path = script("fish")
+    for line, words in CASES.items():
+        assert told(path, "fish", "--no-config", "-c", f"source {path}; complete -C '{line}'") == words, line
+
+
+@needs("zsh")
+def test_zsh_completes(script):
+    """In a terminal, for zsh completes nowhere else: what it puts in the place of a word that was begun."""
+    path = script("zsh")
+    for line in ("outrider serve --draft-dev", "outrider verify --model somew"):
+        (word,) = CASES[line]
+        assert typed(path, line).endswith(word.rstrip("/")), line
+
+
+def typed(path, line: str) -> str:
+    """The line as zsh has it after a tab."""
+    rc = path.parent / ".zshrc"
+    rc.write_text(
+        f"fpath=({path.parent} $fpath); autoload -Uz compinit; compinit -D -u\n"
+        f"show() {{ print -rn -- $'\\n'\"<<$BUFFER>>\"; exit }}; zle -N show; bindkey '^X' show; print -n READY\n"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(path.parent)
+        os.execvpe("zsh", ["zsh", "-i"], {**os.environ, "ZDOTDIR": str(path.parent), "TERM": "dumb"})
+    said = b""
+    try:
+        for marker, word in ((b"READY", line.encode() + b"\t\x18"), (b">>", b"")):
+            while marker not in said:
+                said += os.read(terminal, 4096)
+            os.write(terminal, word) if word else None
+    finally:
+        os.close(terminal)
+        os.waitpid(pid, 0)
+    return said.decode().rpartition("<<")[2].partition(">>")[0].strip().removesuffix("/")
+
+
+@pytest.mark.parametrize("given", [["completion"], ["completion", "csh"]])
+def test_no_such_shell_is_one_sentence(capsys, given):
+    with pytest.raises(SystemExit):
+        main(given)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_every_command_is_known_to_the_shells():
+    from outrider.orchestrator.cli.completion import whole_parser
+
+    (commands,) = (action for action in whole_parser()._actions if action.dest == "command")
+    assert set(commands.choices) == set(COMMANDS)
