@@ -108,10 +108,16 @@ def _(at: Servers) -> None:
     at.pair.whole(TEXT, prompt="def f(", suffix="return 1", max_tokens=5)
 
 
-@cases.add("vLLM test_return_token_ids", why="/tokenize and log-probabilities' bytes tell tokens")
+@cases.add("vLLM test_return_token_ids")
 def _(at: Servers) -> None:
-    """return_token_ids tells the tokens' ids beside the text."""
-    at.pair.whole(TEXT, prompt=PROMPT, return_token_ids=True)
+    """return_token_ids tells the tokens' ids beside the text, whole and in a stream; who has them can ask on."""
+    asked: dict[str, Any] = {"max_tokens": 8, "seed": 3, "temperature": 0.8, "return_token_ids": True}
+    tokens = at.pair.whole("/tokenize", content=PROMPT)["tokens"]
+    whole = at.pair.whole(TEXT, prompt=tokens, **asked)["choices"][0]["token_ids"]
+    told = at.pair.stream(TEXT, prompt=tokens, **asked)
+    equal([one for event in told for one in event["choices"][0].get("token_ids", ())], whole, "what is streamed")
+    rest = at.pair.whole(TEXT, prompt=tokens + whole[:5], **{**asked, "max_tokens": 3})["choices"][0]["token_ids"]
+    equal(rest, whole[5:], "what follows")
 
 
 @cases.add("OpenAI's reference")

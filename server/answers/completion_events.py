@@ -90,7 +90,7 @@ def _numbers(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
 def _beside(listing: Listing | None, extras: Extras) -> dict[str, Any]:
     """What a choice has beside its text."""
     rows = listing.next(extras.logprobs) if listing is not None else None
-    return {"logprobs": rows, "speculation": speculated(extras)}
+    return {"logprobs": rows, "token_ids": list(extras.ids) or None, "speculation": speculated(extras)}
 
 
 def _finish(choice: Choice) -> Any:

@@ -31,6 +31,7 @@ class Extras:
     logprobs: tuple[TokenLogprob, ...] = ()
     origins: tuple[SaidToken, ...] = ()
     rounds: tuple[RoundRecord, ...] = ()
+    ids: tuple[int, ...] = ()
 
     def __add__(self, later: Extras) -> Extras:
         return joined((self, later)) if later is not NO_EXTRAS else self
@@ -46,15 +47,16 @@ def joined(many: Iterable[Extras]) -> Extras:
         tuple(one for row in rows for one in row.logprobs),
         tuple(one for row in rows for one in row.origins),
         tuple(one for row in rows for one in row.rounds),
+        tuple(one for row in rows for one in row.ids),
     )
 
 
-def extras_of(chunk: Chunk, words: TextStream | None) -> Extras:
+def extras_of(chunk: Chunk, words: TextStream | None, with_ids: bool = False) -> Extras:
     """`words` has taken the tokens before; None: nobody asked for texts and origins."""
-    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None:
+    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not with_ids:
         return NO_EXTRAS
     said = () if words is None else tuple(_said(chunk, words))
-    return Extras(chunk.logprobs or (), said, chunk.rounds or ())
+    return Extras(chunk.logprobs or (), said, chunk.rounds or (), chunk.token_ids if with_ids else ())
 
 
 def _said(chunk: Chunk, words: TextStream) -> Iterator[SaidToken]:

@@ -150,7 +150,7 @@ class Run:
 
         def grown(chunk: Chunk) -> None:
             watch.grown(len(chunk.token_ids))
-            self._line.put(Grown(index, chunk.text, chunk.token_ids, extras_of(chunk, job.words)))
+            self._line.put(Grown(index, chunk.text, chunk.token_ids, extras_of(chunk, job.words, job.manner.ids)))
 
         try:
             stream = self._streams[index] = self._stream(index, job)

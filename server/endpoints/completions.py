@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -41,6 +43,7 @@ async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) ->
     most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # the best is chosen by them
     manner = manner_of(desk.model, asked, most, await desk.grammar(Prompt(()), form_of(asked)), wanted)
+    manner = replace(manner, ids=bool(asked.return_token_ids))
     jobs = [job(desk.model.codec, prompt.tokens, manner.another(index)) for prompt in prompts for index in range(tried)]
     splitters = [Splitter() for _ in jobs]
     head = completion_events.Head(

@@ -36,7 +36,7 @@ _SAME_NAMES = (
 class Manner:
     """`sampling` has a seed. `mode`, `num_draft_tokens`, `branches`, `drafter`: as `Client.generate` takes them.
 
-    `timeout`: seconds after which the answer is given up. `origins`, `rounds`: tell them.
+    `timeout`: seconds after which the answer is given up. `origins`, `rounds`, `ids` (of tokens): tell them.
     """
 
     sampling: SamplingParams
@@ -47,6 +47,7 @@ class Manner:
     origins: bool = False
     rounds: bool = False
     drafter: str = ""
+    ids: bool = False
 
     def another(self, index: int) -> Manner:
         """The same with the seed of choice `index`; that of choice 0 is the request's own."""

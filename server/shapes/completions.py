@@ -31,6 +31,7 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
     suffix: str | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    return_token_ids: bool | None = Field(None, description="vLLM's: tell what the text is of, too")
 
 
 class CompletionLogprobs(Answered):
@@ -48,6 +49,7 @@ class CompletionChoice(Answered):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = absent()
     speculation: Speculated | None = absent()
 
 
