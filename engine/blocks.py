@@ -15,7 +15,9 @@ import numpy as np
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-_BLOCK = 64  # columns; 32 and 128 are a few percent slower
+_WIDEST = 64  # columns of a block; 128 are a few percent slower
+# So much work OpenBLAS does without packing, and up to this many rows are to be had so.
+_SMALL, _ROWS = 10**6, 32
 
 
 class Dense:
@@ -30,9 +32,12 @@ class Dense:
             raise TypeError(f"{type(layers[0]).__name__} is no plain dense layer")
         weight = np.concatenate([host(layer.weight) for layer in layers])
         self.width = weight.shape[0]
-        padded = np.pad(weight, ((0, -self.width % _BLOCK), (0, 0)))
+        block = _WIDEST
+        while block > 8 and block * weight.shape[1] * _ROWS > _SMALL:
+            block //= 2
+        padded = np.pad(weight, ((0, -self.width % block), (0, 0)))
         # [N, K] as stored -> [N / block, K, block]
-        self._blocks = np.ascontiguousarray(padded.reshape(-1, _BLOCK, weight.shape[1]).transpose(0, 2, 1))
+        self._blocks = np.ascontiguousarray(padded.reshape(-1, block, weight.shape[1]).transpose(0, 2, 1))
         biases = [layer["bias"] for layer in layers if "bias" in layer]
         self._bias = np.concatenate([host(bias) for bias in biases]) if biases else None
 

@@ -18,6 +18,7 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask
 
+from outrider.engine.blocks import Floats
 from outrider.engine.buffers import with_room
 from outrider.engine.cache import first_columns, narrowed
 from outrider.engine.piece import Ints, Piece
@@ -161,6 +162,13 @@ class FlatCache:
             found.append(group.answers(part))
         flat = found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
         return flat[None]
+
+    def on_host(self, rows: int, columns: int, like: mx.array) -> tuple[Floats, Floats]:
+        """The buffers themselves, with room for so much: what is written there is remembered. `like`: one such row."""
+        self.keys = with_room(self.keys, rows, columns, like, self._early)
+        self.values = with_room(self.values, rows, columns, like, self._early)
+        mx.eval(self.keys, self.values)
+        return np.array(self.keys, copy=False), np.array(self.values, copy=False)
 
     def _written(self, buffer: mx.array | None, new: mx.array) -> mx.array:
         frame = self._frame

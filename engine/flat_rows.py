@@ -25,11 +25,15 @@ Layers = tuple[tuple[mx.array, mx.array], ...]
 class FlatText:
     """A row of the flat buffers."""
 
-    marks_freely = True
     exact = True
 
-    def __init__(self, row: int, caches: Sequence[FlatCache]) -> None:
-        self.row, self.length, self._caches = row, 0, caches
+    def __init__(self, row: int, caches: Sequence[FlatCache], rows: FlatRows) -> None:
+        self.row, self.length, self._caches, self._rows = row, 0, caches, rows
+
+    @property
+    def marks_freely(self) -> bool:
+        """Not where a step that is begun is made at once, as in company by numpy."""
+        return self._rows.is_lazy or self._rows.count == 1
 
     def mark(self) -> None:
         """Any length can be returned to."""
@@ -46,7 +50,7 @@ class FlatText:
 
 
 class FlatRows:
-    """One buffer a layer of `model`, for all its texts."""
+    """One buffer a layer of `model`, for all its texts. `is_lazy`: forwards are made when they are waited for."""
 
     def __init__(self, model: nn.Module) -> None:
         flat.install(model)
@@ -56,9 +60,15 @@ class FlatRows:
             FlatCache(self._frame, window_of(cache), EARLY * number // len(made)) for number, cache in enumerate(made)
         ]
         self._texts: list[FlatText] = []
+        self.is_lazy = True
+
+    @property
+    def count(self) -> int:
+        """How many texts there are."""
+        return len(self._texts)
 
     def open(self) -> FlatText:
-        self._texts.append(FlatText(len(self._texts), self._caches))
+        self._texts.append(FlatText(len(self._texts), self._caches, self))
         return self._texts[-1]
 
     def close(self, text: FlatText) -> None:

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from outrider.engine import batchcheck, treecheck
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_flat import NumpyFlat
 from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
 from outrider.protocol.errors import ModelError
 from outrider.protocol.guard import first_line, named_errors
@@ -26,7 +27,8 @@ def open_texts(model: LoadedModel) -> Texts:
     plain = model.attention_only and able.chains and not able.own_caches
     if plain and all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)):
         if _holds(model, "texts in one forward", batchcheck.agrees):
-            return FlatTexts(model.model, trees=_holds(model, "trees of drafts", treecheck.agrees))
+            trees = _holds(model, "trees of drafts", treecheck.agrees)
+            return FlatTexts(model.model, trees, _numpy(model))
         return SeparateTexts(model.model)
     return SeparateTexts(model.model, able.own_caches)
 
@@ -43,6 +45,17 @@ def text_cost(texts: Texts) -> KvCost:
         cost = KvCost(max(short.nbytes - grown // _LONGER, 0), grown // _LONGER)
     texts.close(text)
     return cost
+
+
+def _numpy(model: LoadedModel) -> NumpyFlat | None:
+    """Where numpy serves the model it does so better than MLX; tried like MLX's own way."""
+    made: list[NumpyFlat] = []
+
+    def agrees(model: LoadedModel) -> bool:
+        made.append(NumpyFlat(model))
+        return batchcheck.agrees(model, made[0]) and treecheck.agrees(model, made[0])
+
+    return made[0] if _holds(model, "numpy's forwards", agrees) else None
 
 
 def _holds(model: LoadedModel, what: str, agrees: Callable[[LoadedModel], bool]) -> bool:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-Ints = np.ndarray[Any, np.dtype[np.int_]]
+Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 Angles = tuple[mx.array, mx.array]
 """Cosines, and sines signed for what they are multiplied with: float32 [L, D] each."""
 

@@ -12,11 +12,13 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from outrider.engine import head
 from outrider.engine.cache import KVState
 from outrider.engine.first_layers import FirstLayers
 from outrider.engine.flat_rows import FlatRows
+from outrider.engine.numpy_flat import MOST_ROWS, NumpyFlat
 from outrider.engine.piece import Piece
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.taps import Takes, Taps
@@ -117,31 +119,38 @@ class FlatTexts(FlatRows):
 
     together = True
 
-    def __init__(self, model: nn.Module, trees: bool = True) -> None:
+    def __init__(self, model: nn.Module, trees: bool = True, numpy: NumpyFlat | None = None) -> None:
+        """`numpy` makes the forwards of few tokens that no one text has to itself."""
         super().__init__(model)
-        self.trees = trees
+        self.trees, self._numpy, self.is_lazy = trees, numpy, numpy is None
         self._model, self._wanted = model, head.install(model)
         self._taps: Taps | None = None
 
     def tap(self, taps: Taps) -> None:
-        self._taps = taps
+        self._taps, self._numpy, self.is_lazy = taps, None, True  # rows of numpy's are not tapped
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].text.row))
         pieces = [_piece(feeds[i]) for i in order]
-        self._frame.begin(pieces)
         tokens = _joined([feeds[i].tokens for i in order])
-        rows = self._rows(feeds, order, pieces)
-        self._wanted.rows, self._wanted.passed = rows, False
-        try:
-            logits = _forward(self._model, tokens, self._caches, [feeds[i] for i in order], self._taps)
-        finally:
-            self._wanted.rows = None
-        if rows is not None and not self._wanted.passed:
-            logits = mx.take(logits, rows, axis=0)
+        wanted = self._rows(feeds, order, pieces)
+        if self._numpy is not None and len(feeds) > 1 and tokens.shape[0] <= MOST_ROWS:
+            logits = self._numpy.forward(np.array(tokens), pieces, self._caches, wanted)
+        else:
+            self._frame.begin(pieces)
+            logits = self._by_mlx(tokens, [feeds[i] for i in order], wanted)
         for feed in feeds:
             feed.text.length += feed.count
         return logits
+
+    def _by_mlx(self, tokens: mx.array, feeds: Sequence[Feed], wanted: Sequence[int] | None) -> mx.array:
+        rows = None if wanted is None else mx.array(list(wanted) or [0], mx.int32)
+        self._wanted.rows, self._wanted.passed = rows, False
+        try:
+            logits = _forward(self._model, tokens, self._caches, feeds, self._taps)
+        finally:
+            self._wanted.rows = None
+        return logits if rows is None or self._wanted.passed else mx.take(logits, rows, axis=0)
 
     def first(self, layers: FirstLayers, feeds: Sequence[Feed]) -> mx.array:
         """Feeds them, in the order of their rows, to the model's first layers alone; the rows there, [T, D]. Lazy."""
@@ -152,7 +161,7 @@ class FlatTexts(FlatRows):
             feed.text.length += feed.count
         return rows
 
-    def _rows(self, feeds: Sequence[Feed], order: Sequence[int], pieces: Sequence[Piece]) -> mx.array | None:
+    def _rows(self, feeds: Sequence[Feed], order: Sequence[int], pieces: Sequence[Piece]) -> list[int] | None:
         """Where the wanted logits stand in the flat row, feed after feed; None: all, as they stand."""
         if list(order) == list(range(len(feeds))) and all(feed.wanted == feed.count for feed in feeds):
             return None
@@ -160,8 +169,7 @@ class FlatTexts(FlatRows):
         for index, piece in zip(order, pieces, strict=True):
             end += piece.count
             ends[index] = end
-        rows = [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.wanted, ends[i])]
-        return mx.array(rows or [0], mx.int32)
+        return [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.wanted, ends[i])]
 
 
 class SeparateTexts:

@@ -118,7 +118,7 @@ def test_four_thousand_tokens_take_little_memory(
 ) -> None:
     """At a vocabulary of 152,000, where the logits and the noise of so many tokens would be gigabytes."""
     if form == "OneRow":
-        monkeypatch.setattr("outrider.engine.numpy_model.FAMILIES", ())
+        monkeypatch.setattr("outrider.engine.numpy_net.FAMILIES", ())
     stand = Stand(MlxDrafter(load(tiny_model("llama", **WIDE))))
     stand.finish(begin(50))
     with more_memory(BOUND):

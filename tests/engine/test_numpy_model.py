@@ -11,8 +11,8 @@ import pytest
 from outrider.engine.blocks import Dense
 from outrider.engine.columns import OneRow
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_model import FAMILIES as SERVED
 from outrider.engine.numpy_model import NumpyRow
+from outrider.engine.numpy_net import FAMILIES as SERVED
 from outrider.engine.open_tree import tree_form
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
@@ -68,7 +68,7 @@ def test_a_sliding_window_is_left_to_mlx(loaded: Loaded, monkeypatch: pytest.Mon
 
 
 def test_a_large_model_is_left_to_mlx(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.numpy_model._MOST_BYTES", 1000)
+    monkeypatch.setattr("outrider.engine.numpy_net._MOST_BYTES", 1000)
     with pytest.raises(ModelError, match="MiB"):
         NumpyRow(loaded("llama"))
 

@@ -200,7 +200,7 @@ def test_pure_attention_works_as_rows_too(loaded: Loaded) -> None:
 
 
 def test_forms(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.numpy_model.FAMILIES", ())
+    monkeypatch.setattr("outrider.engine.numpy_net.FAMILIES", ())
     for family in FAMILIES:
         joins = JointRow if family not in OWN_ATTENTION else OneRow
         assert tree_form(loaded(family, seed=6)) is (Rows if family in HYBRIDS else joins)
@@ -319,7 +319,7 @@ def one_position_a_row(rope: Callable[..., mx.array], x: mx.array, offset: int |
 
 def test_a_model_that_ignores_the_tree_is_found_out(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the mask nothing works; without a position for each token, a row for each token still does."""
-    monkeypatch.setattr("outrider.engine.numpy_model.FAMILIES", ())
+    monkeypatch.setattr("outrider.engine.numpy_net.FAMILIES", ())
     model = loaded("llama", seed=77)
     with monkeypatch.context() as patch:
         patch.setattr("outrider.engine.columns.Frame.mask", lambda *_: None)

@@ -1,0 +1,54 @@
+"""Forwards of few tokens of several texts by numpy, over the buffers of `engine.flat`: quicker on a CPU than MLX's.
+
+Chains of unlike length pad nothing here: attention goes text by text. Keys and values are written where MLX keeps them,
+so that a text alone, a long piece of a prompt, rollback and the prompt cache are `engine.flat`'s as ever. Not lazy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from outrider.engine.flat import FlatCache
+from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_net import Span, hidden, net_of
+from outrider.engine.piece import Ints, Piece
+from outrider.protocol.errors import ModelError
+
+MOST_ROWS = 64  # beyond, MLX is as quick
+
+
+class NumpyFlat:
+    """The forwards of one model."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        """
+        Raises:
+            ModelError: numpy does not serve the model, or not in its own number format.
+        """
+        if model.number_format != "float32":
+            raise ModelError(f"numpy serves a target in float32, not in {model.number_format}")
+        self._net = net_of(model)
+        layer = self._net.layers[0]
+        self._like = mx.zeros((1, layer.kv_heads, 1, layer.width))
+
+    def forward(
+        self, tokens: Ints, pieces: Sequence[Piece], caches: Sequence[FlatCache], wanted: Sequence[int] | None
+    ) -> mx.array:
+        """Feeds tokens [T], piece after piece; the logits of the `wanted` ones, or of all: [R, V]."""
+        positions = np.concatenate([piece.positions for piece in pieces])
+        rows = self._net.rows(tokens, positions, self._spans(pieces, caches))
+        return self._net.logits(rows if wanted is None else rows[np.array(wanted, np.int32)])
+
+    def _spans(self, pieces: Sequence[Piece], caches: Sequence[FlatCache]) -> Iterator[list[Span]]:
+        ends = np.cumsum([piece.count for piece in pieces]).tolist()
+        reach = max(piece.row for piece in pieces) + 1, max(piece.end for piece in pieces)
+        masks = [hidden(piece.seen(piece.end, None)) for piece in pieces]
+        for cache in caches:
+            keys, values = cache.on_host(*reach, self._like)
+            yield [
+                Span(slice(end - piece.count, end), keys[piece.row], values[piece.row], piece.start, piece.end, mask)
+                for piece, end, mask in zip(pieces, ends, masks, strict=True)
+            ]

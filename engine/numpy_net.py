@@ -1,0 +1,161 @@
+"""A small dense model's forward on the CPU by numpy: tokens in, rows of the last layer out, attention text by text.
+
+Serves the Llama, Mistral, Qwen2 and Qwen3 families; whatever else a model is, `net_of` refuses, and who uses it holds
+it to the model's own logits at load. MLX copies the weights at each call and makes exponentials one by one; here few
+rows cost half as much (docs/log.md). Knows rows, and where keys and values lie; nothing of requests, trees or buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from outrider.engine.blocks import Dense, Floats, Norm, host
+from outrider.engine.head import unwrapped
+from outrider.engine.loading import LoadedModel
+from outrider.engine.piece import Bools
+from outrider.engine.positions import Ints, RopeTable
+from outrider.protocol.errors import ModelError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Beyond this the weights no longer stay in a cache, and MLX's forwards are no longer mostly bookkeeping.
+_MOST_BYTES = 512 * 2**20
+_MASKED = np.float32(-1e30)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One text in one layer: its `rows` of the forward become the columns start..end of `keys` and `values`.
+
+    `hidden`: what is added to the scores, [R, end]: 0 or very negative.
+    """
+
+    rows: slice
+    keys: Floats
+    values: Floats
+    start: int
+    end: int
+    hidden: Floats | None
+
+
+def hidden(seen: Bools) -> Floats | None:
+    """What is added to scores so that only what is `seen` counts, [R, end]; None: all is."""
+    return None if seen.all() else np.where(seen, np.float32(0), _MASKED)
+
+
+class Layer:
+    """One transformer block: attention over columns 0..end, then a gated MLP."""
+
+    def __init__(self, block: nn.Module) -> None:
+        attention, mlp = block.self_attn, block.mlp
+        self._before, self._between = Norm(block.input_layernorm), Norm(block.post_attention_layernorm)
+        self._in = Dense([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._out = Dense([attention.o_proj])
+        self._up, self._down = Dense([mlp.gate_proj, mlp.up_proj]), Dense([mlp.down_proj])
+        self.heads, self.kv_heads = int(attention.n_heads), int(attention.n_kv_heads)
+        self.width = attention.o_proj.weight.shape[1] // self.heads
+        self._scale = np.float32(attention.scale)
+        self._q_norm = Norm(attention.q_norm) if "q_norm" in attention else None
+        self._k_norm = Norm(attention.k_norm) if "k_norm" in attention else None
+
+    def __call__(self, x: Floats, angles: Floats, spans: Sequence[Span]) -> Floats:
+        """Feeds x [R, H], the tokens of one text after the other; each attends to its own text.
+
+        Args:
+            angles: cosines and signed sines, [2, R, D]; see RopeTable.
+        """
+        rows, heads, kv_heads, width = len(x), self.heads, self.kv_heads, self.width
+        read = self._in(self._before(x)).reshape(rows, heads + 2 * kv_heads, width)
+        queries, new = read[:, :heads], read[:, heads : heads + kv_heads]
+        if self._q_norm is not None and self._k_norm is not None:
+            queries, new = self._q_norm(queries), self._k_norm(new)
+        turned = _turn(np.concatenate([queries, new], axis=1), angles)
+        found = [self._attend(turned[span.rows], read[span.rows, heads + kv_heads :], span) for span in spans]
+        x = x + self._out(found[0] if len(found) == 1 else np.concatenate(found))
+        gate, up = np.split(self._up(self._between(x)), 2, axis=1)
+        out: Floats = x + self._down(gate / (1 + np.exp(-gate)) * up)
+        return out
+
+    def _attend(self, turned: Floats, fresh: Floats, span: Span) -> Floats:
+        """What one text's queries find, [R, heads x D]; its keys and values are remembered first.
+
+        Args:
+            turned: queries, then keys, [R, heads + kv heads, D].
+            fresh: values, [R, kv heads, D].
+        """
+        rows, heads, kv_heads, width, end = len(turned), self.heads, self.kv_heads, self.width, span.end
+        span.keys[:, span.start : end] = turned[:, heads:].transpose(1, 0, 2)
+        span.values[:, span.start : end] = fresh.transpose(1, 0, 2)
+        # Heads that share keys become rows of one product: [kv heads, heads a kv head x R, D].
+        asked = turned[:, :heads].reshape(rows, kv_heads, -1, width).transpose(1, 2, 0, 3).reshape(kv_heads, -1, width)
+        asked = np.multiply(asked, self._scale, dtype=np.float32)
+        scores: Floats = asked @ span.keys[:, :end].transpose(0, 2, 1)
+        if span.hidden is not None:
+            scores = scores.reshape(kv_heads, -1, rows, end)
+            scores += span.hidden
+            scores = scores.reshape(kv_heads, -1, end)
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        found: Floats = scores @ span.values[:, :end]
+        found /= scores.sum(axis=-1, keepdims=True)
+        return found.reshape(kv_heads, -1, rows, width).transpose(2, 0, 1, 3).reshape(rows, -1)
+
+
+class Net:
+    """A whole model's weights, laid out for the host."""
+
+    def __init__(self, model: nn.Module) -> None:
+        body = model.model
+        self.embedding = host(unwrapped(body.embed_tokens).weight)
+        self.layers = [Layer(block) for block in body.layers]
+        self.norm = Norm(body.norm)
+        self.head = Dense([unwrapped(model.lm_head if "lm_head" in model else body.embed_tokens)])
+        rope = RopeTable.of(body.layers[0].self_attn.rope.inner, self.layers[0].width)
+        if rope is None or not rope.whole:
+            raise TypeError("its rope does not turn by tabulated angles")
+        self.rope = rope
+
+    def rows(self, tokens: Ints, positions: Ints, spans: Iterable[Sequence[Span]]) -> Floats:
+        """The last layer's output for tokens [T] at these positions, [T, H]; `spans`: each layer's, text by text."""
+        x: Floats = self.embedding[tokens]
+        angles = self.rope.on_host(positions)
+        with np.errstate(over="ignore"):  # exp(-gate) of a closed gate
+            for layer, own in zip(self.layers, spans, strict=True):
+                x = layer(x, angles, own)
+        return x
+
+    def logits(self, rows: Floats) -> mx.array:
+        """Of the last layer's output: [T, V]."""
+        return mx.array(self.head(self.norm(rows)))
+
+
+def net_of(model: LoadedModel) -> Net:
+    """The model's weights for the host, made once a model and kept with it."""
+    if mx.default_device().type != mx.cpu:
+        raise ModelError("numpy would leave the GPU idle")
+    if model.model_type not in FAMILIES or model.weight_bytes > _MOST_BYTES:
+        raise ModelError(f"numpy serves {', '.join(FAMILIES)} up to {_MOST_BYTES // 2**20} MiB")
+    if model.config.get("sliding_window") and "sliding_attention" in (model.config.get("layer_types") or ()):
+        raise ModelError("numpy serves no sliding windows")
+    net: Net | None = getattr(model.model, "_host_net", None)
+    if net is None:
+        try:
+            net = Net(model.model)
+        except (AttributeError, TypeError, KeyError) as error:
+            raise ModelError(f"numpy can't serve this model: {error}") from error
+        object.__setattr__(model.model, "_host_net", net)
+    return net
+
+
+def _turn(x: Floats, angles: Floats) -> Floats:
+    """Ropes x [R, heads, D] by cosines and signed sines [2, R, D] whose halves turn together."""
+    cos, sin = angles[0][:, None], angles[1][:, None]
+    half = x.shape[-1] // 2
+    turned: Floats = x * cos
+    turned[..., :half] += x[..., half:] * sin[..., :half]
+    turned[..., half:] += x[..., :half] * sin[..., half:]
+    return turned
