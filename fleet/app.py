@@ -39,10 +39,10 @@ def application(plan: Plan) -> serve.Application:
         engines.append(attached.options(**options).bind(plan.attached, plan.engine.keys))
         many.append(len(plan.attached))
     gate: Any = serve.deployment(Gate, name="gate")
-    where = _at_head() if plan.gate.count == 1 else {"num_cpus": 0}
-    return gate.options(num_replicas=plan.gate.count, ray_actor_options=where, **_watched()).bind(
-        plan.gate, plan.engine, engines, many
-    )
+    where: dict[str, Any] = {"ray_actor_options": _at_head()}
+    if plan.gate.count > 1:  # a host each, for they have one port
+        where = {"ray_actor_options": {"num_cpus": 0}, "max_replicas_per_node": 1}
+    return gate.options(num_replicas=plan.gate.count, **where, **_watched()).bind(plan.gate, plan.engine, engines, many)
 
 
 def app(arguments: dict[str, str]) -> serve.Application:

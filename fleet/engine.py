@@ -28,6 +28,8 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import ServeSettings, Settings
 from outrider.protocol.keyring import CLIENT
 
+SILENT_SECONDS = 4.0
+"""So long a server may say nothing until Serve hears that it hangs; after three times Serve starts another."""
 GONE = 3
 """What the actor ends with when its engine has."""
 
@@ -84,11 +86,17 @@ class PlacedEngine(Engine):
         if elsewhere:
             reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
         self._cluster = LocalCluster(**keywords(reached))
+        self._client = self._cluster.async_client(SILENT_SECONDS)
         threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
         if elsewhere:
             Drafting(settings, self._cluster.joining_endpoint, self._doors).start()
         host = ray.get_runtime_context().get_node_id()
         super().__init__(Place(self._cluster.endpoint, self._doors.key, self._cluster.own_endpoint, host))
+
+    async def check_health(self) -> None:
+        """Raises EndpointError when the server hangs."""
+        await self._client.stats()
+        await super().check_health()
 
     def let_in(self, key: str) -> None:
         self._doors.open(CLIENT, key)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from outrider.fleet import plan
 from outrider.fleet.leases import NOBODY, Engines, Kind, Leased
+from outrider.fleet.place import Visitor
 from outrider.fleet.totals import together
 from outrider.orchestrator.machine.http_process import Listener
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
@@ -58,7 +59,8 @@ class Gate:
         files = find_model(engine.model or str(EMBEDDED_TARGET), weights=False)
         model = load_served(files.name, files.folder, gate.http.model_names)
         kinds = [Kind(handle, number) for handle, number in zip(handles, many, strict=True)]
-        app = application(model, Behind(Engines(kinds, engine.keys), gate), gate.http)
+        self._engines = Engines(kinds, engine.keys)
+        app = application(model, Behind(self._engines, gate), gate.http)
         self._listener = Listener(gate.http)
         self._server = uvicorn.Server(config(app, gate.http))
         self._thread = threading.Thread(target=self._serve, daemon=True, name="http")
@@ -67,6 +69,10 @@ class Gate:
     def url(self) -> str:
         """Where it is reached."""
         return self._listener.url
+
+    def visitor(self) -> Visitor:
+        """As what it comes to engines."""
+        return self._engines.visitor
 
     def check_health(self) -> None:
         """Serve asks now and then. Raises EndpointError when nobody serves HTTP any more."""

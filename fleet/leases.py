@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class Engines:
         self._kinds = kinds
         self._keys = keys
         self._doors = Doors()
-        self._visitor = visitor(self._doors.key)
+        self.visitor = visitor(self._doors.key)
         self._host = ray.get_runtime_context().get_node_id()
         self._clients: dict[Place, AsyncClient] = {}
         self._under_way = [0] * len(kinds)
@@ -83,7 +84,7 @@ class Engines:
             EndpointError: there is none.
         """
         index = self._kind(session)
-        response = self._kinds[index].handle.options(stream=True, session_id=session).lease.remote(self._visitor)
+        response = self._kinds[index].handle.options(stream=True, session_id=session).lease.remote(self.visitor)
         self._under_way[index] += 1
         gone: asyncio.Task[None] | None = None
         try:
@@ -101,7 +102,7 @@ class Engines:
         found: list[Place] = []
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                found += await kind.handle.broadcast("place", self._visitor).results_async(timeout_s=WAIT_SECONDS)
+                found += await kind.handle.broadcast("place", self.visitor).results_async(timeout_s=WAIT_SECONDS)
         return found
 
     def client(self, place: Place) -> AsyncClient:
@@ -132,21 +133,30 @@ class Engines:
 
 
 class Leased(AsyncMoving):
-    """Has texts completed by whatever engines there are. `sources`: so many are tried until a text has begun."""
+    """Has texts completed by whatever engines there are. `sources`: so many are tried until a text has begun.
+
+    After the first try chance says which: by its session, or as the one with the least to do, an engine that refuses
+    would be chosen again and again.
+    """
 
     def __init__(self, engines: Engines, session: str, sources: int) -> None:
         self.sources = sources
         self._engines = engines
         self._session = session
         self._asked: dict[str, AsyncClient] = {}
+        self._tried = Counter[str]()
 
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        async with self._engines.lease(self._session) as lease:
+        tried = self._tried[dialogue.request]
+        self._tried[dialogue.request] += 1
+        session = f"{self._session} {dialogue.request} {tried}" if tried else self._session
+        async with self._engines.lease(session) as lease:
             self._asked[dialogue.request] = lease.client
             await lease.during(lease.client.once(dialogue, grown))
 
     async def end(self, dialogue: Dialogue) -> None:
-        await self._asked[dialogue.request].end(dialogue)
+        if dialogue.request in self._asked:
+            await self._asked[dialogue.request].end(dialogue)
 
 
 async def _until_gone(response: Any) -> None:

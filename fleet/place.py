@@ -42,6 +42,7 @@ class Visitor:
 
 
 def visitor(key: str) -> Visitor:
-    """This actor, with that key."""
-    context = ray.get_runtime_context()
-    return Visitor(key, context.get_actor_name() or "", context.namespace)
+    """This actor, with that key. Its namespace is Serve's, not the one that Ray says it runs in."""
+    own = ray.get_runtime_context().get_actor_name() or ""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return Visitor(key, own, next(one["namespace"] for one in named if one["name"] == own))

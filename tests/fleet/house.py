@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 KEY = "a-key-of-the-tests"
 PROMPT = "def find_all(pattern, text):\n"
-SAMPLING = SamplingParams(max_tokens=120, temp=0.8, seed=7, ignore_eos=True)
-BODY = {"prompt": PROMPT, "max_tokens": 120, "temperature": 0.8, "seed": 7, "ignore_eos": True}
+SAMPLING = SamplingParams(max_tokens=240, temp=0.8, seed=7, ignore_eos=True)
+BODY = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0.8, "seed": 7, "ignore_eos": True}
 """The same as the API has it."""
 PATIENCE = 120.0
-STRIKE = 12
+STRIKE = 6
 """A stream is struck after so many chunks."""
 
 
@@ -128,6 +128,11 @@ def _parent(process: psutil.Process) -> psutil.Process:
     if found is None:
         raise RuntimeError(f"{process} has no parent")
     return found
+
+
+def drafters_actor_of(stats: Stats) -> psutil.Process:
+    """The actor of the drafter that has joined."""
+    return _parent(psutil.Process(next(worker.pid for worker in stats.workers if worker.role == "draft")))
 
 
 def kill(process: psutil.Process) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,19 @@ from outrider.fleet.hosts import Resources
 from outrider.fleet.plan import Drafter, Gate, Placed, Plan
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
-from tests.fleet.house import BODY, KEY, PATIENCE, Fleet, actor_of, kill, running, server_of, target_of, until
+from tests.fleet.house import (
+    BODY,
+    KEY,
+    PATIENCE,
+    Fleet,
+    actor_of,
+    drafters_actor_of,
+    kill,
+    running,
+    server_of,
+    target_of,
+    until,
+)
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
 DRAFTER = Drafter(on="other-host", needs=Resources(ane=1))
@@ -60,7 +73,7 @@ def test_the_gate_is_the_servers_own_http_with_keys(fleet: Fleet, alone: str) ->
     assert "outrider:up 1.0" in httpx.get(f"{fleet.url}/metrics", headers=headers).text
 
 
-@pytest.mark.parametrize("victim", [actor_of, server_of, target_of])
+@pytest.mark.parametrize("victim", [actor_of, server_of, target_of, drafters_actor_of])
 def test_a_text_goes_on_unchanged_when_what_makes_it_is_killed(
     fleet: Fleet, alone: str, victim: Callable[..., psutil.Process]
 ) -> None:
@@ -69,7 +82,8 @@ def test_a_text_goes_on_unchanged_when_what_makes_it_is_killed(
 
 def test_a_text_goes_on_unchanged_when_its_host_is_gone(fleet: Fleet, hosts: Any, alone: str) -> None:
     def lose_the_host() -> None:
-        (lost,) = [node for node in hosts.list_all_nodes() if node.node_id == fleet.busy()[0].host]
+        host = fleet.busy()[0].host
+        (lost,) = [node for node in hosts.list_all_nodes() if node.node_id == host]
         hosts.remove_node(lost, allow_graceful=False)
 
     try:
@@ -92,20 +106,23 @@ def test_who_leaves_is_cancelled(fleet: Fleet) -> None:
     until(lambda: not any(one.active for _, one in fleet.stats()), "the text went on")
 
 
-def test_a_gate_that_is_killed_keeps_no_engine_taken(fleet: Fleet) -> None:
+def test_a_lease_holds_as_long_as_its_gate_lives(fleet: Fleet) -> None:
     import ray
+    from ray import serve
 
+    from outrider.fleet.app import HEALTH_SECONDS
+
+    gate, engines = (serve.get_deployment_handle(name, fleet.name) for name in ("gate", "placed"))
+    lease = engines.options(stream=True).lease.remote(gate.visitor.remote().result())
+    assert next(lease) in fleet.places()
     names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
-    engines = [ray.get_actor(name, namespace="serve") for name in names if "#placed#" in name]
+    actors = [ray.get_actor(name, namespace="serve") for name in names if "#placed#" in name]
 
     def leases() -> int:
-        return sum(ray.get([engine.get_num_ongoing_requests.remote() for engine in engines]))
+        return sum(ray.get([actor.get_num_ongoing_requests.remote() for actor in actors]))
 
-    def strike() -> None:
-        assert leases() == 1
-        (gate,) = [one for one in psutil.process_iter() if "ServeReplica:placed:gate" in " ".join(one.cmdline()[:1])]
-        gate.send_signal(signal.SIGKILL)
-
-    with pytest.raises(httpx.TransportError):
-        fleet.stream(strike)
+    time.sleep(3 * HEALTH_SECONDS)  # engines have looked after it by then
+    assert leases() == 1
+    (gate,) = [one for one in psutil.process_iter() if "ServeReplica:placed:gate" in " ".join(one.cmdline()[:1])]
+    gate.send_signal(signal.SIGKILL)
     until(lambda: leases() == 0, "a lease is left")

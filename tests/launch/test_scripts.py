@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("run_local.sh", "test.sh", "environment.sh", "mac_check.sh")
+SCRIPTS = ("run_local.sh", "test.sh", "test_fleet.sh", "environment.sh", "mac_check.sh")
 
 
 @pytest.fixture
@@ -87,6 +87,13 @@ def test_the_tests_bring_what_they_need_and_cover_a_plain_start(copy):
     assert f"-e {copy}[test]" in done.stderr
     assert done.stdout == f"-m|pytest|tests/protocol|-k|codec|cwd={copy}\n"
     assert run(copy, "run_local.sh").stderr == ""
+
+
+def test_the_fleets_tests_bring_ray_and_run_alone(copy):
+    with_venv(copy)
+    done = run(copy, "test_fleet.sh")
+    assert f"-e {copy}[test,fleet]" in done.stderr
+    assert done.stdout.startswith("-m|pytest|-m|fleet|") and done.stdout.endswith(f"|tests/fleet|cwd={copy}\n")
 
 
 @pytest.mark.parametrize("link", ["elsewhere/outrider", "a tree/relative"])
