@@ -23,12 +23,10 @@ EPISODE_ROUNDS = 12
 # Rounds beside the reading of a prompt say little of a way. Where so many in a row were, no others will come.
 LONGEST_READING = 6 * EPISODE_ROUNDS
 # A mode not measured for this many episodes may be tried again, if the formula puts it within the margin of the best;
-# else after so many times as long. Of what was never measured the formula may know little: its margin is wider, and it
-# is tried at once where it promises that much more.
+# else after so many times as long. Of what was never measured the formula may know little: its margin is wider.
 FIRST_RETRY = 6
 TUNED_RETRY = 24  # of what a tuning has looked at
 LAST_RETRY = 192
-FIRST_MARGIN = 1.1
 UNLIKELY = 8
 # A try ends early when it has brought less than this share of the best.
 HOPELESS = 0.8
@@ -52,17 +50,18 @@ TUNING_WEIGHT_MS = 100.0
 class Trying:
     """How tries are made. `warm_up`: the first rounds of an episode pay for the change and are not counted. `rounds`:
     so many that are counted may end a try early. `margin`: what was measured is tried again where it promises this
-    share of the best; `untried`: what never was."""
+    share of the best; `untried`: what never was, and `first`: that at once."""
 
     warm_up: int
     rounds: int
     margin: float
     untried: float
+    first: float
 
 
 # In company drafters have several texts to catch up with, and several requests show as much in fewer rounds; a try is
-# as dear as all of them.
-ALONE, TOGETHER = Trying(1, 4, 0.9, 0.6), Trying(2, 2, 0.95, 0.8)
+# as dear as all of them. A crowd ends after a few episodes, so what may be better does not wait for the next.
+ALONE, TOGETHER = Trying(1, 4, 0.9, 0.6, 1.1), Trying(2, 2, 0.95, 0.8, 0.95)
 
 
 @dataclass(slots=True)
@@ -278,7 +277,7 @@ class Controller:
 
     def _patience(self, way: Way, rates: dict[Way, float], best: float, guess: float) -> int:
         """For how many episodes a way is left alone."""
-        if way not in rates and way.kind not in self._tuned and guess > FIRST_MARGIN * best:
+        if way not in rates and way.kind not in self._tuned and guess > self._trying.first * best:
             return 0
         retry, margin = self._records[way].retry, self._trying.margin if way in rates else self._trying.untried
         return retry if max(guess, rates.get(way, 0.0)) > margin * best else UNLIKELY * retry

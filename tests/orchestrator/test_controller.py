@@ -9,7 +9,7 @@ import pytest
 
 from outrider.orchestrator.core.controller import EPISODE_ROUNDS, Controller
 from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.forecasts import Plan
+from outrider.orchestrator.core.forecasts import Forecasts, Plan, Way
 from outrider.orchestrator.core.tuning import Choice
 
 MODES = ("ar", "sd", "ssd")
@@ -220,3 +220,15 @@ def test_in_company_plain_decoding_is_measured_first_and_in_few_rounds() -> None
     assert 0 < seen["ar"] < 8 * EPISODE_ROUNDS
     controller.turn_to(1)
     assert Controller(Estimates(), MODES, 4, 16).plan().mode != "ar"
+
+
+def test_in_company_what_promises_as_much_does_not_wait_for_its_first_try() -> None:
+    """A crowd ends after a few episodes."""
+    estimates = Estimates()
+    for rows, milliseconds in ((1, 10.0), (4, 11.0), (16, 14.0)):
+        estimates.saw_verify(rows, milliseconds)
+    controller = Controller(estimates, MODES, 4, 16)
+    controller.turn_to(4)
+    promised = Forecasts(estimates, 4, 4, 16, False).of(Way("ssd"))[1]
+    seen = crowd(controller, world(ar=promised, sd=0.1, ssd=2 * promised), 3 * EPISODE_ROUNDS, 4)
+    assert seen["ssd"] > EPISODE_ROUNDS * 4
