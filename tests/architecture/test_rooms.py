@@ -30,6 +30,7 @@ MAY_IMPORT = {
         "target_worker",
         "draft_worker",
         "prefill_worker",
+        "fleet",
     },
     "server": {"protocol", "grammar", "orchestrator"},
     "fleet": {"protocol", "grammar", "orchestrator", "server"},
@@ -63,6 +64,7 @@ WITHIN = {
         "conformance": set(),
         "programs": {"conformance"},
         "fuzz": set(),
+        "fleet_failures": {"contest", "crowd"},
         "commands": {"timing", "trace", "contest", "crowd"},
     },
     "drafting/coreml": {

@@ -1,0 +1,58 @@
+"""A server without a model: every few milliseconds it sends a chunk whose text is the time, on the clock of all of this
+machine's processes. Whoever gets it knows how long it was under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import zmq
+
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.messages import Chunk, Done, Generate, Message, Started, Stats, StatsQuery, Timings, WorkerStats
+
+PACE_SECONDS = 0.008
+TARGET = WorkerStats("target", "target-0", "ready", 0, "none", "none", 1, 1, 0, 0, "")
+
+
+class Clockwork(threading.Thread):
+    """Serves at `endpoint` until `close`; one text at a time, a chunk every `pace` seconds."""
+
+    def __init__(self, pace: float = PACE_SECONDS) -> None:
+        super().__init__(daemon=True, name="clockwork")
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._over = threading.Event()
+        self._pace = pace
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            if self._socket.poll(50):
+                client, *frames = self._socket.recv_multipart()
+                self._answer(client, decode(frames))
+        self._socket.close()
+
+    def close(self) -> None:
+        self._over.set()
+        self.join()
+        self._context.term()
+
+    def _answer(self, client: bytes, asked: Message) -> None:
+        match asked:
+            case StatsQuery(request=request):
+                self._say(client, Stats(request, "", (TARGET,), 0, 0, 0, 0, Timings(), 0, 0))
+            case Generate(request=request, sampling=sampling):
+                self._say(client, Started(request, 1, "ar", sampling.seed or 0, "none", ""))
+                for _ in range(sampling.max_tokens):
+                    time.sleep(self._pace)
+                    self._say(client, Chunk(request, f"{time.perf_counter_ns()} ", np.zeros(1, np.int32)))
+                self._say(client, Done(request, "length", Timings()))
+
+    def _say(self, client: bytes, message: Message) -> None:
+        self._socket.send_multipart([client, *encode(message)])

@@ -1,0 +1,127 @@
+"""One reader at the gates' HTTP: whoever breaks a text off, it asks the next gate for the rest, with what it has.
+
+Tokens come as ids (`return_token_ids`), so the rest is asked for as a prompt: what noise a token has depends on seed
+and position alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from http.client import HTTPConnection, HTTPException
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+from outrider.bench.crowd.reply import Arrival
+
+PATH, SECONDS, AGAIN_SECONDS = "/v1/completions", 60.0, 0.05
+MOST_BREAKS = 200
+SESSION = "x-session-id"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """So many tokens behind a prompt."""
+
+    prompt: tuple[int, ...]
+    length: int
+    temp: float
+    seed: int
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As the API has it."""
+        return {
+            "prompt": self.prompt,
+            "max_tokens": self.length,
+            "temperature": self.temp,
+            "seed": self.seed,
+            "ignore_eos": True,
+        }
+
+
+class Broken(Exception):
+    """An answer that is not whole; the message says what came instead."""
+
+
+@dataclass(slots=True)
+class Reader:
+    """`read` gives the text; meanwhile and afterwards the rest tells how it came."""
+
+    gates: Sequence[str]
+    wanted: Wanted
+    session: str
+    tokens: list[int] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+    sent: float = 0.0
+
+    def read(self) -> None:
+        """
+        Raises:
+            Broken: no gate is of any use.
+        """
+        self.sent = time.perf_counter()
+        while len(self.tokens) < self.wanted.length:
+            try:
+                self._ask(self.gates[len(self.breaks) % len(self.gates)])
+            except (OSError, HTTPException, Broken) as error:
+                self.breaks.append(f"{type(error).__name__}: {error}")
+                if len(self.breaks) > MOST_BREAKS:
+                    raise Broken(self.breaks[-1]) from None
+                if len(self.breaks) > 1:
+                    time.sleep(AGAIN_SECONDS)
+
+    def goes_on(self, struck: float) -> bool:
+        """Whether tokens have come since."""
+        return bool(self._after(struck))
+
+    def wait(self, struck: float) -> float:
+        """From that moment to the next token: the longest wait after it, for what had been sent comes at once."""
+        return max(after - before for before, after in pairwise([struck, *self._after(struck)]))
+
+    def _after(self, struck: float) -> list[float]:
+        return [arrival.at for arrival in self.arrivals if arrival.at > struck]
+
+    def _ask(self, gate: str) -> None:
+        for event in events(gate, self._body(), self.session):
+            self._hear(event)
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        new = [token for choice in event["choices"] for token in choice.get("token_ids", ())]
+        if new:
+            self.tokens += new
+            self.arrivals.append(Arrival(time.perf_counter(), len(new)))
+
+    def _body(self) -> dict[str, Any]:
+        rest = replace(self.wanted, prompt=(*self.wanted.prompt, *self.tokens))
+        return {**rest.body, "max_tokens": self.wanted.length - len(self.tokens), "return_token_ids": True}
+
+
+def events(gate: str, body: dict[str, Any], session: str = "") -> Iterator[dict[str, Any]]:
+    """What a stream says.
+
+    Raises:
+        Broken: it is refused, an error, or not whole.
+        OSError, HTTPException: the gate is gone.
+    """
+    connection = HTTPConnection(urlsplit(gate).netloc, timeout=SECONDS)
+    try:
+        headers = {"content-type": "application/json", **({SESSION: session} if session else {})}
+        connection.request("POST", PATH, json.dumps({**body, "stream": True}), headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise Broken(f"{answer.status}: {answer.read(400).decode(errors='replace')}")
+        while not (line := answer.readline()).startswith(b"data: [DONE]"):
+            if not line:
+                raise Broken("the stream ended before its text")
+            if line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise Broken(str(event["error"]["message"]))
+                yield event
+    finally:
+        connection.close()

@@ -1,0 +1,87 @@
+"""A reader whose gate is gone asks the next for the rest; a clockwork tells the time; a table says what differs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from outrider.bench.fleet_failures.__main__ import chosen
+from outrider.bench.fleet_failures.clockwork import Clockwork
+from outrider.bench.fleet_failures.costs import stamps_by_client
+from outrider.bench.fleet_failures.reader import Broken, Reader, Wanted
+from outrider.bench.fleet_failures.report import row, table
+from outrider.bench.fleet_failures.rows import Struck
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.protocol.errors import InvalidRequest
+
+WANTED = Wanted((7, 8), 6, 0.8, 3)
+
+
+@contextmanager
+def gate(says: int, asked: list[dict[str, Any]]) -> Iterator[str]:
+    """One whose tokens are their places in the text, and which is gone after so many."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(body)
+            self.send_response(200)
+            self.end_headers()
+            first = len(body["prompt"])
+            for token in range(first, first + min(says, body["max_tokens"])):
+                event = {"choices": [{"text": "", "token_ids": [token]}]}
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            if says >= body["max_tokens"]:
+                self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_reader_whose_gate_is_gone_asks_the_next_for_the_rest() -> None:
+    first, second = list[dict[str, Any]](), list[dict[str, Any]]()
+    with gate(4, first) as one, gate(9, second) as other:
+        reader = Reader([one, other], WANTED, "a session")
+        reader.read()
+    assert reader.tokens == [2, 3, 4, 5, 6, 7] and len(reader.breaks) == 1
+    assert first[0]["prompt"] == [7, 8] and first[0]["max_tokens"] == 6
+    assert second[0]["prompt"] == [7, 8, 2, 3, 4, 5] and second[0]["max_tokens"] == 2
+    assert second[0]["seed"] == first[0]["seed"] == 3
+
+
+def test_a_reader_without_any_gate_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bench.fleet_failures.reader.AGAIN_SECONDS", 0.0)
+    with gate(0, []) as url, pytest.raises(Broken, match="before its text"):
+        Reader([url], WANTED, "").read()
+
+
+def test_a_clockwork_tells_when_it_sent_each_chunk() -> None:
+    with closing(Clockwork(pace=0.0)) as clockwork, asyncio.Runner() as runner:
+        lags = stamps_by_client(AsyncClient(clockwork.endpoint), WANTED, runner)
+    assert len(lags) == WANTED.length and all(lag > 0 for lag in lags)
+
+
+def test_a_row_says_what_differs_and_what_is_missed() -> None:
+    fine = row("attached", [Struck((0.5, 0.7), 2, 0, (), 3.0)])
+    late = row("attached", [Struck((1.6, 1.7), 2, 0, (), 3.0)])
+    other = row("actor", [Struck((0.1,), 1, 0, (), 3.0), Struck((0.1,), 1, 1, ("gone", "gone"), 4.0)])
+    assert [one.missed for one in (fine, late, other)] == [False, True, True]
+    assert other.errors == ("gone",) and other.broken == 2
+    assert "| actor | 1 of 2 | 0.10 / 0.10 | 2 | 3.0, 4.0 |" in table([other], True)
+
+
+def test_a_row_that_there_is_not_is_named() -> None:
+    assert chosen("actor, head") == ["actor", "head"]
+    with pytest.raises(InvalidRequest, match="'hed'"):
+        chosen("hed")
