@@ -21,7 +21,7 @@ import psutil
 
 OFFERS: tuple[Mapping[str, float], ...] = ({"metal": 1}, {"metal": 1}, {"ane": 2}, {"ane": 2})
 """Beside the head."""
-HEAD = {"num_cpus": 2, "include_dashboard": False, "dashboard_port": 0}
+HEAD = {"num_cpus": 2, "include_dashboard": False}
 HEAD_AWAY_SECONDS = 2.0
 """So long nobody is there in the head's place."""
 
@@ -106,6 +106,7 @@ def _settle(logs: Path, own: Path) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(own / "token"),
+        "RAY_raylet_start_wait_time_s": "120",
         "RAY_gcs_storage": "rocksdb",
         "RAY_gcs_storage_path": str(own / "gcs"),
     })  # fmt: skip
