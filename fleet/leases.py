@@ -28,7 +28,7 @@ from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.client.resumed import AsyncMoving
 from outrider.protocol.errors import EndpointError, ServerStopped
 
-WAIT_SECONDS = 1.0
+WAIT_SECONDS = 2.0
 """How long an engine is waited for, each time."""
 SILENT_SECONDS = 2.0
 """How long one may be silent that Ray says is there."""
