@@ -24,12 +24,14 @@ from outrider.fleet.drafter import Drafting
 from outrider.fleet.place import Place, Visitor
 from outrider.fleet.plan import Placed
 from outrider.fleet.watch import Watch
+from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import ServeSettings, Settings
 from outrider.protocol.keyring import CLIENT
+from outrider.protocol.messages import Stats
 
-SILENT_SECONDS = 4.0
-"""So long a server may say nothing until Serve hears that it hangs; after three times Serve starts another."""
+OWN_SECONDS = 4.0
+"""How long its server may take to say what it does; after three times Serve starts another."""
 GONE = 3
 """What the actor ends with when its engine has."""
 
@@ -39,8 +41,9 @@ log = logging.getLogger(__name__)
 class Engine:
     """What all engines do once they know their `place`."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, keys: Path | None = None) -> None:
         self._place = place
+        self._client = AsyncClient(place.own or place.endpoint, OWN_SECONDS, keys=keys)
         self._gone = defaultdict[Visitor, asyncio.Event](asyncio.Event)
 
     async def lease(self, visitor: Visitor) -> AsyncIterator[Place]:
@@ -54,6 +57,10 @@ class Engine:
         if visitor is not None:
             self._welcome(visitor)
         return self._place
+
+    async def report(self) -> tuple[Place, Stats]:
+        """Where it is and what it does now, for whoever looks at the whole fleet."""
+        return self._place, await self._client.stats()
 
     async def check_health(self) -> None:
         """Serve asks now and then. A lease outlives a gate that was killed: Ray tells nobody, so it is looked for."""
@@ -86,7 +93,6 @@ class PlacedEngine(Engine):
         if elsewhere:
             reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
         self._cluster = LocalCluster(**keywords(reached))
-        self._client = self._cluster.async_client(SILENT_SECONDS)
         threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
         if elsewhere:
             Drafting(settings, self._cluster.joining_endpoint, self._doors).start()
@@ -118,7 +124,7 @@ class AttachedEngine(Engine):
         watch = Watch(endpoint, keys)
         watch.wait_until_there()
         threading.Thread(target=self._end_with_it, args=(watch, endpoint), daemon=True, name="engine").start()
-        super().__init__(Place(endpoint))
+        super().__init__(Place(endpoint), keys)
 
     def _end_with_it(self, watch: Watch, endpoint: str) -> None:
         watch.wait_until_gone()
