@@ -6,12 +6,10 @@ Ray Serve says which and tells of its end; what is asked and answered goes by Ze
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from outrider.fleet.doors import Doors
 from outrider.fleet.place import Place, visitor
+from outrider.fleet.turns import Turns
 from outrider.orchestrator.client.async_asker import Grown
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.dialogue import Dialogue
@@ -74,7 +73,7 @@ class Engines:
         self.visitor = visitor(self._doors.key)
         self._host = ray.get_runtime_context().get_node_id()
         self._clients: dict[Place, AsyncClient] = {}
-        self._under_way = [0] * len(kinds)
+        self._turns = Turns([kind.many for kind in kinds])
 
     @asynccontextmanager
     async def lease(self, session: str) -> AsyncIterator[Lease]:
@@ -83,16 +82,19 @@ class Engines:
         Raises:
             EndpointError: there is none.
         """
-        index = self._kind(session)
-        response = self._kinds[index].handle.options(stream=True, session_id=session).lease.remote(self.visitor)
-        self._under_way[index] += 1
+        kind = self._turns.choose(session)
+        response = self._kinds[kind].handle.options(stream=True, session_id=session).lease.remote(self.visitor)
         gone: asyncio.Task[None] | None = None
         try:
-            place = await self._told(response)
-            gone = asyncio.create_task(_until_gone(response))
-            yield Lease(self.client(place), gone)
+            with self._turns.under_way(kind):
+                place = await self._told(response, kind)
+                gone = asyncio.create_task(_until_gone(response))
+                yield Lease(self.client(place), gone)
+        except (EndpointError, ServerStopped):
+            if gone is not None:
+                self._turns.lost(kind, place)
+            raise
         finally:
-            self._under_way[index] -= 1
             response.cancel()
             if gone is not None:
                 gone.cancel()
@@ -115,21 +117,16 @@ class Engines:
             self._clients[place] = AsyncClient(where.endpoint, SILENT_SECONDS, server_key=where.key or None, keys=keys)
         return self._clients[place]
 
-    async def _told(self, response: Any) -> Place:
+    async def _told(self, response: Any, kind: int) -> Place:
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 place: Place = await anext(response)
                 return place
-        except (TimeoutError, RayError, RayServeException):
+        except TimeoutError:
+            self._turns.silent(kind)
             raise EndpointError(NOBODY) from None
-
-    def _kind(self, session: str) -> int:
-        """A session's by its name, so that all gates agree; else where the least is under way for each engine."""
-        if session:
-            ends = list(accumulate(kind.many for kind in self._kinds))
-            at = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) % ends[-1]
-            return next(index for index, end in enumerate(ends) if at < end)
-        return min(range(len(self._kinds)), key=lambda index: self._under_way[index] / self._kinds[index].many)
+        except (RayError, RayServeException):
+            raise EndpointError(NOBODY) from None
 
 
 class Leased(AsyncMoving):

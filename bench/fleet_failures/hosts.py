@@ -106,7 +106,6 @@ def _settle(logs: Path, own: Path) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(own / "token"),
-        "RAY_raylet_start_wait_time_s": "120",
         "RAY_gcs_storage": "rocksdb",
         "RAY_gcs_storage_path": str(own / "gcs"),
     })  # fmt: skip
