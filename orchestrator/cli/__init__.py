@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "complete a prompt",
     "chat": "talk with a model in the terminal",
     "serve": "keep a cluster running for clients",
+    "fleet": "many engines on many hosts behind one address",
     "worker": "run one worker in the foreground",
     "keys": "make keys, and say whose are let in from other machines",
     "verify": "prove that an output is the target's own",
@@ -41,6 +42,8 @@ MEASURING = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune
 """Commands of the room that measures: it stands above this one, so they are known by name and imported when wanted."""
 PROGRAMS = {"convert": "outrider.drafting.coreml.convert"}
 """Commands that are programs of another room, which may import MLX as this one may not: this process becomes them."""
+HOUSES = {"fleet": "outrider.fleet.commands"}
+"""Those that have commands of their own, in another room, which is handed all that follows."""
 INTERRUPTED = 130
 
 
@@ -77,12 +80,14 @@ def _chosen(given: list[str]) -> int:
         return _without_command(given)
     if given[0] in PROGRAMS:
         _become(PROGRAMS[given[0]], given[1:])
+    if given[0] in HOUSES:
+        return int(module_of(given[0]).main(given[1:]))
     return run(f"outrider {given[0]}", module_of(given[0]), given[1:])
 
 
 def module_of(command: str) -> ModuleType:
-    """Where its `add_flags` is, and its `run` unless it is a program."""
-    return import_module({**MEASURING, **PROGRAMS}.get(command, f"outrider.orchestrator.cli.{command}"))
+    """Where its `add_flags` is, and its `run` unless it is a program; of a house, its `main`."""
+    return import_module({**MEASURING, **PROGRAMS, **HOUSES}.get(command, f"outrider.orchestrator.cli.{command}"))
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:
@@ -95,13 +100,13 @@ def _without_command(given: list[str]) -> int:
     parser = Parser(
         prog="outrider",
         description="Speculative speculative decoding on MLX.",
-        epilog=_listing(),
+        epilog=listing(COMMANDS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and end")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     if given and not given[0].startswith("-"):
-        parser.error(f"there is no command {given[0]!r}; {_meant(given[0])}")
+        parser.error(f"there is no command {given[0]!r}; {meant(given[0], COMMANDS)}")
     options = parser.parse_args(given)
     if options.version and options.command is None:
         from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
@@ -114,10 +119,12 @@ def _without_command(given: list[str]) -> int:
     return 0
 
 
-def _meant(word: str) -> str:
-    close = get_close_matches(word, COMMANDS, n=1)
-    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
+def meant(word: str, commands: Iterable[str]) -> str:
+    """What to do about a command that there is not."""
+    close = get_close_matches(word, commands, n=1)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(commands)}"
 
 
-def _listing() -> str:
-    return "commands:\n" + "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
+def listing(commands: Mapping[str, str]) -> str:
+    """Their names and what each does, for a page of help."""
+    return "commands:\n" + "\n".join(f"  {name:10} {what}" for name, what in commands.items())

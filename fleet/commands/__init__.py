@@ -1,0 +1,63 @@
+"""`outrider fleet COMMAND`: hosts made one fleet by Ray, and what runs on it (docs/fleet.md). One file a command.
+
+Only here the fleet prints. Ray is imported by what a command does, so that its help needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+
+from outrider.orchestrator import cli
+from outrider.orchestrator.cli.parser import Parser
+
+COMMANDS = {
+    "head": "make this host the head of a new fleet",
+    "join": "make this host one of a fleet that has a head",
+    "run": "start the engines and the gate of a fleet.yaml, or change them",
+    "status": "what the fleet's hosts and engines do",
+    "unit": "what keeps an attached engine up, for launchd or systemd",
+    "down": "end what was started on this host",
+}
+ORDER = """
+Linux hosts, with Ray (pip install "outrider[fleet]"):
+  outrider fleet head --ip IP      on one, which says what to do on the others
+  outrider fleet join IP:6379      on each of the others
+  outrider fleet run fleet.yaml    on the head
+
+Macs, without Ray:
+  outrider fleet unit ENDPOINT     on each; ENDPOINT goes under `attached` in
+                                   the fleet.yaml of a head on one of them
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of all of them, each below its own name."""
+    chosen = parser.add_subparsers(metavar="COMMAND")
+    for name, what in COMMANDS.items():
+        _module(name).add_flags(chosen.add_parser(name, help=what))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code of one of them."""
+    name = arguments[0] if arguments else ""
+    if name in COMMANDS:
+        return cli.run(f"outrider fleet {name}", _module(name), arguments[1:])
+    parser = Parser(
+        prog="outrider fleet",
+        description="Many engines on many hosts behind one address.",
+        epilog=cli.listing(COMMANDS) + "\n" + ORDER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
+    if name and not name.startswith("-"):
+        parser.error(f"there is no command {name!r}; {cli.meant(name, COMMANDS)}")
+    parser.parse_args(arguments)
+    parser.print_help()
+    return 0
+
+
+def _module(command: str) -> ModuleType:
+    return import_module(f"{__name__}.{command}")

@@ -1,0 +1,45 @@
+"""Ends what `outrider fleet` started on this host: on the head the whole fleet, elsewhere this host's part in it.
+
+Attached engines go on: they are somebody else's. Other processes of Ray on this host are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from outrider.fleet.commands.flags import add_folder, at_head, host_of
+from outrider.fleet.host import Host, end
+from outrider.orchestrator.cli.screen import Screen, say
+from outrider.protocol.errors import OutriderError
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_folder(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    host, screen = host_of(options), Screen()
+    here = host.running()
+    if here is not None:
+        if here.head:
+            screen.show("ending the engines and the gate")
+            _end_engines(host)
+        end(here, screen.show)
+        screen.clear()
+    host.forget()
+    if here is None:
+        say("Nothing of a fleet runs here.")
+    else:
+        say("The fleet has ended." if here.head else "This host has left the fleet.")
+    return 0
+
+
+def _end_engines(host: Host) -> None:
+    """In order, where the head still answers; else they end with it."""
+    try:
+        address = at_head(host)
+        from outrider.fleet.launching import shut_down
+
+        shut_down(address)
+    except OutriderError as error:
+        say(f"Note: the engines end with the head, and not before it: {error}")

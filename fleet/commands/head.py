@@ -1,0 +1,46 @@
+"""Makes this host the head of a new fleet, in the background, and says what to do on the other hosts.
+
+The head makes the token that all others need; `outrider fleet down` ends it. Without --ip no other host can join.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from outrider.fleet.commands.flags import add_folder, host_of
+from outrider.fleet.host import PORT, check_port, is_loopback, require_free, require_ray
+from outrider.fleet.hosts import offered
+from outrider.fleet.token import made_token
+from outrider.orchestrator.cli.screen import Screen, say
+
+RISK = "Note: Ray supports several hosts on Linux only; Macs are better attached (`outrider fleet unit`)."
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    where = "this host's address for the others, in a network that you trust; default 127.0.0.1: none joins"
+    parser.add_argument("--ip", default="127.0.0.1", help=where)
+    parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"default {PORT}")
+    add_folder(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    require_ray()
+    check_port(options.port)
+    host, screen, offers = host_of(options), Screen(), offered()
+    host.require_none()
+    require_free(options.ip, options.port)
+    token = made_token(host.folder)
+    screen.show("starting Ray")
+    running = host.start_head(options.ip, options.port, offers, token)
+    screen.clear()
+    say(f"The head runs (process {running.pid}, log {host.log}) and offers {offers}.")
+    if is_loopback(running.address):
+        say("Other hosts can't join: that takes --ip with an address of this host.")
+    else:
+        say(f"On each other host, after a copy of {token} to the same place there:")
+        print(f"outrider fleet join {running.address}", flush=True)
+        if sys.platform == "darwin":
+            say(RISK)
+    say("Then here: outrider fleet run fleet.yaml")
+    return 0

@@ -1,0 +1,52 @@
+"""Makes this host one of the fleet whose head is at ADDRESS, in the background, with all that it has to offer.
+
+It needs the head's token, and the same releases of Ray, Python and Outrider; `outrider fleet down` ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from outrider.fleet.commands.flags import add_folder, host_of
+from outrider.fleet.commands.head import RISK
+from outrider.fleet.host import enter, is_loopback, require_ray
+from outrider.fleet.hosts import offered
+from outrider.fleet.token import checked_token
+from outrider.orchestrator.cli.screen import Screen, say
+from outrider.protocol.errors import InvalidRequest
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="ADDRESS", help="IP:PORT, as `outrider fleet head` printed it")
+    parser.add_argument("--ip", help="this host's address for the others; default: as Ray finds it")
+    look = "look for this model's files before joining, maybe several; default: for those of the fleet that runs"
+    parser.add_argument("--model", action="append", metavar="ID|PATH", help=look)
+    add_folder(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    require_ray()
+    host, screen, offers = host_of(options), Screen(), offered()
+    if is_loopback(options.address):
+        raise InvalidRequest(
+            f"a head at {options.address} is for its own host alone; expected one started by `outrider fleet head --ip`"
+        )
+    host.require_none()
+    token = checked_token(host.folder)
+    enter(host.environment(options.address, token))
+    from outrider.fleet.membership import Head, check_models, check_versions
+
+    screen.show(f"asking the head at {options.address}")
+    head = Head(options.address)
+    check_versions(head.versions())
+    models = options.model or head.models()
+    check_models(models)
+    screen.show("starting Ray")
+    running = host.start_member(options.address, options.ip, offers, token)
+    screen.clear()
+    say(f"This host has joined (process {running.pid}, log {host.log}) and offers {offers}.")
+    say(f"It has {', '.join(models)}." if models else "No model was looked for: none is known yet (--model names one).")
+    if sys.platform == "darwin":
+        say(RISK)
+    return 0

@@ -1,0 +1,60 @@
+"""Starts the engines and the gate that a fleet.yaml describes, on the head; returns when all of them are there.
+
+Again, with another file, it changes what runs: what stays the same stays up.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from outrider.fleet.commands.flags import add_folder, at_head, host_of
+from outrider.fleet.host import require_ray
+from outrider.fleet.plan import Plan
+from outrider.fleet.plan_file import read_plan
+from outrider.orchestrator.cli.screen import Screen, say
+from outrider.protocol import values
+
+WAIT_SECONDS = 600
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="fleet.yaml, as docs/fleet.md has it")
+    parser.add_argument("--check", action="store_true", help="read the file, say what it means, and start nothing")
+    late = f"how long to wait until all are there, default {WAIT_SECONDS}; they go on starting after that"
+    parser.add_argument("--wait", type=int, default=WAIT_SECONDS, metavar="SECONDS", help=late)
+    add_folder(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    plan = read_plan(options.file)
+    wait = values.whole("wait", options.wait, 0, 86_400)
+    if options.check:
+        print(told(plan))
+        return 0
+    require_ray()
+    address = at_head(host_of(options))
+    from outrider.fleet import launching
+
+    screen = Screen()
+    urls = launching.launch(plan, address, screen.show, wait)
+    screen.clear()
+    for url in urls:
+        print(f"HTTP: {url}", flush=True)
+    say("The fleet runs: `outrider fleet status` shows it, `outrider fleet down` ends it.")
+    return 0
+
+
+def told(plan: Plan) -> str:
+    """A plan in a few lines."""
+    lines = []
+    if plan.placed is not None:
+        many = f"{plan.placed.replicas}" if plan.scale is None else f"{plan.scale.min} to {plan.scale.max}"
+        drafter = plan.placed.drafter
+        lines.append(f"placed:   {many} of {plan.model or 'the embedded pair'}, each needs {plan.placed.needs}")
+        lines.append(f"drafters: {drafter.on}, each needs {drafter.needs}")
+    lines += [f"attached: {endpoint}" for endpoint in plan.attached]
+    http = plan.gate.http
+    keys = f"API keys: {len(http.api_keys)}" if http.api_keys else "no API key"
+    lines.append(f"gate:     {plan.gate.count} at {http.host}:{http.port}, {keys}, {plan.gate.tries} tries a text")
+    return "\n".join(lines)

@@ -1,0 +1,53 @@
+"""What the fleet's hosts, engines and gates do now; on the head.
+
+An engine's load is what runs and waits there; its drafters are those that it knows, with what each is up to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from outrider.fleet.commands.flags import add_folder, at_head, host_of
+from outrider.fleet.host import require_ray
+from outrider.orchestrator.cli.screen import say
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_folder(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    require_ray()
+    address = at_head(host_of(options))
+    from outrider.fleet.overview import look
+
+    found = look(address)
+    if options.json:
+        print(json.dumps(asdict(found)))
+        return 0
+    print(table(("HOST", "STATE", "OUTRIDER", "OFFERS"), [(h.name, h.state, h.release, h.offers) for h in found.hosts]))
+    if not found.state:
+        say("No fleet runs on them; `outrider fleet run fleet.yaml` starts one.")
+        return 0
+    engines = [
+        (e.kind, e.endpoint, str(e.running), str(e.waiting), str(e.finished), str(e.tokens), e.drafters)
+        for e in found.engines
+    ]
+    parts = [(p.name, p.state, f"{p.there} of {p.wanted}", p.message) for p in found.parts]
+    if engines:
+        print(f"\n{table(('ENGINE', 'AT', 'RUN', 'WAIT', 'DONE', 'TOKENS', 'DRAFTERS'), engines)}")
+    print(f"\n{table(('PART', 'STATE', 'THERE', ''), parts)}")
+    for url in found.gates:
+        print(f"\nHTTP: {url}")
+    return 0
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns as wide as their widest word."""
+    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
+    lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in (head, *rows))
+    return "\n".join(map(str.rstrip, lines))

@@ -1,0 +1,219 @@
+"""Ray on this host as `outrider fleet` started it: one process, which ends with all that it started, and no other.
+
+What runs is written down, so that another command finds it; a process that has got the same number since is not ours.
+Knows Ray's command line; does not import Ray.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from outrider.fleet.hosts import Resources, to_declare
+from outrider.orchestrator.machine.spawn import child_environment
+from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol.version import PACKAGE_VERSION
+
+PORT = 6379
+STARTED = "Ray runtime started."
+START_SECONDS = 180.0
+STOP_SECONDS = 30.0
+RAYS_OWN_PORTS = range(10_002, 20_000)
+"""Ray's workers take these."""
+LABEL = "outrider"
+"""The label of a host that tells the release of Outrider there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What this host runs: as `head` or not, for the fleet at `address`, by this process, which began then."""
+
+    head: bool
+    address: str
+    pid: int
+    began: float
+
+    def process(self) -> psutil.Process | None:
+        """None: it has ended."""
+        with suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            if process.create_time() == self.began and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        return None
+
+
+class Host:
+    """This host's part in a fleet, as it is written down in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "ray.log"
+        self._file = folder / "running.json"
+        self._storage = folder / "gcs"
+
+    def running(self) -> Running | None:
+        """What runs here now."""
+        try:
+            found = Running(**json.loads(self._file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        return found if found.process() is not None else None
+
+    def require_none(self) -> None:
+        """Raises InvalidRequest when something runs here."""
+        here = self.running()
+        if here is not None:
+            what = "is the head of the fleet" if here.head else "has joined the fleet"
+            raise InvalidRequest(
+                f"this host {what} at {here.address} already (process {here.pid}); expected `outrider fleet down` first"
+            )
+
+    def environment(self, address: str, token: Path) -> dict[str, str]:
+        """What all processes of Ray are told, and commands that speak with them."""
+        ours = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_gcs_storage": "rocksdb",
+            "RAY_gcs_storage_path": str(self._storage),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": str(int(not is_loopback(address))),
+        }
+        return {**child_environment(), **ours}
+
+    def start_head(self, ip: str, port: int, offers: Resources, token: Path) -> Running:
+        """Starts Ray as the head.
+
+        Raises:
+            OutriderError: it can't; the message says why.
+        """
+        self._storage.mkdir(mode=0o700, parents=True, exist_ok=True)
+        where = ["--head", f"--node-ip-address={ip}", f"--port={port}", "--dashboard-host=127.0.0.1"]
+        return self._start(True, f"{ip}:{port}", [*where, "--disable-usage-stats"], offers, token)
+
+    def start_member(self, address: str, ip: str | None, offers: Resources, token: Path) -> Running:
+        """Starts Ray as a host of the fleet at `address`. Raises as `start_head`."""
+        where = [f"--address={address}", *([f"--node-ip-address={ip}"] if ip is not None else [])]
+        return self._start(False, address, where, offers, token)
+
+    def _start(self, head: bool, address: str, where: list[str], offers: Resources, token: Path) -> Running:
+        line = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where]
+        line += [f"--resources={json.dumps(to_declare(offers))}", f"--labels={LABEL}={PACKAGE_VERSION}"]
+        with self.log.open("wb") as log:
+            process = subprocess.Popen(
+                line,
+                env=self.environment(address, token),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        running = Running(head, address, process.pid, psutil.Process(process.pid).create_time())
+        try:
+            self._wait_until_started(process)
+        except BaseException:
+            end(running)
+            raise
+        self.keep(running)
+        return running
+
+    def keep(self, running: Running) -> None:
+        """Writes down what runs."""
+        self._file.write_text(json.dumps(asdict(running)), encoding="utf-8")
+
+    def _wait_until_started(self, process: subprocess.Popen[bytes]) -> None:
+        until = time.monotonic() + START_SECONDS
+        while STARTED not in self._said():
+            if process.poll() is not None:
+                raise EndpointError(f"Ray ended instead of starting: {self._last_word()} (all of it: {self.log})")
+            if time.monotonic() > until:
+                raise EndpointError(f"Ray has not started in {START_SECONDS:g} s; {self.log} has what it said")
+            time.sleep(0.1)
+
+    def _said(self) -> str:
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(encoding="utf-8", errors="replace"))
+
+    def _last_word(self) -> str:
+        """The last error in the log, or the last line that says something."""
+        lines = [line.strip() for line in self._said().splitlines() if line.strip(" -")]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+        return (errors or lines or ["it said nothing"])[-1][:300]
+
+    def forget(self) -> None:
+        """What was kept for a head that would come again: after an end in order it is not to."""
+        self._file.unlink(missing_ok=True)
+        shutil.rmtree(self._storage, ignore_errors=True)
+
+
+def end(running: Running, told: Callable[[str], None] = lambda _: None) -> None:
+    """Ends a process that was started here, with all its own; nobody else's."""
+    process = running.process()
+    if process is None:
+        return
+    family = [process, *process.children(recursive=True)]
+    told(f"ending Ray here (process {running.pid} and {len(family) - 1} of its own)")
+    process.terminate()
+    _, left = psutil.wait_procs(family, STOP_SECONDS)
+    for one in left:
+        with suppress(psutil.Error):  # gone meanwhile
+            one.kill()
+    psutil.wait_procs(left, STOP_SECONDS)
+
+
+def require_ray() -> None:
+    """Raises InvalidRequest where Ray is not installed."""
+    if find_spec("ray") is None:
+        raise InvalidRequest('a fleet needs Ray, which is not installed; expected pip install "outrider[fleet]"')
+
+
+def require_free(ip: str, port: int) -> None:
+    """Raises EndpointError where this host can't serve there."""
+    try:
+        with socket.create_server((ip, port)):
+            return
+    except socket.gaierror:
+        why = f"there is no host {ip}; expected an address of this one"
+    except OSError as error:
+        why = {
+            "EADDRINUSE": f"port {port} is in use there, by another head maybe; end it, or choose another with --port",
+            "EADDRNOTAVAIL": "this host has no such address; expected one of its own",
+            "EACCES": "no permission; expected a port from 1024 on",
+        }.get(_code(error), error.strerror or "")
+    raise EndpointError(f"{ip}:{port} can't be served: {why}")
+
+
+def check_port(port: int) -> None:
+    """Raises InvalidRequest for a port that Ray wants for itself."""
+    if not 1 <= port <= 65535 or port in RAYS_OWN_PORTS or port == RAYS_OWN_PORTS.start - 1:
+        raise InvalidRequest(f"port is {port}; expected one from 1 to 65535 but those of Ray's workers, 10001 to 19999")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches HOST:PORT."""
+    try:
+        return ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def enter(environment: Mapping[str, str]) -> None:
+    """Makes this process one that may speak with the fleet; before Ray is imported."""
+    os.environ.update({name: value for name, value in environment.items() if name.startswith("RAY_")})
+
+
+def _code(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, "")

@@ -1,0 +1,137 @@
+"""Whether this host fits into a fleet: whether its head answers, to this token, and has the same versions and models.
+
+Asks the head as Ray's own start does, before anything is started here.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import ray
+from ray._common.usage.usage_lib import get_cluster_metadata
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError, RpcError
+
+from outrider.fleet.host import LABEL
+from outrider.orchestrator.pair.model_files import find_model
+from outrider.protocol.errors import EndpointError, KeyFault, ModelError, VersionMismatch
+from outrider.protocol.version import PACKAGE_VERSION
+
+REACH_SECONDS = 5.0
+EXPECTED = "expected the address that `outrider fleet head` printed there"
+ALIVE = 0
+"""A node's state in Ray's own words."""
+ROOM = b"outrider"
+MODELS = b"models"
+"""Where the head keeps the names of the fleet's models, a line each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Those that all hosts of a fleet have to have in common."""
+
+    ray: str
+    python: str
+    outrider: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A host as Ray knows it."""
+
+    name: str
+    alive: bool
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+class Head:
+    """The head at `address`, HOST:PORT.
+
+    Raises:
+        EndpointError: nobody answers there.
+        KeyFault: this host's token is not the fleet's.
+    """
+
+    def __init__(self, address: str) -> None:
+        _reach(address)
+        try:
+            with _silence():
+                self._gcs = GcsClient(address=address)
+        except AuthenticationError:
+            raise KeyFault(
+                f"the head at {address} refuses this host's token; expected a copy of the head's own token file"
+            ) from None
+        except RpcError:
+            raise EndpointError(f"no head of a fleet answers at {address}; {EXPECTED}") from None
+
+    def versions(self) -> Versions:
+        """The head's."""
+        told = get_cluster_metadata(self._gcs) or {}
+        ours = next((node.labels[LABEL] for node in self.nodes() if node.alive and LABEL in node.labels), "")
+        return Versions(told.get("ray_version", ""), told.get("python_version", ""), ours)
+
+    def nodes(self) -> list[Node]:
+        """All hosts that are, or were, in the fleet."""
+        found = self._gcs.get_all_node_info().values()
+        return [Node(one.node_name, one.state == ALIVE, dict(one.resources_total), dict(one.labels)) for one in found]
+
+    def models(self) -> list[str]:
+        """What hosts need the files of; empty while no fleet runs, or it runs the embedded pair."""
+        found = self._gcs.internal_kv_get(MODELS, ROOM) or b""
+        return found.decode().splitlines()
+
+    def tell_models(self, names: list[str]) -> None:
+        """Hosts that join from now on look for these."""
+        self._gcs.internal_kv_put(MODELS, "\n".join(names).encode(), True, ROOM)
+
+
+def check_versions(theirs: Versions) -> None:
+    """Raises VersionMismatch where one of this host's is another."""
+    ours = Versions(ray.__version__, platform.python_version(), PACKAGE_VERSION)
+    for name in ("ray", "python", "outrider"):
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if there and here != there:
+            raise VersionMismatch(
+                f"the head has {name.capitalize()} {there} and this host {here}; expected the same on every host"
+            )
+
+
+def check_models(names: list[str]) -> None:
+    """Raises ModelError where this host lacks a model."""
+    for name in names:
+        try:
+            find_model(name)
+        except ModelError as error:
+            raise ModelError(f"this host lacks a model of the fleet: {error}") from None
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """What is written to stderr past Python is not seen: Ray's C++ logs what is told in a sentence here."""
+    with ExitStack() as undone:
+        stderr = os.dup(2)
+        undone.callback(os.close, stderr)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        undone.callback(os.close, nowhere)
+        os.dup2(nowhere, 2)
+        undone.callback(os.dup2, stderr, 2)
+        yield
+
+
+def _reach(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise EndpointError(
+            f"{address!r} is no address of a head; expected HOST:PORT, as `outrider fleet head` prints it"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except OSError as error:
+        why = error.strerror or str(error) or "it does not answer"
+        raise EndpointError(f"no head of a fleet is at {address} ({why}); {EXPECTED}") from None

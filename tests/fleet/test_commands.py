@@ -1,0 +1,188 @@
+"""`outrider fleet` without any Ray: its help, its mistakes in a sentence, and what it does with processes and files."""
+
+from __future__ import annotations
+
+import configparser
+import plistlib
+import shlex
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outrider.fleet.commands import COMMANDS
+from outrider.fleet.commands.status import table
+from outrider.fleet.host import Host, Running, end, is_loopback, require_free
+from outrider.fleet.token import checked_token, made_token
+from outrider.fleet.units import Unit
+from outrider.orchestrator.cli import main
+from outrider.protocol.errors import EndpointError, KeyFault
+
+Run = Callable[..., tuple[int, str, str]]
+SLEEP = (sys.executable, "-c", "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); time.sleep(600)")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command line of somebody without Ray and with an empty home."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("outrider.fleet.host.find_spec", lambda name: None)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main(["fleet", *arguments])
+        except SystemExit as finished:
+            code = finished.code if isinstance(finished.code, int) else 1
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def family() -> Iterator[Running]:
+    """A process with one of its own, as if Ray had been started."""
+    process = subprocess.Popen(SLEEP)
+    found = psutil.Process(process.pid)
+    while not found.children():
+        pass
+    yield Running(False, "192.0.2.1:6379", process.pid, found.create_time())
+    for one in (*found.children(recursive=True), found) if found.is_running() else ():
+        one.kill()
+    process.wait()
+
+
+def test_ray_is_not_imported_before_it_is_needed() -> None:
+    names = ", ".join(f"outrider.fleet.commands.{name}" for name in COMMANDS)
+    code = f"import sys, {names}; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_is_there_without_ray_and_fits_80_columns(run: Run, arguments: list[str]) -> None:
+    code, out, err = run(*arguments)
+    assert code == 0 and "usage: outrider fleet" in out and not err
+    assert not [line for line in out.splitlines() if len(line) > 80]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["heed"], 2, "no command 'heed'; did you mean head?"),
+        (["head"], 2, 'pip install "outrider[fleet]"'),
+        (["join", "192.0.2.1:6379"], 2, 'pip install "outrider[fleet]"'),
+        (["join"], 2, "required: ADDRESS"),
+        (["status"], 2, 'pip install "outrider[fleet]"'),
+        (["run", "no-such.yaml"], 2, "no-such.yaml can't be read"),
+        (["unit", "ipc:///tmp/x"], 2, "expected tcp://HOST:PORT"),
+        (["unit", "tcp://*:7777"], 4, "can be served but not reached"),
+        (["unit", "tcp://10.0.0.1:7777", "--max-active", "0"], 2, "max_active is 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence(run: Run, arguments: list[str], code: int, sentence: str) -> None:
+    got, out, err = run(*arguments)
+    assert (got, out) == (code, "") and sentence in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["head", "--port", "15000"], 2, "but those of Ray's workers"),
+        (["head", "--ip", "192.0.2.77"], 4, "this host has no such address"),
+        (["join", "127.0.0.1:6379"], 2, "is for its own host alone"),
+        (["join", "192.0.2.1:6379"], 8, "there is no token at"),
+        (["status"], 2, "this host is not the head of a fleet"),
+    ],
+)
+def test_what_is_wrong_is_told_before_ray_is_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, sentence: str
+) -> None:
+    monkeypatch.setattr("outrider.fleet.host.find_spec", lambda name: True)
+    got, out, err = run(*arguments)
+    assert (got, out) == (code, "") and sentence in err and len(err.splitlines()) == 1
+
+
+def test_a_plan_is_read_back_without_starting_anything(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("placed: {replicas: 2, needs: {metal: 1}}\nattached: [tcp://10.0.0.1:7777]\n")
+    code, out, err = run("run", str(file), "--check")
+    assert code == 0 and not err
+    assert "2 of the embedded pair, each needs metal 1" in out and "attached: tcp://10.0.0.1:7777" in out
+
+
+def test_a_unit_says_the_command_and_the_next_step(run: Run, tmp_path: Path) -> None:
+    flags = ("--model", str(tmp_path), "--max-active", "4", "--user", "ann", "--home", "/Users/ann b")
+    code, out, err = run("unit", "tcp://10.0.0.1:7777", "--for", "launchd", *flags)
+    plist = plistlib.loads(out.encode())
+    assert code == 0 and plist["KeepAlive"] and plist["UserName"] == "ann"
+    command = plist["ProgramArguments"]
+    assert command[1:5] == ["-m", "outrider", "serve", "--no-http"]
+    assert {f"--model={tmp_path}", "--endpoint=tcp://10.0.0.1:7777", "--max-active=4"} == set(command[5:])
+    assert "launchctl bootstrap" in err and "outrider keys trust 10.0.0.1:7777" in err
+    code, out, err = run("unit", "tcp://127.0.0.1:7777", "--for", "systemd", *flags)
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(out)
+    assert shlex.split(unit["Service"]["ExecStart"])[1:5] == command[1:5] and unit["Service"]["Restart"] == "always"
+    assert "systemctl enable" in err and "keys" not in err
+
+
+def test_systemd_takes_no_word_for_its_own() -> None:
+    told = Unit(("/bin/x", "100%", "a b", "$HOME", 'say "hi"'), "ann", "/home/ann").systemd()
+    assert 'ExecStart=/bin/x "100%%" "a b" "$$HOME" "say \\"hi\\""\n' in told
+
+
+def test_only_the_owner_reads_the_token(tmp_path: Path) -> None:
+    file = made_token(tmp_path / "fleet")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(file.read_text()) == 64
+    assert made_token(tmp_path / "fleet").read_text() == file.read_text(), "it is made once"
+    file.chmod(0o644)
+    with pytest.raises(KeyFault, match="is open to others"):
+        checked_token(tmp_path / "fleet")
+    file.chmod(0o600)
+    file.write_text("\n")
+    with pytest.raises(KeyFault, match="is empty"):
+        checked_token(tmp_path / "fleet")
+
+
+def test_only_what_was_started_here_is_ended(family: Running) -> None:
+    """All of its own with it; and a process that has the number now, but began at another time, is somebody else's."""
+    process = family.process()
+    assert process is not None
+    own = process.children()
+    end(Running(family.head, family.address, family.pid, family.began - 1))
+    assert process.is_running()
+    end(family)
+    assert family.process() is None and not psutil.wait_procs(own, 10)[1]
+
+
+def test_what_runs_is_known_to_the_next_command(family: Running, tmp_path: Path, run: Run) -> None:
+    host = Host(tmp_path)
+    assert host.running() is None
+    host.keep(family)
+    assert host.running() == family
+    _, _, err = run("down", "--folder", str(tmp_path))
+    assert "This host has left the fleet." in err and host.running() is None and family.process() is None
+    assert "Nothing of a fleet runs here." in run("down", "--folder", str(tmp_path))[2]
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EndpointError, match=f"port {port} is in use there"):
+            require_free("127.0.0.1", port)
+    require_free("127.0.0.1", port)
+
+
+def test_whose_address_is_this_hosts_own() -> None:
+    assert is_loopback("127.0.0.1:6379") and not is_loopback("10.0.0.1:6379") and not is_loopback("studio:6379")
+
+
+def test_a_table_is_as_wide_as_its_words() -> None:
+    assert table(("A", "B"), [("long", "x"), ("y", "")]) == "A     B\nlong  x\ny"
