@@ -94,11 +94,11 @@ class Fleet:
             raise RuntimeError(f"expected one engine that has a text, found {len(found)}")
         return found[0]
 
-    def stream(self, struck: Callable[[], None] | None = None, session: str = "") -> str:
+    def stream(self, struck: Callable[[], None] | None = None, session: str = "", **other: int) -> str:
         """The text as a reader of the API gets it; `struck` is called in the middle."""
         headers = {"authorization": f"Bearer {KEY}", **({"x-session-id": session} if session else {})}
         texts: list[str] = []
-        url, asked = f"{self.url}/v1/completions", {**BODY, "stream": True}
+        url, asked = f"{self.url}/v1/completions", {**BODY, **other, "stream": True}
         with httpx.stream("POST", url, json=asked, headers=headers, timeout=PATIENCE) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
