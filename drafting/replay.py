@@ -8,7 +8,7 @@ function of (seed, position), so a run repeats exactly. Knows no model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class Script:
     `bonus_ranks` entries hold for all that follow (a rank beyond the list: never found).
     """
 
-    texts: tuple[tuple[int, ...], ...]
+    texts: Collection[tuple[int, ...]]
     acceptance: tuple[float, ...]
     bonus_ranks: tuple[float, ...]
     vocab_size: int

@@ -58,6 +58,8 @@ WITHIN = {
         "timing": set(),
         "trace": set(),
         "simulation": set(),
+        "virtual": set(),
+        "fleet": {"virtual", "simulation", "contest"},
         "page": set(),
         "contest": {"timing"},
         "crowd": {"contest"},

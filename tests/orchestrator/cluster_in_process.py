@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from outrider.bench.virtual.known_text import held, path_of
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.replay import ReplayDrafter, Script
@@ -22,7 +23,6 @@ from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prep
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 from tests.honest import HonestWorkers
-from tests.known_text import held, path_of
 
 GREEDY = SamplingParams()
 

@@ -1,0 +1,1 @@
+"""Fleets in virtual time."""

@@ -1,0 +1,90 @@
+"""The gate: which engine a request goes to, as Ray Serve 2.60 chooses, and the line of those that none takes.
+
+*Power of two choices* (`pow_2_router.py`): of two engines drawn by chance that one with fewer requests, if it takes
+any more; else again after a backoff. *Sessions* (`consistent_hash_router.py`): the engine that the session's hash falls
+to on a ring, else the two behind it, else again after a backoff. Who was broken off comes before all that wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+
+from outrider.bench.fleet.engine import Engine
+from outrider.bench.fleet.job import Job
+from outrider.bench.virtual.world import World
+
+FIRST_BACKOFF, LAST_BACKOFF = 0.025, 0.5
+VIRTUAL_NODES, FALLBACKS = 100, 2
+
+
+class PowerOfTwo:
+    """`in_order`: whoever finds a place, the first of the line has it."""
+
+    in_order = True
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(f"gate {seed}")
+
+    def candidates(self, job: Job, engines: Sequence[Engine]) -> list[Engine]:
+        two = self._rng.sample(engines, min(2, len(engines)))
+        return sorted(two, key=lambda engine: engine.load)
+
+
+class Sessions:
+    """Each waits for its own engines."""
+
+    in_order = False
+
+    def __init__(self) -> None:
+        self._ring: list[tuple[int, Engine]] = []
+        self._of: Sequence[Engine] = ()
+
+    def candidates(self, job: Job, engines: Sequence[Engine]) -> list[Engine]:
+        if list(engines) != list(self._of):
+            self._of = tuple(engines)
+            nodes = ((_hash(f"{engine.number}:{n}"), engine) for engine in engines for n in range(VIRTUAL_NODES))
+            self._ring = sorted(nodes, key=lambda node: node[0])
+        place = bisect_right(self._ring, _hash(job.session), key=lambda node: node[0])
+        around = (engine for _, engine in self._ring[place:] + self._ring[:place])
+        return list(dict.fromkeys(around))[: 1 + FALLBACKS]
+
+
+def _hash(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
+
+
+class Gate:
+    """Hands each engine `ongoing` requests at the most."""
+
+    def __init__(self, world: World, router: PowerOfTwo | Sessions, ongoing: int) -> None:
+        self.engines: list[Engine] = []
+        self._world, self._router, self._ongoing = world, router, ongoing
+        self._line: deque[Job] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    def take(self, job: Job) -> None:
+        if job.is_resumed:
+            self._line.appendleft(job)
+        else:
+            self._line.append(job)
+        self._try(job, FIRST_BACKOFF)
+
+    def _try(self, of: Job, backoff: float) -> None:
+        """One task for each request of the line."""
+        job = self._line[0] if self._router.in_order and self._line else of
+        if job not in self._line:
+            return
+        known = [engine for engine in self.engines if engine.known]
+        for engine in self._router.candidates(job, known) if known else ():
+            if engine.load < self._ongoing:
+                self._line.remove(job)
+                engine.take(job)
+                return
+        self._world.after(backoff, lambda: self._try(of, min(2 * backoff, LAST_BACKOFF)))

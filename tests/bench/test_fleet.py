@@ -1,0 +1,142 @@
+"""A fleet in virtual time: the same by its seed, none lost with a zone, and what flows agrees with the real rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from outrider.bench.fleet.engine import Engine
+from outrider.bench.fleet.gate import Gate, PowerOfTwo, Sessions
+from outrider.bench.fleet.job import Job
+from outrider.bench.fleet.plan import Fleet, Loss, Scaling, Sizes, Traffic
+from outrider.bench.fleet.report import difference, losses, table
+from outrider.bench.fleet.simulation import Outcome, Simulation
+from outrider.bench.virtual.remembered import Remembered
+from outrider.bench.virtual.world import World
+from outrider.protocol.profile import Latency, Profile
+
+MACHINE = Profile(
+    "a slow machine", ("none",), Latency(((1, 100.0), (8, 150.0))), Latency(((1, 8.0), (16, 12.0))), 0.5, (0.8,), (0.5,)
+)  # fmt: skip
+FLEET = Fleet((MACHINE,), engines=3, drafters=2, active=2, ongoing=3, prompt_rate=400.0)
+TRAFFIC = Traffic(0.5, 40.0, Sizes(60), Sizes(40), think=3.0)
+ZONE = Loss("zone", 20.0, 10.0)
+
+
+@cache
+def outcome(real: bool, loss: Loss | None = None, fleet: Fleet = FLEET, traffic: Traffic = TRAFFIC) -> Outcome:
+    return Simulation(fleet, traffic, real, loss).run(8.0)
+
+
+class Deaf:
+    """Takes requests, and never says anything."""
+
+    busy = 0.0
+
+    def begin(self, job: Job) -> None: ...
+
+    def end(self) -> None: ...
+
+    def lose_drafters(self, count: int, noticed: float) -> None: ...
+
+    def regain_drafters(self) -> None: ...
+
+
+def gate(world: World, router: PowerOfTwo | Sessions, engines: int, ongoing: int = 2) -> Gate:
+    made = Gate(world, router, ongoing)
+    for number in range(engines):
+        engine = Engine(number, 0, 1, world, lambda job: None)
+        engine.machinery = Deaf()
+        made.engines.append(engine)
+    return made
+
+
+def job(name: str, session: str = "s", broken: int = 0) -> Job:
+    return Job(name, session, 0.0, (1, 2, 3, 4), 2, 2, broken=broken)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["flow", "rounds"])
+def test_the_same_seed_gives_the_same_numbers_and_another_one_others(real: bool) -> None:
+    again = Simulation(FLEET, TRAFFIC, real).run(8.0)
+    assert again.sums == outcome(real).sums
+    assert Simulation(FLEET, replace(TRAFFIC, seed=1), real).run(8.0).sums != again.sums
+
+
+def test_what_flows_agrees_with_the_real_rounds() -> None:
+    flow, rounds = outcome(False).sums, outcome(True).sums
+    assert flow.rate == pytest.approx(rounds.rate, rel=0.1)
+    assert flow.first[0] == pytest.approx(rounds.first[0], rel=0.25)
+    assert flow.busy == pytest.approx(rounds.busy, rel=0.15)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["flow", "rounds"])
+def test_a_zone_that_goes_takes_no_request_with_it(real: bool) -> None:
+    """The rounds' own texts are compared as they come."""
+    found = outcome(real, ZONE)
+    broken = [one for one in found.tally.jobs if one.broken]
+    assert broken and all(one.is_over for one in broken if one.asked < 10.0)
+    assert min(look.engines for look in found.tally.looks) == 2 and found.tally.looks[-1].engines == 3
+    assert all(one.told <= one.answer for one in found.tally.jobs)
+    assert "lost at 20 s" in losses(found, ZONE)
+    assert "+0.0 %" in difference(found, found)
+    assert len(table({"0.5": found}).splitlines()) == 3
+
+
+def test_who_was_broken_off_waits_for_the_word_and_the_prompt_and_no_longer() -> None:
+    late = replace(ZONE, engine=5.0)
+    assert outcome(True, late).sums.gaps[0] > outcome(True, ZONE).sums.gaps[0] > 0.5
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["in its zone", "spread"])
+def test_without_drafters_engines_say_all_and_slower(spread: bool) -> None:
+    fleet = replace(FLEET, spread=spread, zones=2)
+    loss = Loss("drafters", 10.0)
+    assert outcome(True, loss, fleet).sums.ended == pytest.approx(outcome(True, None, fleet).sums.ended, abs=6)
+    assert fleet.drafters_in(0, 0) == (1 if spread else 2) and fleet.drafters_in(0, 1) == int(spread)
+
+
+def test_of_two_engines_the_one_with_less_to_do_is_chosen() -> None:
+    world = World()
+    made = gate(world, PowerOfTwo(0), 2)
+    for number in range(4):
+        made.take(job(f"j{number}"))
+    assert [engine.load for engine in made.engines] == [2, 2]
+    made.take(job("later"))
+    made.take(job("broken", broken=1))
+    assert made.waiting == 2
+    ended = made.engines[0].left()
+    while made.waiting == 2:
+        world.step()
+    assert len(ended) == 2 and "broken" in [one.name for engine in made.engines for one in engine.left()]
+
+
+def test_a_session_keeps_its_engine_until_it_is_full_or_gone() -> None:
+    made = gate(World(), Sessions(), 5, ongoing=3)
+    for number in range(3):
+        made.take(job(f"j{number}", session="mine"))
+    full = next(engine for engine in made.engines if engine.load == 3)
+    made.take(job("one more", session="mine"))
+    assert sum(engine.load for engine in made.engines if engine is not full) == 1
+    full.known = False
+    made.take(job("again", session="mine"))
+    assert full.load == 3 and sum(engine.load for engine in made.engines) == 5
+
+
+def test_engines_come_where_more_wait_and_go_where_nobody_does() -> None:
+    scaling = Scaling(1, 4, 2.0, up=3.0, down=5.0, start=2.0)
+    fleet = replace(FLEET, engines=1, scaling=scaling)
+    engines = [look.engines for look in outcome(False, None, fleet, replace(TRAFFIC, rate=1.5)).tally.looks]
+    assert engines[0] == 1 and max(engines) == 4
+    quiet = replace(FLEET, engines=4, scaling=scaling)
+    assert outcome(False, None, quiet, replace(TRAFFIC, rate=0.02)).tally.looks[-1].engines == 1
+
+
+def test_a_text_that_has_grown_is_read_from_where_it_was() -> None:
+    known = Remembered(100)
+    text = tuple(range(60))
+    known.keep(text[:40])
+    assert known.find(text) == 40 and known.find(text[:30]) == 29 and known.find(text[1:]) == 0
+    known.keep(tuple(range(100, 180)))
+    assert known.find(text) == 0
