@@ -3,7 +3,8 @@
     python -m outrider.bench.fleet run --rate 12 --seconds 300 --lose zone --at 120 --back 60
     python -m outrider.bench.fleet run --rate 12 --seconds 75 --lose zone --at 35 --rounds   # minutes
     python -m outrider.bench.fleet load --rates 4,8,12,16 --picture load.png
-    python -m outrider.bench.fleet check   # flow against rounds, 4 engines each
+    python -m outrider.bench.fleet need --rates 3,6,12,24
+    python -m outrider.bench.fleet check --engines 4 --rates 0.25,0.5,0.7 --seconds 150   # flow against rounds
 
 Virtual time: nothing sleeps, and the same seed gives the same numbers. Each engine brings what the real rounds,
 controller, speculation cache and draft workers were recorded to bring with so many requests at once (`flow`); with
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from bisect import bisect_left
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,10 +32,11 @@ from outrider.protocol.profile import Profile
 PROFILE = Path(__file__).parents[1] / "profiles" / "two-macs-ethernet.json"
 WARM_UP = 0.2  # of the time is not counted
 SHOWN = 10
+AT_ONCE = 1.0  # second in the line, at most, of 99 in 100
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("run", "load", "check"))
+    parser.add_argument("what", choices=("run", "load", "need", "check"))
     parser.add_argument("--profiles", nargs="+", type=Path, default=[PROFILE], metavar="FILE", help="in turns")
     parser.add_argument("--engines", type=int, default=100, metavar="N")
     parser.add_argument("--drafters", type=int, default=10, metavar="N", help="of each engine")
@@ -63,6 +66,8 @@ def run(options: argparse.Namespace) -> int:
         _one(fleet, traffic, options)
     elif options.what == "load":
         _loads(fleet, traffic, options)
+    elif options.what == "need":
+        _need(fleet, traffic, options)
     else:
         _check(fleet, traffic, options)
     return 0
@@ -95,6 +100,25 @@ def _loads(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
     if options.picture:
         picture.over_load(found, options.picture)
     _write(options.out, list(found.values()))
+
+
+def _need(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
+    """The fewest engines with which nearly all have their turn at once, for each load."""
+    print("| requests/s | engines | tok/s | targets busy |\n|---|---|---|---|")
+    least = 1
+    for rate in _rates(options.rates):
+        asked = replace(traffic, rate=rate)
+
+        def enough(engines: int, asked: Traffic = asked) -> bool:
+            made = replace(fleet, engines=engines)
+            return Simulation(made, asked, options.rounds).run(WARM_UP * asked.seconds).sums.queued[1] <= AT_ONCE
+
+        most = least
+        while not enough(most):
+            least, most = most + 1, 2 * most
+        least = bisect_left(range(most + 1), True, least, most, key=enough)
+        found = Simulation(replace(fleet, engines=least), asked, options.rounds).run(WARM_UP * asked.seconds).sums
+        print(f"| {rate:g} | {least} | {found.rate:.0f} | {found.busy:.2f} |", flush=True)
 
 
 def _check(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:

@@ -3,8 +3,9 @@
     python -m outrider.bench.fleet.real --slower 3
 
 Both begin knowing nothing. First one request after the other, then four at once, then requests that come by chance. The
-real engine is a server, a target and a drafter that sleep; prompts of 16 tokens take no time in either. Where this
-machine's cores are busy with other things processes are late, which the last column shows; virtual time never is.
+real engine is a server, a target and a drafter that sleep; prompts of 16 tokens take next to no time
+in either. Where this machine's cores are busy with other things processes are late, as the last column shows; virtual
+time never is.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from outrider.protocol.profile import Profile
 PROFILE = Path(__file__).parents[1] / "profiles" / "two-macs-ethernet.json"
 PLACES = 4
 SIZES = Sizes(64, 0.5, 160)
+COLUMNS = (
+    "", "tok/s real", "virtual", "error", "first token ms, real", "virtual", "a request s, real", "virtual", "error",
+    "cores in use",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class Virtually:
     """The same engine in virtual time."""
 
     def __init__(self, profile: Profile, hop_ms: float) -> None:
-        fleet = Fleet((profile,), engines=1, drafters=1, active=PLACES, prompt_rate=0.0, remembers=0, hop_ms=hop_ms)
+        fleet = Fleet((profile,), engines=1, drafters=1, active=PLACES, prompt_rate=1e6, remembers=0, hop_ms=hop_ms)
         self._world, self._rng, self._jobs = World(), random.Random("texts"), list[Job]()
         self._engine = Engine(0, 0, PLACES, self._world, self._ended)
         self._engine.machinery = RealRounds(self._world, fleet, profile, self._hear, self._engine.is_over)
@@ -135,10 +140,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         played = phases(engines.starts, requests, options.gap * slower, options.seed)
         virtually = Virtually(profile, options.hop_ms)
-        print(
-            "| | tok/s real | virtual | error | first token ms, real | virtual | a request s, real | virtual | error | cores in use |"
-        )
-        print("|---" * 10 + "|")
+        print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
         for phase in played:
             with machine_busy() as busy:
                 real = asyncio.run(really(engines.clients[0], phase))

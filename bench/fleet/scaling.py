@@ -2,10 +2,10 @@
 
     python -m outrider.bench.fleet.scaling --engines 1,2,4,8 --slower 5
 
-Each engine is real processes (server, target, drafter) whose forwards sleep for the profile's time, so that a small machine
-carries several while it has cores to spare; `--slower` makes the machine they stand for slower. All engines are up
-throughout; so many of them are asked at once, in turns, each by a client of its own. Said beside: the CPU time
-that the engines took, and the share of this machine's cores that anybody did.
+Each engine is real processes (server, target, drafter) whose forwards sleep for the profile's time, so that a small
+machine carries several while it has cores to spare; `--slower` makes the machine they stand for slower. All engines are
+up throughout; so many of them are asked at once, in turns, each by a client of its own. Said beside: the CPU time that
+the engines took, and the share of this machine's cores that anybody did.
 """
 
 from __future__ import annotations
