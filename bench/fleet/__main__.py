@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from bisect import bisect_left
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from pathlib import Path
 from outrider.bench.fleet import picture
 from outrider.bench.fleet.plan import LOSSES, ROUTINGS, Fleet, Loss, Scaling, Sizes, Traffic
 from outrider.bench.fleet.report import difference, losses, table
+from outrider.bench.fleet.service import recorded
 from outrider.bench.fleet.simulation import Outcome, Simulation
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
@@ -85,7 +87,8 @@ def _one(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
     screen.clear()
     print(table({f"{traffic.rate:g}": outcome}))
     if loss is not None:
-        print(losses(outcome, loss))
+        without = None if options.rounds else Simulation(fleet, traffic, False).run(WARM_UP * traffic.seconds)
+        print(losses(outcome, loss, without))
     if options.picture:
         picture.over_time(outcome, loss, options.picture)
     _write(options.out, [outcome])
@@ -105,7 +108,6 @@ def _loads(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
 def _need(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
     """The fewest engines with which nearly all have their turn at once, for each load."""
     print("| requests/s | engines | tok/s | targets busy |\n|---|---|---|---|")
-    least = 1
     for rate in _rates(options.rates):
         asked = replace(traffic, rate=rate)
 
@@ -113,12 +115,19 @@ def _need(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
             made = replace(fleet, engines=engines)
             return Simulation(made, asked, options.rounds).run(WARM_UP * asked.seconds).sums.queued[1] <= AT_ONCE
 
-        most = least
+        least = most = math.ceil(rate / _most(fleet, traffic))
         while not enough(most):
             least, most = most + 1, 2 * most
         least = bisect_left(range(most + 1), True, least, most, key=enough)
         found = Simulation(replace(fleet, engines=least), asked, options.rounds).run(WARM_UP * asked.seconds).sums
         print(f"| {rate:g} | {least} | {found.rate:.0f} | {found.busy:.2f} |", flush=True)
+
+
+def _most(fleet: Fleet, traffic: Traffic) -> float:
+    """Requests a second that an engine could answer if prompts took no time."""
+    paces = [recorded(fleet, profile, fleet.drafters)[0] for profile in fleet.profiles]
+    best = max(pace.rate * (n + 1) for service in paces for n, pace in enumerate(service))
+    return best / (traffic.answer.median * math.exp(traffic.answer.sigma**2 / 2))
 
 
 def _check(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:

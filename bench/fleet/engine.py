@@ -51,7 +51,7 @@ class Engine:
 
     def take(self, job: Job) -> None:
         """A request that was broken off elsewhere comes first, as in a server's line."""
-        self._waiting.put(job.session.encode(), job, first=job.is_resumed)
+        self._waiting.put((job.session.encode(),), job, first=job.is_resumed)
         self._admit()
 
     def is_over(self, job: Job) -> None:

@@ -12,6 +12,7 @@ import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from outrider.bench.fleet.engine import Engine
 from outrider.bench.fleet.job import Job
@@ -19,6 +20,7 @@ from outrider.bench.virtual.world import World
 
 FIRST_BACKOFF, LAST_BACKOFF = 0.025, 0.5
 VIRTUAL_NODES, FALLBACKS = 100, 2
+TASKS = 2  # for each engine, at most
 
 
 class PowerOfTwo:
@@ -64,6 +66,7 @@ class Gate:
         self.engines: list[Engine] = []
         self._world, self._router, self._ongoing = world, router, ongoing
         self._line: deque[Job] = deque()
+        self._tasks = 0
 
     @property
     def waiting(self) -> int:
@@ -74,17 +77,25 @@ class Gate:
             self._line.appendleft(job)
         else:
             self._line.append(job)
-        self._try(job, FIRST_BACKOFF)
+        if not self._router.in_order or self._tasks < TASKS * len(self.engines):
+            self._tasks += 1
+            self._try(job, FIRST_BACKOFF)
 
     def _try(self, of: Job, backoff: float) -> None:
-        """One task for each request of the line."""
-        job = self._line[0] if self._router.in_order and self._line else of
-        if job not in self._line:
-            return
+        """One task: in order it finds places for whoever is first until nobody waits, else for one request."""
+        while self._line and (self._router.in_order or of in self._line):
+            job = self._line[0] if self._router.in_order else of
+            if not self._place(job):
+                self._world.after(backoff, partial(self._try, of, min(2 * backoff, LAST_BACKOFF)))
+                return
+            backoff = FIRST_BACKOFF
+        self._tasks -= 1
+
+    def _place(self, job: Job) -> bool:
         known = [engine for engine in self.engines if engine.known]
         for engine in self._router.candidates(job, known) if known else ():
             if engine.load < self._ongoing:
                 self._line.remove(job)
                 engine.take(job)
-                return
-        self._world.after(backoff, lambda: self._try(of, min(2 * backoff, LAST_BACKOFF)))
+                return True
+        return False

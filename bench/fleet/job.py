@@ -37,8 +37,8 @@ class Job:
     def begins(self, now: float) -> None:
         self.begun = now if self.begun is None else self.begun
 
-    def hears(self, tokens: float, now: float, flows: bool) -> None:
-        """A chunk has come; where tokens flow, one more part of the stream, which says nothing of gaps."""
+    def hears(self, tokens: float, now: float, flows: float) -> None:
+        """A chunk has come, or what flowed for so many seconds, which says nothing of gaps."""
         if self.first is None:
             self.first = now
         elif not flows:

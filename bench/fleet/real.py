@@ -110,7 +110,7 @@ class Virtually:
         self._jobs.append(job)
         self._engine.take(job)
 
-    def _hear(self, job: Job, tokens: float, flows: bool = False) -> None:
+    def _hear(self, job: Job, tokens: float, flows: float = 0.0) -> None:
         job.hears(tokens, self._world.now, flows)
 
     def _ended(self, job: Job) -> None:

@@ -101,7 +101,7 @@ class Recorded:
             brought = min(rate * seconds, one.left)
             one.left -= brought
             if brought:
-                self._hear(one.job, brought, flows=True)
+                self._hear(one.job, brought, flows=seconds)
         if reader is not None:
             reader.unread = max(reader.unread - reading * seconds, 0.0)
             reader.unread = 0.0 if reader.unread < NEARLY else reader.unread

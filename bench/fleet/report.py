@@ -11,7 +11,7 @@ from outrider.bench.fleet.tally import Sums, percentile
 COLUMNS = (
     "requests/s", "asked", "tok/s", "good tok/s", "first token p50", "p99", "queued p50", "p99", "targets busy",
 )  # fmt: skip
-SMOOTH, AROUND = 5, 30
+SMOOTH, AROUND = 10, 30
 # The fleet is whole again where so many seconds in a row bring this share of what it brought before.
 WHOLE = 0.95
 
@@ -27,8 +27,8 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
     return "\n".join(lines)
 
 
-def losses(outcome: Outcome, loss: Loss) -> str:
-    """What the loss cost."""
+def losses(outcome: Outcome, loss: Loss, without: Outcome | None = None) -> str:
+    """What the loss cost; `without` it the same traffic brought that."""
     tally, found, at = outcome.tally, outcome.sums, int(loss.at)
     before = sum(tally.tokens[second] for second in range(at - 15, at)) / 15
     seconds = len(tally.looks) - 1
@@ -39,13 +39,25 @@ def losses(outcome: Outcome, loss: Loss) -> str:
     waiting = max(look.waiting for look in tally.looks[at:]) if tally.looks[at:] else 0
     broken = [job for job in tally.jobs if job.broken]
     waits = [_queued(outcome, begin, begin + AROUND) for begin in (at - AROUND, at)]
+    missing = f" {_missing(outcome, without, at)}" if without is not None else ""
     return (
         f"lost at {loss.at:g} s: {before:.0f} tok/s before, {lowest:.0f} at the lowest ({SMOOTH} s), {again};"
-        f" at most {waiting} waited.\n"
+        f" at most {waiting} waited.{missing}\n"
         f"{found.broken} requests broken off, {sum(job.is_over for job in broken)} of them complete by the end;"
         f" longest gap p50 {found.gaps[0]:.1f} s, p99 {found.gaps[1]:.1f} s, longest {found.gaps[2]:.1f} s.\n"
         f"Asked in the {AROUND} s before it and after: first token p99 {waits[0][1]:.1f} and {waits[1][1]:.1f} s;"
         f" queued over a second {waits[0][0]} and {waits[1][0]} requests."
+    )
+
+
+def _missing(outcome: Outcome, without: Outcome, at: int) -> str:
+    """What was not said in the time after, of what would have been."""
+    spans = [sum(one.tally.tokens[second] for second in range(at, at + AROUND)) for one in (outcome, without)]
+    end = len(outcome.tally.looks) - 1
+    whole = [sum(one.tally.tokens[second] for second in range(at, end)) for one in (outcome, without)]
+    return (
+        f"Of what the same traffic brings without: {spans[0] / spans[1]:.0%} in the {AROUND} s after,"
+        f" {whole[0] / whole[1]:.0%} until the end."
     )
 
 

@@ -19,9 +19,9 @@ from outrider.protocol.sampling import SamplingParams
 
 
 class Hear(Protocol):
-    """`flows`: a part of a stream, and no chunk."""
+    """`flows`: no chunk, but what came in so many seconds."""
 
-    def __call__(self, job: Job, tokens: float, flows: bool = False) -> None: ...
+    def __call__(self, job: Job, tokens: float, flows: float = 0.0) -> None: ...
 
 
 def hardware(fleet: Fleet, profile: Profile) -> Hardware:

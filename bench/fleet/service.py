@@ -56,7 +56,7 @@ def _pace(
 ) -> tuple[Pace, tuple[Tuning, ...]]:
     world, rng, told = World(), random.Random(f"service {at_once}"), [0.0]
 
-    def hear(job: Job, tokens: float, flows: bool = False) -> None:
+    def hear(job: Job, tokens: float, flows: float = 0.0) -> None:
         job.told += tokens
         told[0] += tokens
 

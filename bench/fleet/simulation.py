@@ -81,7 +81,7 @@ class Simulation:
     def _answered(self, job: Job) -> None:
         self._crowd.answered(job)
 
-    def _hear(self, job: Job, tokens: float, flows: bool = False) -> None:
+    def _hear(self, job: Job, tokens: float, flows: float = 0.0) -> None:
         self._tally.hears(job, tokens, self._world.now, flows)
 
     def _look(self) -> None:

@@ -27,8 +27,14 @@ class Tally:
     looks: list[Look] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
 
-    def hears(self, job: Job, tokens: float, now: float, flows: bool) -> None:
+    def hears(self, job: Job, tokens: float, now: float, flows: float) -> None:
+        """What flowed is shared out over its seconds."""
         job.hears(tokens, now, flows)
+        begin = now - flows
+        while flows and int(begin) < int(now):
+            part = tokens * (int(begin) + 1 - begin) / (now - begin)
+            self.tokens[int(begin)] += part
+            tokens, begin = tokens - part, float(int(begin) + 1)
         self.tokens[int(now)] += tokens
 
 
