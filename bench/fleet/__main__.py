@@ -86,11 +86,12 @@ def _one(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
     outcome = Simulation(fleet, traffic, options.rounds, loss).run(WARM_UP * traffic.seconds, shown)
     screen.clear()
     print(table({f"{traffic.rate:g}": outcome}))
+    without = None
     if loss is not None:
         without = None if options.rounds else Simulation(fleet, traffic, False).run(WARM_UP * traffic.seconds)
         print(losses(outcome, loss, without))
     if options.picture:
-        picture.over_time(outcome, loss, options.picture)
+        picture.over_time(outcome, loss, options.picture, without)
     _write(options.out, [outcome])
 
 

@@ -10,15 +10,17 @@ from outrider.bench.fleet.plan import Loss
 from outrider.bench.fleet.simulation import Outcome
 from outrider.bench.fleet.tally import smooth
 
-DPI, SMOOTH = 80, 3
+DPI, SMOOTH = 80, 7
 
 
-def over_time(outcome: Outcome, loss: Loss | None, path: Path) -> None:
-    """Tokens a second above, requests and engines below."""
+def over_time(outcome: Outcome, loss: Loss | None, path: Path, without: Outcome | None = None) -> None:
+    """Tokens a second above, beside what the same traffic brought `without` the loss; requests and engines below."""
     figure = picture.figure(8.0, 4.6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     looks = outcome.tally.looks
     seconds = len(looks) - 1
+    if without is not None:
+        above.plot(range(seconds), smooth(without.tally, seconds, SMOOTH), color="0.7", label="without the loss")
     above.plot(range(seconds), smooth(outcome.tally, seconds, SMOOTH), color="C0", label="tokens a second")
     below.plot(range(len(looks)), [look.running for look in looks], color="C2", label="requests running")
     below.plot(range(len(looks)), [look.waiting for look in looks], color="C3", label="waiting")

@@ -8,7 +8,7 @@ from outrider.orchestrator.settings import BRANCHES, DRAFT_TOKENS
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.profile import Profile
 
-ROUTINGS = ("power-of-two", "sessions")
+ROUTINGS = ("power-of-two", "least", "sessions")
 LOSSES = ("zone", "drafters")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.fleet.engine import Engine, Machinery
-from outrider.bench.fleet.gate import Gate, PowerOfTwo, Sessions
+from outrider.bench.fleet.gate import Gate, Least, PowerOfTwo, Router, Sessions
 from outrider.bench.fleet.job import Job
 from outrider.bench.fleet.plan import Fleet, Loss, Traffic
 from outrider.bench.fleet.recorded import Recorded
@@ -34,8 +34,10 @@ class Simulation:
     def __init__(self, fleet: Fleet, traffic: Traffic, real: bool, loss: Loss | None = None) -> None:
         self._fleet, self._traffic, self._real = fleet, traffic, real
         self._world, self._tally = World(), Tally()
-        router = PowerOfTwo(traffic.seed) if fleet.routing == "power-of-two" else Sessions()
-        self._gate = Gate(self._world, router, fleet.ongoing)
+        routers: dict[str, Router] = {
+            "power-of-two": PowerOfTwo(traffic.seed), "least": Least(), "sessions": Sessions()
+        }  # fmt: skip
+        self._gate = Gate(self._world, routers[fleet.routing], fleet.ongoing)
         self._gone: list[Engine] = []
         self._numbers = 0
         for number in range(fleet.engines):

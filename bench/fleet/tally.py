@@ -93,8 +93,9 @@ def _is_good(job: Job) -> bool:
 
 
 def smooth(tally: Tally, seconds: int, over: int) -> Sequence[float]:
-    """Tokens a second, each the mean of so many seconds around."""
-    return [
-        sum(tally.tokens.get(near, 0.0) for near in range(second - over // 2, second - over // 2 + over)) / over
-        for second in range(seconds)
-    ]
+    """Tokens a second, each the mean of so many seconds around, as far as there are."""
+    found = []
+    for second in range(seconds):
+        near = range(max(second - over // 2, 0), min(second - over // 2 + over, seconds))
+        found.append(sum(tally.tokens.get(one, 0.0) for one in near) / len(near))
+    return found

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.bench.fleet import service
 from outrider.bench.fleet.engine import Engine
-from outrider.bench.fleet.gate import Gate, PowerOfTwo, Sessions
+from outrider.bench.fleet.gate import Gate, Least, PowerOfTwo, Router, Sessions
 from outrider.bench.fleet.job import Job
 from outrider.bench.fleet.plan import Fleet, Loss, Scaling, Sizes, Traffic
 from outrider.bench.fleet.report import difference, losses, table
@@ -54,7 +54,7 @@ class Deaf:
     def regain_drafters(self) -> None: ...
 
 
-def gate(world: World, router: PowerOfTwo | Sessions, engines: int, ongoing: int = 2) -> Gate:
+def gate(world: World, router: Router, engines: int, ongoing: int = 2) -> Gate:
     made = Gate(world, router, ongoing)
     for number in range(engines):
         engine = Engine(number, 0, 1, world, lambda job: None)
@@ -113,9 +113,10 @@ def test_drafters_that_are_spread_stand_in_all_zones() -> None:
     assert [FLEET.drafters_in(zone, 1) for zone in range(3)] == [0, 2, 0]
 
 
-def test_of_two_engines_the_one_with_less_to_do_is_chosen() -> None:
+@pytest.mark.parametrize("router", [PowerOfTwo(0), Least()])
+def test_of_two_engines_the_one_with_less_to_do_is_chosen(router: Router) -> None:
     world = World()
-    made = gate(world, PowerOfTwo(0), 2)
+    made = gate(world, router, 2)
     for number in range(4):
         made.take(job(f"j{number}"))
     assert [engine.load for engine in made.engines] == [2, 2]
