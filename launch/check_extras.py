@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
-from urllib.parse import urlsplit
-from urllib.request import Request, url2pathname, urlopen
+from urllib.request import Request, urlopen
 
 ROOT = Path(__file__).parents[1]
 # Runs pip as it would be on the machine that the first argument tells of.
@@ -69,10 +70,18 @@ PLATFORMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What pip would install, by name and address; `fault`: why it would not."""
+class Package:
+    """`digest`: SHA-256 of the file there; "" where it is this checkout."""
 
-    packages: Mapping[str, str]
+    address: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What pip would install, by name; `fault`: why it would not."""
+
+    packages: Mapping[str, Package]
     fault: str = ""
 
 
@@ -85,11 +94,22 @@ def resolve(extra: str, platform: Platform, python: str) -> Found:
         where = ["--target", folder, "--report", str(report)]
         said = [sys.executable, "-c", PIP, json.dumps(platform.markers(python)), "install", "--dry-run", "--quiet"]
         said += [*where, "--only-binary=:all:", "--python-version", python, "--implementation", "cp", *tags, what]
-        done = subprocess.run(said, capture_output=True, text=True, check=False)
+        done = subprocess.run(said, capture_output=True, text=True, check=False, env=public())
         if done.returncode != 0:
             return Found({}, done.stderr.strip().splitlines()[-1])
         installs = json.loads(report.read_text(encoding="utf-8"))["install"]
-    return Found({one["metadata"]["name"]: one["download_info"]["url"] for one in installs})
+    return Found({one["metadata"]["name"]: _package(one["download_info"]) for one in installs})
+
+
+def public() -> dict[str, str]:
+    """This environment without indexes of this machine's own: everybody has to find what is named here."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")}
+    return {**kept, "PIP_CONFIG_FILE": os.devnull}
+
+
+def _package(download: Mapping[str, Any]) -> Package:
+    digest = download.get("archive_info", {}).get("hashes", {}).get("sha256", "")
+    return Package(download["url"], digest)
 
 
 def megabytes(addresses: Sequence[str]) -> float:
@@ -99,9 +119,8 @@ def megabytes(addresses: Sequence[str]) -> float:
 
 
 def _size(address: str) -> int:
-    if address.startswith("file:"):
-        file = Path(url2pathname(urlsplit(address).path))
-        return file.stat().st_size if file.is_file() else 0  # else it is this checkout
+    if not address.startswith("http"):  # this checkout
+        return 0
     try:
         with urlopen(Request(address, method="HEAD"), timeout=30) as answer:
             return int(answer.headers.get("Content-Length", 0))
@@ -125,7 +144,7 @@ def _cell(found: Found, core: Found | None) -> str:
     if found.fault:
         return "no"
     known = core.packages if core is not None else {}
-    brought = [address for name, address in found.packages.items() if name not in known]
+    brought = [package.address for name, package in found.packages.items() if name not in known]
     return f"{len(brought)}, {megabytes(brought):.0f} MB"
 
 

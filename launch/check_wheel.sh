@@ -65,18 +65,23 @@ install_extras() {
     "$folder/empty/bin/python" -m pip install --quiet "$(echo "$folder"/dist/*.whl)[cpu,serve,bench]"
 }
 
-# refused COMMAND... WORDS: it ends with one sentence that has these words.
+# refused WORDS COMMAND...: it ends with one sentence that has these words.
 refused() {
-    local words="${!#}" said
-    if said="$("${@:1:$#-1}" 2>&1)"; then return 1; fi
+    local words="$1" said
+    shift
+    if said="$("$@" 2>&1)"; then return 1; fi
     echo "$said"
     [ "$(echo "$said" | wc -l)" = 1 ] && case "$said" in *"$words"*) ;; *) return 1 ;; esac
 }
 
 told_what_is_missing() {
-    refused outrider serve "pip install 'outrider[serve]', or --no-http"
-    refused outrider bench "pip install 'outrider[bench]'"
-    if [ "$(uname -s)" = Linux ]; then refused outrider generate --prompt x "pip install 'outrider[cpu]'"; fi
+    refused "pip install 'outrider[serve]', or --no-http" outrider serve
+    if [ "$(uname -s)" = Linux ]; then
+        refused "pip install 'outrider[cpu]'" outrider generate --prompt x
+        refused "pip install 'outrider[cpu]'" outrider bench
+    else
+        refused "pip install 'outrider[bench]'" outrider bench
+    fi
 }
 
 # A user's directory: its files are named like our rooms and end whoever imports them.

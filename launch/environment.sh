@@ -75,7 +75,7 @@ install_all() {
     if [ ! -x "$python" ] || ! is_new_enough "$python"; then make_venv; fi
     install_project "[$1]"
     printf '%s\n' "$wanted" >"$stamp"
-    if [ "$1" = test ]; then printf '%s\n' "$wanted" >"$venv/.outrider-installed-serve,cpu"; fi
+    case "$1" in test*) printf '%s\n' "$wanted" >"$venv/.outrider-installed-serve,cpu" ;; esac
 }
 
 # For programs that run MLX in their own process; the workers of a cluster get it from the orchestrator.

@@ -20,7 +20,7 @@ from outrider.orchestrator.cli.parser import Parser
 from outrider.orchestrator.cli.screen import say
 from outrider.orchestrator.machine.mlx_library import require_mlx
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import InvalidRequest, OutriderError
 
 COMMANDS = {
     "generate": "complete a prompt",
@@ -78,11 +78,18 @@ def run_as_program() -> int:
 def _chosen(given: list[str]) -> int:
     if not given or given[0] not in COMMANDS:
         return _without_command(given)
+    name = f"outrider {given[0]}"
+    if given[0] in PROGRAMS or given[0] in MEASURING:
+        try:
+            require_mlx()
+        except InvalidRequest as error:
+            say(f"{name}: {error}")
+            return error.exit_code
     if given[0] in PROGRAMS:
         _become(PROGRAMS[given[0]], given[1:])
     if given[0] in HOUSES:
         return int(module_of(given[0]).main(given[1:]))
-    return run(f"outrider {given[0]}", module_of(given[0]), given[1:])
+    return run(name, module_of(given[0]), given[1:])
 
 
 def module_of(command: str) -> ModuleType:
@@ -91,7 +98,6 @@ def module_of(command: str) -> ModuleType:
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:
-    require_mlx()
     command = python("-m", module, *arguments)
     os.execve(command[0], command, child_environment())
 

@@ -37,9 +37,17 @@ def whole_parser() -> argparse.ArgumentParser:
     for name, what in COMMANDS.items():
         command = commands.add_parser(name, help=what, description=what)
         module_of(name).add_flags(command)
-        for action in command._actions:
-            _tell(action)
+    _tell_of(parser)
     return parser
+
+
+def _tell_of(parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                _tell_of(inner)
+        else:
+            _tell(action)
 
 
 def _tell(action: argparse.Action) -> None:

@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main
 from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.events import Admit, Began, Committed, Ended
+from outrider.orchestrator.machine import mlx_library
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, PACKAGE
 from outrider.protocol.certificate import Report
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
@@ -64,6 +67,15 @@ def become(monkeypatch):
 def test_a_program_of_another_room_is_handed_its_arguments(run, become, command):
     assert run(command, "--help")[0] == 99
     assert become[0][-3:] == ["-m", PROGRAMS[command], "--help"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's package brings its library")
+@pytest.mark.parametrize("command", ["convert", "bench", "doctor", "completion"])
+def test_without_mlx_s_library_the_remedy_is_told_before_anything_imports_it(run, monkeypatch, command):
+    monkeypatch.setattr(mlx_library, "LIBRARY", Path("lib", "libnone.so"))
+    code, out, err = run(command, *(["bash"] if command == "completion" else []))
+    assert (code, out) == (InvalidRequest.exit_code, "") and err.count("\n") == 1
+    assert err.startswith(f"outrider {command}: MLX has nothing") and "pip install 'outrider[cpu]'" in err
 
 
 def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folder, endpoint):

@@ -19,6 +19,7 @@ CASES = {
     "outrider worker dr": {"draft"},
     "outrider completion ": {"bash", "zsh", "fish"},
     "outrider convert --mlx": {"--mlx-out"},
+    "outrider fleet sta": {"status"},
     "outrider verify --model somew": {"somewhere/"},
 }
 BASH = """

@@ -1,0 +1,75 @@
+"""What is packaged beyond the wheel: the container file, the formula, the workflows and the page that tells of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from outrider.orchestrator.cli import http_flags, serve
+from outrider.orchestrator.cli.parser import Parser
+from outrider.protocol.errors import InvalidRequest
+
+ROOT = Path(__file__).parents[2]
+CONTAINER = (ROOT / "packaging/Containerfile").read_text(encoding="utf-8")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def test_the_page_tells_of_every_extra_that_is_for_users():
+    told = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(told) == set(EXTRAS) - {"test", "load"}
+
+
+@pytest.mark.parametrize("extra", ["cpu", "cuda", "cuda13"])
+def test_mlx_on_linux_is_chosen_and_elsewhere_nothing_is(extra):
+    (needed,) = EXTRAS[extra]
+    assert re.fullmatch(r"mlx\[\w+\]; sys_platform == 'linux'", needed)
+
+
+def test_the_container_serves_to_other_machines_as_nobody_special(monkeypatch):
+    monkeypatch.delenv(http_flags.KEY_VARIABLE, raising=False)
+    begins = ast.literal_eval(re.search(r"^ENTRYPOINT (\[.*\])$", CONTAINER, re.MULTILINE).group(1))
+    assert begins[:2] == ["outrider", "serve"]
+    parser = Parser(prog="x")
+    serve.add_flags(parser)
+    with pytest.raises(InvalidRequest, match="OUTRIDER_API_KEY"):
+        http_flags.settings_of(parser.parse(begins[2:]))
+    monkeypatch.setenv(http_flags.KEY_VARIABLE, "a-key")
+    settings = http_flags.settings_of(parser.parse(begins[2:]))
+    assert (settings.host, f"EXPOSE {settings.port}" in CONTAINER) == ("0.0.0.0", True)
+    assert f":{settings.port}/health" in CONTAINER
+    assert CONTAINER.rfind("USER 10001") > CONTAINER.rfind("FROM ")
+
+
+def test_what_the_container_is_built_of_is_not_left_out():
+    """All rooms, and no folder that makes no part of the wheel."""
+    lines = (ROOT / "packaging/Containerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    rooms = {path.name for path in (ROOT / "outrider").iterdir() if path.is_symlink()} | {"outrider"}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode != 0:
+        pytest.skip("this is no checkout")
+    folders = {name.partition("/")[0] for name in tracked.stdout.splitlines() if "/" in name}
+    assert {name for name in folders - set(lines) if not name.startswith(".")} == rooms
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_of_others_are_held_to_a_commit_and_no_workflow_may_write_by_itself(workflow):
+    text = workflow.read_text(encoding="utf-8")
+    used = re.findall(r"uses: (\S+)", text)
+    assert used and all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}|\./\S+", one) for one in used)
+    assert "\npermissions:\n  contents: read\n" in text
+    called = set(re.findall(r"(launch/\w+\.\w+|packaging/homebrew/\w+\.py|\.ci/run)", text))
+    assert all((ROOT / name).is_file() for name in called)
+
+
+def test_the_formula_has_a_digest_for_all_that_it_fetches():
+    formula = (ROOT / "packaging/homebrew/outrider.rb").read_text(encoding="utf-8")
+    fetched = re.findall(r'url "(\S+)"(?:, using: :nounzip)?\n\s+sha256 "([0-9a-f]{64})"', formula)
+    assert len(fetched) == formula.count("url ") > 30 and "$" not in re.sub(r"#\{.*?\}", "", formula)
+    names = set(re.findall(r'resource "(\S+)" do', formula))
+    assert {"mlx", "mlx-metal", "mlx-lm", "pyzmq", "coremltools", "fastapi", "shtab"} <= names
