@@ -19,7 +19,7 @@ from outrider.drafting.fan_out import FanOut, Wish, ranks
 from outrider.protocol.fields import Halves
 from outrider.protocol.messages import Beside, Branch
 from outrider.protocol.sparse import SparseQ
-from outrider.protocol.trees import spine
+from outrider.protocol.trees import DraftTree, spine
 
 Result = TypeVar("Result")
 Steps = Generator[TreeFeed, list[int], Result]
@@ -69,6 +69,10 @@ class Continuation:
     q: SparseQ | None = None
     parents: tuple[int, ...] = ()
     odds: tuple[float, ...] = ()
+
+    @property
+    def tree(self) -> DraftTree:
+        return DraftTree(self.chain, self.parents, self.odds)
 
     @property
     def line(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outrider.orchestrator.kv_room import KvRoom
-from outrider.protocol.heads import DRAFT_MODEL
+from outrider.protocol.heads import DRAFT_MODEL, JOINT
 from outrider.protocol.logprobs import Logprobs, joined
 from outrider.protocol.messages import RoundRecord, Timings, WorkerStats
 from outrider.protocol.origins import Origin
@@ -44,7 +44,7 @@ class Admit:
     @property
     def takes_workers(self) -> bool:
         """Whether draft workers may draft for it."""
-        return self.mode != "ar" and self.drafter in ("", DRAFT_MODEL)
+        return self.mode != "ar" and (not self.drafter or DRAFT_MODEL in self.drafter.split(JOINT))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ DRAFT_MODEL = "draft"
 """Names the draft model among drafters, in a process of its own or in the target's."""
 NGRAM = "ngram"
 """Names what is copied from the text."""
+JOINT = "+"
+"""Between the names of two whose drafts are verified as one tree: draft workers, and one of the target's process."""
 _SAME = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -48,6 +50,11 @@ def own_head(config: Mapping[str, Any]) -> tuple[str, ...]:
     """
     count = _text(config).get("num_hidden_layers")
     return ("mtp.", "model.mtp_layers.", *([f"model.layers.{count}."] if count else []))
+
+
+def is_joint(drafter: str) -> bool:
+    """Whether this names two who draft for one tree."""
+    return JOINT in drafter
 
 
 def names_of(kinds: Iterable[str]) -> tuple[str, ...]:

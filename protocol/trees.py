@@ -76,6 +76,31 @@ def spine(parents: Sequence[int]) -> list[int]:
     return path
 
 
+@dataclass(frozen=True, slots=True)
+class United:
+    """A tree and what another has beyond it; `places[i]`: where the other's node i stands now, None: nowhere."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    places: tuple[int | None, ...]
+
+
+def united(first: DraftTree, other: DraftTree, most: int) -> United:
+    """All of the first, then what it has not of the other, `most` nodes at most. Both may be chains without parents."""
+    tokens, parents = list(first.tokens), list(first.parents or line(len(first.tokens)))
+    known = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
+    places: list[int | None] = []
+    for token, above in zip(other.tokens, other.parents or line(len(other.tokens)), strict=True):
+        parent = ROOT if above == ROOT else places[above]
+        node = known.get((parent, token)) if parent is not None else None
+        if node is None and parent is not None and len(tokens) < most:
+            node = known[parent, token] = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+        places.append(node)
+    return United(tuple(tokens), tuple(parents), tuple(places))
+
+
 def fault(tokens: Sequence[int], parents: Sequence[int]) -> str:
     """What is wrong with a tree, in words; "": nothing is."""
     if not parents:

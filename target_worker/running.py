@@ -16,10 +16,11 @@ from outrider.engine.slots import Slot
 from outrider.engine.verify import Ask, Verdict
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.fields import MAX_CHAIN
 from outrider.protocol.guard import named_errors
 from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
 from outrider.protocol.sparse import SparseQ, one_hot
-from outrider.protocol.trees import spine
+from outrider.protocol.trees import DraftTree, spine, united
 from outrider.target_worker.colocated import Part, Turn, propose
 from outrider.target_worker.telling import Ear
 
@@ -44,12 +45,12 @@ class Running:
     """A request on this target.
 
     `asked` is what a VERIFY wants of it; `onward` the prepared chain that it goes on with, and its parents. `going_on`:
-    it decodes by itself until told otherwise, `draft` tokens of the own `drafter` a round, and beside them what is
-    likelier than `least`, for `room` tokens more. `drafters` open each own drafter's part, which reads the text when it
-    is first wanted. `ready`: when its next round could begin, seconds. `ended`: it came to an end token or its room
-    while going on; `over`: it was closed. `awaits`: who reads what its prompt begins with; `cached` tokens of that it
-    did not read. `offered`: a prefill worker may read it, and is waited for. `ear` hears what drafters elsewhere are to
-    be told.
+    it decodes by itself until told otherwise. `draft` tokens of the own `drafter` are wanted a round, or in the one
+    that was asked for, and beside them what is likelier than `least`, while there is `room` for so many. `drafters`
+    open each own drafter's part, which reads the text when it is first wanted. `ready`: when its next round could
+    begin, seconds. `ended`: it came to an end token or its room while going on; `over`: it was closed. `awaits`: who
+    reads what its prompt begins with; `cached` tokens of that it did not read. `offered`: a prefill worker may read it,
+    and is waited for. `ear` hears what drafters elsewhere are to be told.
     """
 
     slot: Slot
@@ -120,8 +121,11 @@ class Running:
     def next_ask(self) -> Ask:
         """What it verifies in its next round; an own drafter has drafted it (`draft_together`)."""
         asked = self.asked
-        if self.going_on and self.draft:
+        if self.draft and (self.going_on or asked is not None):
             proposed, _ = self._own_proposal()
+            if asked is not None and asked.chain and self.takes_trees:
+                both = united(proposed.tree, DraftTree(asked.chain, asked.parents), MAX_CHAIN)
+                return Ask(self.slot, both.tokens, parents=both.parents)
             return Ask(self.slot, proposed.chain, proposed.q, proposed.parents)
         if asked is not None:
             return Ask(self.slot, asked.chain, _drawn_from(asked), asked.parents)
@@ -186,7 +190,8 @@ class Running:
     @property
     def drafts(self) -> bool:
         """Whether its own drafter is to draft for its next round."""
-        return self.has_next and self.going_on and self.draft > 0 and self._proposed is None
+        wanted = self.draft > 0 and (self.going_on or self.asked is not None)
+        return self.has_next and wanted and self._proposed is None
 
     def turn(self) -> Turn:
         """What its own drafter is to draft; the first time that one reads the text for it."""

@@ -87,7 +87,8 @@ class Sums:
         self.misses_at.update([] if entry.missed is None else [entry.missed])
         self.after_misses.update([] if entry.missed is None or entry.late else [entry.source])
         if entry.drafter:
-            self.held_of[entry.drafter] += sum(origin is not Origin.COPIED for origin in by)
+            others = (Origin.COPIED, Origin.PREPARED) if entry.source is Source.HEAD else (Origin.COPIED,)
+            self.held_of[entry.drafter] += sum(origin not in others for origin in by)
         self.held_by.update(by)
         self.late += entry.late
         self.copied += entry.source is Source.NGRAM

@@ -90,7 +90,7 @@ class Dispatch:
                 going_on=proposal.going_on,
                 draft=proposal.draft,
                 drafter=proposal.drafter if proposal.draft else "",
-                room=growth(request, self.workers.target_context) if proposal.going_on else 0,
+                room=growth(request, self.workers.target_context) if proposal.going_on or proposal.draft else 0,
                 parents=proposal.parents,
                 least=proposal.least,
             )

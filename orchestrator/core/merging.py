@@ -68,6 +68,22 @@ def merged(
     return replace(branch, chain=tree.tokens, parents=tree.parents, by=tree.by, copied=copied)
 
 
+def beside_own(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:
+    """As much of `copy` as pays beside `depth` tokens that a drafter of the target's process has yet to say.
+
+    They are taken to be right independently of each other, and a token that both say costs one row.
+    """
+    own, copies, row = estimates.holding(drafter), estimates.copied(copy.matched), estimates.row_ms()
+    reach, gain, best, count = 1.0, 0.0, 0.0, 0
+    for place in range(len(copy.chain)):
+        reach *= copies.rate(place)
+        both = reach * own.reach(place) if place < depth else 0.0
+        gain += reach - both - estimates.tokens_per_ms() * row * (1.0 - both)
+        if gain > best:
+            best, count = gain, place + 1
+    return copy.chain[:count]
+
+
 def _after(ngrams: NgramIndex, branch: Proposal, committed: tuple[int, ...], longest: int) -> Copy:
     """What the text says comes after the branch."""
     return Copy() if ngrams.is_empty else ngrams.lookup(longest - len(branch.chain), (*committed, *branch.chain))

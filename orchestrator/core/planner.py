@@ -20,7 +20,7 @@ from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
 from outrider.protocol.abilities import OwnDrafter
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.heads import DRAFT_MODEL, NGRAM
+from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
 from outrider.protocol.messages import Branches, Drafted, Outcome, Span
 
 
@@ -95,7 +95,8 @@ class Planner:
         """Draft workers go before the drafters of the target's process where nobody is named, these before n-grams."""
         depth, branches = self._depth(admit), self._branches(admit, means.workers)
         if admit.mode == "ar" or means.workers:
-            return Plan(admit.mode, depth, branches), []
+            joint = admit.mode == "ssd" and is_joint(admit.drafter) and means.others
+            return Plan(admit.mode, depth, branches, means.others[0] if joint else ""), []
         if means.others:
             return Plan("sd", depth, branches, means.others[0]), []
         if self._settings.ngrams:
@@ -176,7 +177,7 @@ class Planner:
                 estimates.saw_chain(len(proposal.own), along)
             elif proposal.chain and outcome.drafting is not None:
                 drafting_ms = _milliseconds(outcome.drafting)
-                estimates.saw_own(proposal.drafter, len(proposal.line), along, drafting_ms)
+                estimates.saw_own(proposal.drafter, len(proposal.own), along, drafting_ms)
         if proposal.lookup is Lookup.HIT:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
@@ -222,8 +223,9 @@ class Planner:
         others = tuple(one.name for one in own if one.name not in left_out)
         others += (NGRAM,) if self._settings.ngrams and (own or admit.drafter == NGRAM) else ()
         if admit.drafter:
-            others = tuple(name for name in others if name == admit.drafter)
-            workers = workers if admit.drafter == DRAFT_MODEL else 0
+            named = admit.drafter.split(JOINT)
+            others = tuple(name for name in others if name in named)
+            workers = workers if DRAFT_MODEL in named else 0
         return Means(workers, others)
 
     @property

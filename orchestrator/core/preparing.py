@@ -14,8 +14,9 @@ from outrider.orchestrator.core.request import Request
 
 
 def may_prepare(request: Request) -> bool:
-    """Where nobody waits. A residual q would travel twice."""
-    return request.mode == "ssd" and not request.waiting and not request.admit.sampling.is_residual
+    """Where nobody waits, nor drafts beside it. A residual q would travel twice."""
+    ahead = request.mode == "ssd" and not request.unites
+    return ahead and not request.waiting and not request.admit.sampling.is_residual
 
 
 def prepared(request: Request, proposer: Proposer, context: int) -> Iterator[tuple[tuple[int, ...], Proposal]]:

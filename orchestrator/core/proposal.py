@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import takewhile
 
+from outrider.protocol.fields import MAX_CHAIN
 from outrider.protocol.messages import Outcome
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
-from outrider.protocol.trees import ROOT, depths, spine
+from outrider.protocol.trees import ROOT, DraftTree, depths, spine, united
 
 
 class Source(Enum):
@@ -58,8 +59,8 @@ class Proposal:
     The last `copied` tokens are from the text, those before may be a `drafter`'s. `q`: what the chain was drawn from,
     None where nothing was drawn. `going_on`: the target goes on by itself after it, plainly or, `draft` tokens a round,
     with its own drafter, whose chain comes with the outcome; with tokens beside it that hold with a probability of more
-    than `least`. With `parents` the tokens are a tree, and `by` tells where
-    each is from.
+    than `least`. With `draft` and without `going_on` that is so for one round, and the tokens stand beside that chain.
+    With `parents` the tokens are a tree; `by` tells where each is from, if not all are from one place.
     """
 
     chain: tuple[int, ...] = ()
@@ -84,7 +85,7 @@ class Proposal:
         """The nodes of the drafter's chain."""
         if not self.by:
             return range(len(self.chain) - self.copied)
-        return [node for node, origin in enumerate(self.by) if origin not in (Origin.COPIED, Origin.GUESSED)]
+        return [node for node, origin in enumerate(self.by) if origin is self.origin]
 
     @property
     def depth(self) -> int:
@@ -105,13 +106,18 @@ class Proposal:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(nodes, self.own, strict=False)))
 
     def settled(self, outcome: Outcome) -> Proposal:
-        """With the chain that was verified, which only the target knew if it drafted for itself."""
+        """With what was verified, which only the target knew where it drafted: that, and what was told beside it."""
         if not self.draft:
             return self
-        chain, parents = outcome.drafted or (), outcome.drafted_parents
-        first = set(spine(parents))
-        by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(parents)))
-        return replace(self, chain=chain, parents=parents, by=by)
+        own = DraftTree(outcome.drafted or (), outcome.drafted_parents)
+        first = set(spine(own.parents)) if own.parents else range(len(own.tokens))
+        by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(own.tokens)))
+        if not self.chain:
+            return replace(self, chain=own.tokens, parents=own.parents, by=by if own.parents else ())
+        both = united(own, DraftTree(self.chain, self.parents), MAX_CHAIN)
+        beside = {place: origin for place, origin in zip(both.places, self.by, strict=True) if place is not None}
+        by += tuple(beside[node] for node in range(len(own.tokens), len(both.tokens)))
+        return replace(self, chain=both.tokens, parents=both.parents, by=by)
 
     def again(self) -> Proposal:
         """The round after, which the target makes by itself."""

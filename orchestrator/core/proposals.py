@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.copies import best_tail, copied, filled, longest_copy
+from outrider.orchestrator.core.copies import Tail, best_tail, copied, filled, longest_copy
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
-from outrider.orchestrator.core.merging import merged, worth_telling
+from outrider.orchestrator.core.merging import beside_own, merged, worth_telling
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.speculation_cache import Prepared
@@ -54,6 +54,8 @@ class Proposer:
         if room < 1:
             return Proposal()
         if request.mode == "ssd" and request.drafters:
+            if request.unites:
+                return self._union(request, committed, room)
             return self.serve(request, committed, room, now_ns)
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         drafter = request.plan.drafter
@@ -63,10 +65,30 @@ class Proposer:
         if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest, drafter):
             return copied(tail)
         if drafter:
-            source = Source.HEAD if self.estimates.is_head(drafter) else Source.DRAFTER
-            least = worth_telling(self.estimates, request.takes_trees)
-            return Proposal(source=source, going_on=True, draft=request.depth, drafter=drafter, least=least)
+            copy = self._beside_own(request, room)
+            return self._own(request, copied(Tail(copy))) if copy else replace(self._own(request), going_on=True)
         return Ask(longest)
+
+    def _own(self, request: Request, beside: Proposal | None = None) -> Proposal:
+        """What the plan's drafter in the target's process is to say, and what stands `beside` it."""
+        drafter, told = request.plan.drafter, beside or Proposal()
+        source = Source.HEAD if self.estimates.is_head(drafter) else Source.DRAFTER
+        least, by = worth_telling(self.estimates, request.takes_trees), told.origins(range(len(told.chain)))[:-1]
+        return replace(told, source=source, draft=request.depth, drafter=drafter, least=least, by=by, copied=0)
+
+    def _beside_own(self, request: Request, room: int) -> tuple[int, ...]:
+        """What the text says comes next, as far as that pays beside an own drafter's chain."""
+        if not request.takes_trees or request.ngrams.is_empty:
+            return ()
+        copy = longest_copy(request.ngrams, room)
+        return beside_own(self.estimates, copy, request.plan.drafter, min(request.depth, room))
+
+    def _union(self, request: Request, committed: tuple[int, ...], room: int) -> Proposal:
+        """A branch, if there is one, or a copy, beside what an own drafter will say; nobody is waited for."""
+        found = request.cache.lookup(committed)
+        if found is not None:
+            return self._own(request, self.branch(request, found, room))
+        return self._own(request, replace(copied(Tail(self._beside_own(request, room))), lookup=Lookup.MISS))
 
     def stays(self, request: Request, room: int) -> bool:
         """Whether a target that goes on by itself is to: not where what its drafter says can be copied for nothing, nor
@@ -77,6 +99,8 @@ class Proposer:
             return False
         if request.ngrams.is_empty or self._is_fixed(request) or room < 1:
             return True
+        if self._beside_own(request, room):
+            return False
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
 

@@ -189,6 +189,11 @@ class Request:
         return self.plan.mode
 
     @property
+    def unites(self) -> bool:
+        """Whether what is prepared for it elsewhere stands in one tree with what the target drafts for itself."""
+        return self.mode == "ssd" and bool(self.plan.drafter) and self.takes_trees
+
+    @property
     def depth(self) -> int:
         return self.plan.depth
 

@@ -20,7 +20,7 @@ from outrider.orchestrator.pair.vocabulary import fingerprint
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
 from outrider.protocol.errors import InvalidRequest, OtherModel
 from outrider.protocol.grammar import Grammar
-from outrider.protocol.heads import DRAFT_MODEL
+from outrider.protocol.heads import DRAFT_MODEL, is_joint
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import SamplingParams
 
@@ -123,10 +123,12 @@ class Admission:
         if asked.drafter and asked.drafter not in self._drafters:
             known = ", ".join(self._drafters) or "none: nobody drafts here"
             raise InvalidRequest(f"no drafter is called {asked.drafter!r} here; expected {known}")
-        if asked.drafter not in ("", DRAFT_MODEL) and asked.mode == "ssd":
+        if asked.drafter not in ("", DRAFT_MODEL) and asked.mode == "ssd" and not is_joint(asked.drafter):
             raise InvalidRequest(
                 f"mode ssd is for draft workers, and {asked.drafter} is none; expected mode sd or auto"
             )
+        if is_joint(asked.drafter) and asked.mode == "sd":
+            raise InvalidRequest(f"{asked.drafter} draft for one tree while one works ahead; expected mode ssd or auto")
         return asked.drafter
 
     def _check_same(self, asked: Generate) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from outrider.orchestrator.pair.model_files import read_json
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.heads import DRAFT_MODEL, NGRAM, OF_TARGET, head_kind, names_of
+from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, OF_TARGET, head_kind, names_of
 
 
 def kind_of(head: str | Path, target: str | Path) -> str | None:
@@ -30,6 +30,8 @@ def own_drafters(settings: ServeSettings) -> tuple[tuple[str, str], ...]:
 
 def drafters(settings: ServeSettings) -> tuple[str, ...]:
     """By which names a request may choose who drafts for it."""
+    own = names_of(kind for kind, _ in own_drafters(settings))
     worker = (DRAFT_MODEL,) if settings.has_draft_worker else ()
     copies = (NGRAM,) if settings.ngrams else ()
-    return (*worker, *names_of(kind for kind, _ in own_drafters(settings)), *copies)
+    joint = tuple(f"{DRAFT_MODEL}{JOINT}{name}" for name in own) if worker and settings.trees else ()
+    return (*worker, *own, *copies, *joint)

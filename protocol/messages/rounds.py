@@ -93,6 +93,10 @@ class Verify:
     is empty; with 0 by plain decoding. `drafter` is that one's name (`abilities.OwnDrafter`); empty: the first.
     `room` is then how many tokens the request may still grow by: the rounds end there, or with a token of Open's `eos`.
     `least` as in Commit, for that drafter.
+
+    With `draft` and without `going_on` that drafter drafts for this round alone, and `chain`, or a tree, stands beside
+    it: the target verifies all that the drafter says, then what that lacks of this (`trees.united`), 64 nodes at most.
+    `room` is told then, too.
     """
 
     request: RequestId
@@ -171,9 +175,9 @@ class Outcome:
     the next round unasked, by this prepared chain (`onward_parents`, if it is a tree), or with an empty one as Verify's
     `going_on` let it; None: it waits for Verify. `rows`: the tokens of its forward, those of other requests included.
     `peak_bytes`: the most memory MLX has held since the last request that began while no other ran. `drafted` is the
-    chain that the target's own drafter had proposed for this round (`drafted_parents`, if it is a tree), of which
-    `accepted` tokens hold, and `drafting` when it did; None: it was not asked to. `work` is the verify alone.
-    `logprobs`: those of the tokens that it makes final, if the request asked for them.
+    chain that the target's own drafter had proposed for this round (`drafted_parents`, if it is a tree), and `drafting`
+    when it did; None: it was not asked to. What held is of that and what Verify had beside it. `work` is the verify
+    alone. `logprobs`: those of the tokens that it makes final, if the request asked for them.
     """
 
     request: RequestId

@@ -16,6 +16,8 @@ from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.drafter import Drafter, DrawingDrafter, TokenTree
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.heads.ahead import AheadHead
+from outrider.drafting.heads.drafter import HeadDrafter
+from outrider.drafting.heads.head import Head
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
@@ -24,12 +26,14 @@ from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import ORCHESTRATOR, Trace
 from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
-from outrider.protocol.abilities import Abilities, OwnDrafter
+from outrider.protocol import abilities as abilities_of
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.colocated import Colocated
-from outrider.target_worker.own_drafters import OwnDrafters
+from outrider.target_worker.own_drafters import OwnDrafter, OwnDrafters
+from outrider.target_worker.own_head import ColocatedHead
 from outrider.target_worker.telling import Teller
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers
@@ -145,15 +149,17 @@ class Cluster(HonestWorkers):
         colocated: LoadedModel | None = None,
         kv_memory: int = 0,
         trees: bool = False,
+        head: Head | None = None,
     ) -> None:
-        """`colocated`: what the target drafts with by itself. `kv_memory`: bytes that each worker may keep texts in.
+        """`colocated`: what the target drafts with by itself; `head`: a head that does. `kv_memory`: bytes that each
+        worker may keep texts in.
 
         `trees`: of drafts, where the target verifies them.
         """
         self._trees = trees
         self._model, self._clock, self._schedule = target, clock, schedule
         self._rng = random.Random(seed)
-        self._own, self._kv_memory, self._policy = colocated, kv_memory, policy
+        self._own, self._own_head, self._kv_memory, self._policy = colocated, head, kv_memory, policy
         self._head = drafter.head if isinstance(drafter, AheadHead) else None
         self.target = self._new_target()
         self._watched: WatchedDrafter | None = None
@@ -178,7 +184,12 @@ class Cluster(HonestWorkers):
 
     def _new_target(self) -> TargetWorker:
         self._target_link = self._new_link("target-0")
-        own = OwnDrafters({"draft": Colocated(MlxDrafter(self._own))} if self._own is not None else {})
+        found: dict[str, OwnDrafter] = {}
+        if self._own is not None:
+            found["draft"] = Colocated(MlxDrafter(self._own))
+        if self._own_head is not None:
+            found["head"] = ColocatedHead(HeadDrafter(self._own_head, self._model.vocab_size))
+        own = OwnDrafters(found)
         teller = Teller(self._head, "features") if self._head is not None else None
         return TargetWorker(self._target_link, self._model, own=own, teller=teller)  # type: ignore[arg-type]
 
@@ -197,7 +208,8 @@ class Cluster(HonestWorkers):
 
     @property
     def target_abilities(self) -> Abilities:
-        own = (OwnDrafter("draft"),) if self._own is not None else ()
+        own = (abilities_of.OwnDrafter("draft"),) if self._own is not None else ()
+        own += (abilities_of.OwnDrafter("head", is_head=True),) if self._own_head is not None else ()
         trees = self._trees and self.target.verifies_trees
         return replace(abilities(self._model), drafters=own, trees=trees)
 
@@ -234,6 +246,7 @@ class Cluster(HonestWorkers):
         mode: str = "ssd",
         eos: frozenset[int] = frozenset(),
         said: Sequence[int] = (),
+        drafter: str = "",
     ) -> Run:
         """`said`: the text's first tokens, which another cluster has made."""
         self._told, self._verifies, self._tokens, self._recorder.sources = [], [], list(prompt), {}
@@ -241,7 +254,7 @@ class Cluster(HonestWorkers):
         self._serial += 1
         if self._watched is not None:
             self._watched.trees.clear()
-        admit = Admit(f"r{self._serial}", tuple(prompt), sampling, mode, eos, said=tuple(said))
+        admit = Admit(f"r{self._serial}", tuple(prompt), sampling, mode, eos, said=tuple(said), drafter=drafter)
         self.rounds.begin(admit, self._clock())
         for _ in range(100 * sampling.max_tokens + 1000):
             if not self.rounds.active:

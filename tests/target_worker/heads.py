@@ -71,6 +71,14 @@ def token_head(target: LoadedModel) -> Eagle3:
     return _built(weights, target, ids, norm_before_residual=True)
 
 
+def blurred_head(target: LoadedModel, by: float = 0.05) -> Eagle3:
+    """`token_head` with an output layer that is a little wrong."""
+    head = token_head(target)
+    layer = head.lm_head
+    layer.weight = layer.weight + by * mx.random.normal(layer.weight.shape, key=mx.random.key(3))
+    return head
+
+
 def feature_head(target: LoadedModel) -> Eagle3:
     """The most likely token after the most likely one, by the target's row alone."""
     return _built(_feature_weights(target), target, np.arange(KNOWN))

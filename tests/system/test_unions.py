@@ -1,0 +1,120 @@
+"""One tree of what an own head says, the branches of a drafter elsewhere and copies: the text is the target's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from outrider.drafting.heads.head import Head
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import DraftTree, United, united
+from tests.system.cluster import AMPLE, MIXED, Cluster, Run
+from tests.system.links import VirtualClock
+from tests.target_worker.block_heads import block_head
+from tests.target_worker.heads import blurred_head, markov_llama, random_head, token_head
+
+LENGTH, HEAD, BOTH = 28, "head", "draft+head"
+PROMPT = [40, 41, 42, 7, 8] * 4
+Alone = Callable[[float], list[int]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+@pytest.fixture(scope="module")
+def alone(target: LoadedModel) -> Alone:
+    return cache(lambda temp: Cluster(target, None, VirtualClock()).run(PROMPT, sampling(temp), "ar").tokens)
+
+
+@pytest.fixture(scope="module")
+def blurred(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """The target with an output layer that is a little wrong."""
+    model = markov_llama(tmp_path_factory.mktemp("blurred"))
+    layer = model.model.lm_head
+    layer.weight = layer.weight + 0.05 * mx.random.normal(layer.weight.shape, key=mx.random.key(5))
+    return model
+
+
+def sampling(temp: float) -> SamplingParams:
+    return SamplingParams(max_tokens=LENGTH, temp=temp, seed=3 if temp else None)
+
+
+def run(
+    target: LoadedModel,
+    head: Head,
+    temp: float,
+    mode: str,
+    drafter: str,
+    draft: LoadedModel | None = None,
+    **other: Any,
+) -> Run:
+    ahead = MlxDrafter(draft or target) if drafter != HEAD else None
+    settings = {"schedule": MIXED, "trees": True, **other}
+    cluster = Cluster(target, ahead, VirtualClock(), head=head, **settings)
+    return cluster.run(PROMPT, sampling(temp), mode, drafter=drafter)
+
+
+def held(found: Run) -> Counter[str]:
+    return Counter({tally.name: tally.count for tally in found.timings.draft_n_accepted_from})
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize(("mode", "drafter"), [("sd", HEAD), ("ssd", BOTH)])
+@pytest.mark.parametrize("made", [token_head, random_head, block_head])
+def test_the_text_is_the_targets_own(
+    target: LoadedModel, alone: Alone, made: Callable[[LoadedModel], Head], mode: str, drafter: str, temp: float
+) -> None:
+    found = run(target, made(target), temp, mode, drafter)
+    assert found.tokens == alone(temp)
+    assert sum(held(found).values()) == found.timings.draft_n_accepted
+    assert found.traced == held(found)
+
+
+@pytest.fixture
+def rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what is told and merged does not hang on how quick this machine is."""
+    monkeypatch.setattr(Estimates, "row_ms", lambda self: 1e-6)
+    monkeypatch.setattr(Estimates, "verify_ms", lambda self, rows: 1.0 + 1e-6 * rows)
+
+
+@pytest.mark.usefixtures("rows_are_cheap")
+def test_a_tree_of_a_head_brings_more_than_its_chain(target: LoadedModel) -> None:
+    """One that is often wrong at first, and right at second sight."""
+    rounds = {
+        trees: sum(
+            run(target, blurred_head(target), 0.8, "sd", HEAD, trees=trees, ngrams=False, depth=d).timings.rounds
+            for d in (2, 3)
+        )
+        for trees in (False, True)
+    }
+    assert rounds[True] < 0.9 * rounds[False], rounds
+
+
+@pytest.mark.usefixtures("rows_are_cheap")
+def test_a_union_brings_more_than_either(target: LoadedModel, blurred: LoadedModel) -> None:
+    rounds: Counter[str] = Counter()
+    found: Counter[str] = Counter()
+    for temp, depth in ((0.0, 2), (0.0, 3), (0.8, 3)):
+        for mode, drafter in (("sd", HEAD), ("ssd", "draft"), ("ssd", BOTH)):
+            one = run(target, blurred_head(target), temp, mode, drafter, blurred, schedule=AMPLE, depth=depth)
+            rounds[drafter] += one.timings.rounds
+            found += held(one) if drafter == BOTH else Counter()
+    assert rounds[BOTH] < 0.95 * min(rounds[HEAD], rounds["draft"]), rounds
+    assert min(found[name] for name in ("head", "prepared", "guessed", "copied")) > 0, found
+
+
+def test_two_trees_are_one_without_what_both_have() -> None:
+    first = DraftTree((1, 2, 3), (-1, 0, 0))
+    assert united(first, DraftTree((1, 3, 4)), 9) == United((1, 2, 3, 4), (-1, 0, 0, 2), (0, 2, 3))
+    assert united(DraftTree(), first, 9) == United((1, 2, 3), (-1, 0, 0), (0, 1, 2))
+    assert united(DraftTree((7, 8)), first, 3) == United((7, 8, 1), (-1, 0, -1), (2, None, None))
