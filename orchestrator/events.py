@@ -26,7 +26,7 @@ class Admit:
 
     `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server. `origins`, `rounds`:
     tell them. `said`: the text's first tokens, which another server has made. `drafter`: the only one to draft, if it
-    is named.
+    is named. `code`: its prompt looks like a program.
     """
 
     request: str
@@ -40,6 +40,7 @@ class Admit:
     rounds: bool = False
     said: tuple[int, ...] = ()
     drafter: str = ""
+    code: bool = False
 
     @property
     def takes_workers(self) -> bool:

@@ -62,6 +62,11 @@ def run(options: argparse.Namespace) -> int:
     settings = ServeSettings(**flags.settings_of(options))
     sampling = SamplingParams(max_tokens=1 << 20, temp=options.temp, seed=7, ignore_eos=True)
     pair = choose_pair(settings)
+    if pair.settings.drafts_by_head:
+        raise InvalidRequest(
+            f"tune can't take {pair.settings.draft_backend} heads apart, which draft by what the target has just read;"
+            " expected --head PATH beside a draft model, which tune measures in real rounds, or auto, which learns"
+        )
     if settings.colocate:
         raise InvalidRequest("tune probes a drafter that works beside the target; leave colocate out")
     if not pair.settings.has_draft_worker:

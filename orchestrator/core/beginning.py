@@ -24,7 +24,7 @@ def begun(admit: Admit, workers: Workers, planner: Planner, room: CacheRoom, now
         admit = replace(admit, mode="ar")
     drafters = workers.drafters() if admit.takes_workers else set()
     tokens = [*admit.tokens, *admit.said]
-    kind = kind_of(tokens, admit.sampling.grammar is not None)
+    kind = kind_of(tokens, admit.sampling.grammar is not None, admit.code)
     plan, notes = planner.first_plan(admit, len(drafters), kind)
     return Request(
         admit,

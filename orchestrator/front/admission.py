@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from outrider.grammar.checking import check
 from outrider.grammar.vocabulary import vocabulary_of
 from outrider.orchestrator.events import Admit
+from outrider.orchestrator.front.looks import NEWEST, is_code
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.kv_room import KvRoom, in_mb
 from outrider.orchestrator.pair.heads import drafters
@@ -88,11 +89,12 @@ class Admission:
         eos = frozenset() if sampling.ignore_eos else self._text.codec.eos
         if sampling.grammar is not None:
             self._check_grammar(sampling.grammar)
+        mode = self._mode(asked.mode)
         admit = Admit(
             request=key,
             tokens=tokens,
             sampling=sampling,
-            mode=self._mode(asked.mode),
+            mode=mode,
             eos=eos,
             num_draft_tokens=asked.num_draft_tokens or self._settings.num_draft_tokens,
             branches=asked.branches or self._settings.branches,
@@ -100,6 +102,7 @@ class Admission:
             rounds=asked.rounds,
             said=said,
             drafter=self._drafter(asked),
+            code=mode == "auto" and is_code(self._text.codec.decode(tokens[-NEWEST:])),
         )
         text = TextStream(self._text.codec, tokens, sampling.stop, eos)
         return Accepted(admit, text, notes, _ended(admit, text))

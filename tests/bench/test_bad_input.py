@@ -90,6 +90,14 @@ def test_tune_without_a_draft_model_says_so(capsys: Captured, backend: str) -> N
     assert f"tune probes a draft model; expected another backend than {backend}" in said
 
 
+@pytest.mark.parametrize("place", ["target", "draft-worker"])
+def test_tune_of_a_head_alone_says_that_it_cannot(capsys: Captured, tmp_path: Path, place: str) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    given = ("--draft-backend", "eagle3", "--draft-model", str(tmp_path), "--head-in", place)
+    code, said = complaint(capsys, "tune", *given)
+    assert code == InvalidRequest.exit_code and "tune can't take eagle3 heads apart" in said
+
+
 def test_tune_for_a_model_that_is_not_there(capsys: Captured) -> None:
     assert complaint(capsys, "tune", "--model", "/no/such")[0] == ModelError.exit_code
 

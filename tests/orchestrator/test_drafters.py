@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from outrider.bench import prompts
 from outrider.orchestrator.core.controller import Controller
 from outrider.orchestrator.core.drift import SILENT_ROUNDS, TOKENS, Drift
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.forecasts import Plan
-from outrider.orchestrator.core.kinds import FREE, HELD, REPEATING, kind_of
+from outrider.orchestrator.core.kinds import CODE, FREE, HELD, REPEATING, kind_of
 from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.tuning import Choice, load, write
 from outrider.orchestrator.events import Admit
+from outrider.orchestrator.front.looks import is_code
 from outrider.protocol.abilities import OwnDrafter
 from outrider.protocol.sampling import SamplingParams
 
@@ -128,6 +130,13 @@ def test_a_text_that_repeats_itself_or_is_held_is_of_its_own_kind() -> None:
     assert kind_of([1, 2] * 4, held=False) == FREE  # too short to tell
     assert kind_of([*range(40)] * 2 + [*range(100, 700)], held=False) == FREE  # the newest count
     assert kind_of(range(100), held=True) == HELD
+    assert [kind_of(text, held=False, code=True) for text in (range(9), [1, 2] * 40)] == [CODE, REPEATING]
+
+
+def test_the_benchs_code_looks_like_code_and_its_prose_does_not() -> None:
+    looks = {kind: {is_code(prompt.text) for prompt in prompts.load(kind)} for kind in ("code", "prose", "json")}
+    assert looks == {"code": {True}, "prose": {False}, "json": {True}}
+    assert not is_code("f(x)")
 
 
 def test_who_drafts_best_is_learned_by_kind_of_text_and_remembered() -> None:

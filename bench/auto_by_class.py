@@ -1,0 +1,166 @@
+"""`auto` over several drafters by class of text, in arithmetic: the real planner, rounds of known luck, no model.
+
+    python -m outrider.bench.auto_by_class                 # each class told as the server tells it
+    python -m outrider.bench.auto_by_class --wrong 0.1     # a tenth of code taken for prose, and the other way
+    python -m outrider.bench.auto_by_class --wrong 0.5     # as if nothing told them apart
+
+200 requests of 256 tokens, the classes in random order; what a drafter's token is worth depends on the class. Rates are
+over the best single way of each class at its best K, which knows the class. The second half of the requests counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+
+from outrider.bench.contest.statistics import bootstrap
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.core.forecasts import DEPTHS, Plan
+from outrider.orchestrator.core.kinds import CODE, FREE, HELD, REPEATING
+from outrider.orchestrator.core.ngram import Copy
+from outrider.orchestrator.core.planner import Planner
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.events import Admit
+from outrider.protocol.abilities import OwnDrafter
+from outrider.protocol.heads import NGRAM
+from outrider.protocol.sampling import SamplingParams
+
+WORKER, ONE, OTHER = "", "eagle3", "mtp"
+# How often a token of each drafter's holds, by class; what a text says comes next is asked as well.
+HOLDS = {
+    "code": {WORKER: 0.6, ONE: 0.85, OTHER: 0.45, NGRAM: 0.3},
+    "prose": {WORKER: 0.55, ONE: 0.35, OTHER: 0.8, NGRAM: 0.05},
+    "repeated": {WORKER: 0.6, ONE: 0.5, OTHER: 0.5, NGRAM: 0.85},
+    "json": {WORKER: 0.85, ONE: 0.7, OTHER: 0.5, NGRAM: 0.4},
+}
+KINDS = {"code": CODE, "prose": FREE, "repeated": REPEATING, "json": HELD}
+STEP_MS = {WORKER: 1.9, ONE: 1.0, OTHER: 1.0, NGRAM: 0.0}
+FORWARD_MS, ROW_MS, PLAIN_MS, LINK_MS, TURNAROUND_MS, HITS, COPIED = 9.5, 0.7, 10.0, 0.3, 0.3, 0.8, 6
+
+
+def verify_ms(rows: int) -> float:
+    return FORWARD_MS + ROW_MS * rows
+
+
+@dataclass(slots=True)
+class Machine:
+    """Makes rounds; `planner` None: teaches nobody."""
+
+    rng: random.Random
+    planner: Planner | None = None
+
+    def round(self, kind: str, plan: Plan) -> tuple[int, float]:
+        """A round of this plan in a text of this class: its tokens, and how long it took."""
+        if plan.mode == "ar":
+            return 1, PLAIN_MS
+        depth = COPIED if plan.drafter == NGRAM else plan.depth
+        held = self._held(HOLDS[kind][plan.drafter], depth)
+        took_ms, hit = verify_ms(depth + 1), plan.mode == "ssd" and self.rng.random() < HITS
+        drafting_ms = depth * STEP_MS[plan.drafter]
+        link_ms = 0.0 if plan.drafter else LINK_MS
+        self._teach(kind, plan, depth, held, hit, took_ms)
+        return held + 1, took_ms + (TURNAROUND_MS if hit else drafting_ms + link_ms)
+
+    def _held(self, chance: float, depth: int) -> int:
+        return next((place for place in range(depth) if self.rng.random() >= chance), depth)
+
+    def _teach(self, kind: str, plan: Plan, depth: int, held: int, hit: bool, took_ms: float) -> None:
+        if self.planner is None:
+            return
+        estimates = self.planner.estimates
+        estimates.saw_verify(depth + 1, took_ms)
+        copied = self._held(HOLDS[kind][NGRAM], COPIED)
+        estimates.saw_copy(Copy((1,) * COPIED, 3), (1,) * copied + (0,))
+        if plan.drafter == NGRAM:
+            return
+        if plan.drafter:
+            estimates.saw_own(plan.drafter, depth, held, depth * STEP_MS[plan.drafter])
+            return
+        estimates.saw_chain(depth, held)
+        estimates.saw_draft(depth, depth * STEP_MS[WORKER])
+        estimates.saw_link(LINK_MS)
+        if plan.mode == "ssd":
+            estimates.saw_lookup(hit, plan.branches)
+            estimates.saw_depth(plan.branches, STEP_MS[WORKER])
+
+
+def best_of(kind: str) -> float:
+    """Tokens a millisecond of the best way of a class."""
+    plans = [Plan("ar", 1), Plan("sd", COPIED, 16, NGRAM)]
+    plans += [Plan(mode, depth, 16, who) for mode, who in _ways() for depth in DEPTHS]
+    return max(_rate(kind, plan) for plan in plans)
+
+
+def _ways() -> Iterator[tuple[str, str]]:
+    yield "ssd", WORKER
+    for who in (WORKER, ONE, OTHER):
+        yield "sd", who
+
+
+def _rate(kind: str, plan: Plan) -> float:
+    machine = Machine(random.Random(1))
+    rounds = [machine.round(kind, plan) for _ in range(4000)]
+    return sum(tokens for tokens, _ in rounds) / sum(ms for _, ms in rounds)
+
+
+def auto(seed: int, requests: int, tokens: int, wrong: float) -> dict[str, float]:
+    """Tokens a millisecond of each class, of the second half of the requests."""
+    rng = random.Random(seed)
+    own = (OwnDrafter(ONE, is_head=True, agreement=0.6), OwnDrafter(OTHER, is_head=True, agreement=0.6))
+    planner = Planner(RoundSettings(8, 16), own=lambda: own)
+    machine = Machine(rng, planner)
+    admit = Admit("r", (1, 2), SamplingParams(), "auto", frozenset())
+    made: defaultdict[str, int] = defaultdict(int)
+    spent: defaultdict[str, float] = defaultdict(float)
+    for number in range(requests):
+        kind = rng.choice(list(HOLDS))
+        said, took_ms = _text(planner, machine, admit, kind, tokens, _told(rng, kind, wrong))
+        if number >= requests // 2:
+            made[kind] += said
+            spent[kind] += took_ms
+    return {kind: made[kind] / spent[kind] for kind in made}
+
+
+def _told(rng: random.Random, kind: str, wrong: float) -> str:
+    """What the front takes a text of this class for."""
+    told = KINDS[kind]
+    if told not in (CODE, FREE) or rng.random() >= wrong:
+        return told
+    return FREE if told == CODE else CODE
+
+
+def _text(planner: Planner, machine: Machine, admit: Admit, kind: str, tokens: int, told: str) -> tuple[int, float]:
+    said, took_ms = 0, 0.0
+    controller = planner._controller(admit, planner._means(admit, 1), told)
+    while said < tokens:
+        plan = controller.plan()
+        brought, ms = machine.round(kind, plan)
+        if plan.mode == "ar":
+            planner.estimates.saw_plain(1, ms)
+        planner.estimates.saw_round(brought, ms)
+        controller.saw_round(plan, brought, ms)
+        said, took_ms = said + brought, took_ms + ms
+    return said, took_ms
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=6, metavar="N")
+    parser.add_argument("--requests", type=int, default=200, metavar="N")
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each request, default 256")
+    parser.add_argument("--wrong", type=float, default=0.0, metavar="P", help="how often code and prose are confused")
+
+
+def run(options: argparse.Namespace) -> int:
+    found = [auto(seed, options.requests, options.tokens, options.wrong) for seed in range(options.seeds)]
+    for kind in HOLDS:
+        best = best_of(kind)
+        print(f"{kind:9} auto / best {bootstrap([one[kind] / best for one in found], fmean)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())
