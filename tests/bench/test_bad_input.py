@@ -12,6 +12,7 @@ from outrider.bench.commands import tune
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core import tuning
 from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 Captured = pytest.CaptureFixture[str]
@@ -93,8 +94,9 @@ def test_tune_without_a_draft_model_says_so(capsys: Captured, backend: str) -> N
 @pytest.mark.parametrize("place", ["target", "draft-worker"])
 def test_tune_of_a_head_alone_says_that_it_cannot(capsys: Captured, tmp_path: Path, place: str) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
-    given = ("--draft-backend", "eagle3", "--draft-model", str(tmp_path), "--head-in", place)
-    code, said = complaint(capsys, "tune", *given)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    given = ("--model", str(EMBEDDED_TARGET), "--draft-backend", "eagle3", "--draft-model", str(tmp_path))
+    code, said = complaint(capsys, "tune", *given, "--head-in", place)
     assert code == InvalidRequest.exit_code and "tune can't take eagle3 heads apart" in said
 
 
