@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from outrider.bench.embedded import mixed_tokens
@@ -25,13 +27,13 @@ from outrider.bench.fleet_failures.fleet import running
 from outrider.bench.fleet_failures.hosts import hosts
 from outrider.bench.fleet_failures.reader import Wanted
 from outrider.bench.fleet_failures.report import Row, row, table
-from outrider.bench.fleet_failures.rows import Text, strike
-from outrider.bench.fleet_failures.victims import PROXY, VICTIMS
+from outrider.bench.fleet_failures.rows import Struck, Text, strike
+from outrider.bench.fleet_failures.victims import PROXY, VICTIMS, Victim
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 
 COSTS = "costs"
@@ -58,12 +60,8 @@ def run(options: argparse.Namespace) -> int:
         screen.show("hosts and fleet are starting")
         there = stack.enter_context(hosts())
         fleet = stack.enter_context(running())
-        for victim in (one for one in VICTIMS if one.name in rows):
-            blows = []
-            for number in range(repeats):
-                screen.show(f"{victim.name}: {number + 1} of {repeats}")
-                blows.append(strike(there, fleet, victim, texts))
-            found.append(row(victim.name, blows))
+        for victim in sorted((one for one in VICTIMS if one.name in rows), key=lambda one: rows.index(one.name)):
+            found.append(struck(victim, repeats, partial(strike, there, fleet, victim, texts), screen))
             screen.clear()
             print(found[-1], flush=True)
         if COSTS in rows:
@@ -74,6 +72,18 @@ def run(options: argparse.Namespace) -> int:
         what = {"rows": [asdict(one) for one in found], "costs": [asdict(one) for one in told]}
         options.json.write_text(json.dumps(what, indent=1), encoding="utf-8")
     return int(any(one.missed for one in found) or any(one.missed for one in told))
+
+
+def struck(victim: Victim, repeats: int, blow: Callable[[], Struck], screen: Screen) -> Row:
+    """So many blows; with the first that the fleet does not come back from the row ends, and the others go on."""
+    blows: list[Struck] = []
+    try:
+        for number in range(repeats):
+            screen.show(f"{victim.name}: {number + 1} of {repeats}")
+            blows.append(blow())
+    except OutriderError as error:
+        return row(victim.name, blows, str(error))
+    return row(victim.name, blows)
 
 
 def chosen(names: str) -> list[str]:

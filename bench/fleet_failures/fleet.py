@@ -23,7 +23,7 @@ from outrider.protocol.messages import Stats
 
 NAME, GATES, PLACED = "failures", 2, 2
 DRAFTER = Drafter(on="other-host", needs=Resources(ane=1))
-ASK_SECONDS, PATIENCE, LOOK_SECONDS = 2.0, 300.0, 0.05
+ASK_SECONDS, PATIENCE, LOOK_SECONDS = 2.0, 180.0, 0.05
 
 
 @dataclass(frozen=True, slots=True)

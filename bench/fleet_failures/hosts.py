@@ -19,9 +19,12 @@ from typing import Any
 
 import psutil
 
+from outrider.target_worker.ranks.local import free_ports
+
 OFFERS: tuple[Mapping[str, float], ...] = ({"metal": 1}, {"metal": 1}, {"ane": 2}, {"ane": 2})
 """Beside the head."""
-HEAD = {"num_cpus": 2, "include_dashboard": False}
+PORTS = ("dashboard_agent_listen_port", "runtime_env_agent_port", "metrics_agent_port", "metrics_export_port")
+"""Given beforehand: for a port that is asked for when it starts a raylet waits fifteen seconds, and then ends."""
 HEAD_AWAY_SECONDS = 2.0
 """So long nobody is there in the head's place."""
 
@@ -52,7 +55,7 @@ class Hosts:
     def replaced(self, node: Any, offers: Mapping[str, float]) -> None:
         """Another host joins in the place of one that is lost."""
         self._cluster.remove_node(node, allow_graceful=False)
-        self._cluster.add_node(wait=False, num_cpus=1, resources=dict(offers))
+        self._cluster.add_node(wait=False, num_cpus=1, resources=dict(offers), **_ports())
 
     def head_again(self) -> None:
         """The head's process (GCS) is started again over what it wrote down."""
@@ -83,10 +86,10 @@ def hosts() -> Iterator[Hosts]:
         from ray.cluster_utils import Cluster
 
         logging.getLogger(serve.__name__).setLevel(logging.ERROR)
-        cluster = Cluster(initialize_head=True, head_node_args=HEAD)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **_ports()})
         try:
             for offers in OFFERS:
-                cluster.add_node(wait=False, num_cpus=1, resources=dict(offers))
+                cluster.add_node(wait=False, num_cpus=1, resources=dict(offers), **_ports())
             ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
             cluster.wait_for_nodes()
             yield Hosts(cluster)
@@ -109,6 +112,11 @@ def _settle(logs: Path, own: Path) -> None:
         "RAY_gcs_storage": "rocksdb",
         "RAY_gcs_storage_path": str(own / "gcs"),
     })  # fmt: skip
+
+
+def _ports() -> dict[str, int]:
+    """For a host's own processes, free a moment ago."""
+    return dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
 
 
 def _raylet(node: Any) -> psutil.Process:

@@ -16,7 +16,10 @@ ASKED_SECONDS = {"attached": 1.5}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Seconds. `waits` are all readers'; `errors` what they saw, each sentence once; `asked` of `p50`, if it is."""
+    """Seconds. `waits` are all readers'; `errors` what they saw, each sentence once; `asked` of `p50`, if it is.
+
+    `trouble`: why there is not more.
+    """
 
     name: str
     blows: int
@@ -30,20 +33,21 @@ class Row:
     errors: tuple[str, ...]
     waits: tuple[float, ...]
     asked: float | None
+    trouble: str = ""
 
     @property
     def missed(self) -> bool:
-        return self.differ > 0 or (self.asked is not None and not self.p50 <= self.asked)
+        return bool(self.trouble) or self.differ > 0 or (self.asked is not None and not self.p50 <= self.asked)
 
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.differ} of {self.texts} texts differ; next token after {self.p50:.2f} s (p50),"
             f" {self.p99:.2f} s (p99); {self.broken} errors; whole again after {_list(self.whole)}"
-            f"{'; MISSED' if self.missed else ''}"
+            f"{'; ' * bool(self.trouble)}{self.trouble}{'; MISSED' if self.missed else ''}"
         )
 
 
-def row(name: str, blows: Sequence[Struck]) -> Row:
+def row(name: str, blows: Sequence[Struck], trouble: str = "") -> Row:
     waits = tuple(wait for blow in blows for wait in blow.waits)
     errors = [error for blow in blows for error in blow.errors]
     p50, p99 = (float(np.percentile(waits, share)) if waits else float("nan") for share in (50, 99))
@@ -60,6 +64,7 @@ def row(name: str, blows: Sequence[Struck]) -> Row:
         errors=tuple(dict.fromkeys(errors)),
         waits=waits,
         asked=ASKED_SECONDS.get(name),
+        trouble=trouble,
     )
 
 
@@ -71,7 +76,7 @@ def table(rows: Sequence[Row], proxy: bool) -> str:
     for one in rows:
         lines.append(
             f"| {one.name} | {one.differ} of {one.texts} | {one.p50:.2f} / {one.p99:.2f} |"
-            f" {one.broken or 'none'} | {_list(one.whole)} |"
+            f" {one.broken or 'none'} | {one.trouble or _list(one.whole)} |"
         )
     if proxy:
         lines.append(f"| {PROXY} | | | there is none: each gate serves HTTP itself | |")

@@ -76,7 +76,9 @@ def test_a_row_says_what_differs_and_what_is_missed() -> None:
     fine = row("attached", [Struck((0.5, 0.7), 2, 0, (), 3.0)])
     late = row("attached", [Struck((1.6, 1.7), 2, 0, (), 3.0)])
     other = row("actor", [Struck((0.1,), 1, 0, (), 3.0), Struck((0.1,), 1, 1, ("gone", "gone"), 4.0)])
-    assert [one.missed for one in (fine, late, other)] == [False, True, True]
+    gone = row("node", [], "it does not come back")
+    assert [one.missed for one in (fine, late, other, gone)] == [False, True, True, True]
+    assert "it does not come back" in table([gone], False) and "it does not come back" in str(gone)
     assert other.errors == ("gone",) and other.broken == 2
     assert "| actor | 1 of 2 | 0.10 / 0.10 | 2 | 3.0, 4.0 |" in table([other], True)
 
