@@ -21,7 +21,7 @@ from models.training.recipe import PRESETS, Recipe, preset
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
 _OF_PAIRS = ("preset", "target_tokens", "draft_tokens")
-_OF_HEADS = ("target", "store", "text_tokens", "tokens", "length", "hidden", "vocab", "steps")
+_OF_HEADS = ("target", "store", "text_tokens", "tokens", "length", "hidden", "vocab", "steps", "rate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,6 +87,7 @@ def _head_recipe(options: argparse.Namespace) -> HeadRecipe:
         "text_tokens": options.text_tokens,
         "tokens": options.tokens,
         "length": options.length,
+        "rate": options.rate,
         "batch_tokens": options.batch_tokens,
     }
     return HeadRecipe(options.head, options.seed, **{name: value for name, value in asked.items() if value is not None})
@@ -124,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("--hidden", type=int, help="its width (the target's)")
     head.add_argument("--vocab", type=int, help="how many tokens it can say, the most frequent (the target's)")
     head.add_argument("--steps", type=int, help="tokens it learns to draft behind one another (4)")
+    head.add_argument("--rate", type=float, help="of learning, at its highest (0.0015)")
     return parser
 
 

@@ -68,14 +68,15 @@ class ServeSettings:
     drafts of several origins at once. `replay`: the script of the replay drafter. `simulate`: a latency profile that
     both workers keep to (docs/simulation.md).
     `draft_backend`: who drafts; mtp, a head that reads the target (`protocol.heads`), is in the model's own folder
-    unless `draft_model` names another; auto looks what `draft_model` is. `head_in`: the process that a head drafts in,
-    the target's or a draft worker, which is told the rows that it reads and works ahead. `head`: heads that draft in
-    the target's process beside whoever else does, "mtp" or "early-exit" for the model's own; one that can't be used is
-    done without. `draft_prefill`: who reads
-    prompts for a drafter on MLX (docs/coreml.md). `draft_device`: where draft workers on MLX compute; auto: where the
-    target does, cpu: beside a target on a GPU. `drafters`: so many processes draft and share a round's outcomes;
-    `branches` None: `BRANCHES` for each. `colocate`: the target drafts in its own process, in turn with verifying,
-    instead of a draft worker that works ahead. `shards`: so many ranks of the target on this machine, each with a part
+    unless `draft_model` names another, and comes along where neither is named; auto looks what `draft_model` is.
+    `head_in`: the process that a head drafts in, the target's or a draft worker, which is told the rows that it reads
+    and works ahead. `head`: heads that draft in the target's process beside whoever else does, "mtp" or "early-exit"
+    for the model's own, a kind that comes along for the embedded target's; one that can't be used is done without.
+    `draft_prefill`: who reads prompts for a drafter on MLX (docs/coreml.md). `draft_device`: where draft workers on MLX
+    compute; auto: where the target does, cpu: beside a target on a GPU.
+    `drafters`: so many processes draft and share a round's outcomes; `branches` None: `BRANCHES` for each.
+    `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft worker that works
+    ahead. `shards`: so many ranks of the target on this machine, each with a part
     of each layer.
     `await_target`: none is started; one that somebody else starts joins, from several machines maybe.
     `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
@@ -256,11 +257,7 @@ class ServeSettings:
             raise InvalidRequest(
                 "a head that reads the target keeps to no latency profile; expected simulate or a draft model"
             )
-        if self.draft_backend in OF_TARGET and self.model is None:
-            raise InvalidRequest(
-                f"draft_backend {self.draft_backend} is a model's own head; expected model, the original with that head"
-            )
-        if self.draft_backend not in OF_TARGET and self.draft_model is None:
+        if self.draft_backend not in OF_TARGET and self.model is not None and self.draft_model is None:
             raise InvalidRequest(
                 f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
                 " for this model"

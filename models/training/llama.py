@@ -39,11 +39,12 @@ class Attention(nn.Module):
 
         queries, keys, values = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
         queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
-        if before is not None:
+        if before is None:
+            mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        else:  # one token: heads that share keys stand as rows of one, so that these are read once
             keys, values = before.extend(keys, values)
-        mixed = functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=before is None, enable_gqa=True
-        )
+            shared = queries.reshape(batch, keys.shape[1], -1, self.head_dim)
+            mixed = functional.scaled_dot_product_attention(shared, keys, values).reshape(queries.shape)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 

@@ -134,4 +134,4 @@ def _optimizer(model: nn.Module) -> torch.optim.AdamW:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=_BETAS)
+    return torch.optim.AdamW(groups, betas=_BETAS, fused=True)

@@ -20,6 +20,8 @@ PACKAGE = Path(__file__).absolute().parents[2]
 """The package `outrider`: in a checkout its rooms are links to the folders beside it."""
 EMBEDDED_TARGET = (PACKAGE / "models" / "target").resolve()
 EMBEDDED_DRAFT = (PACKAGE / "models" / "draft").resolve()
+EMBEDDED_HEADS = (PACKAGE / "models" / "heads").resolve()
+"""A folder for each kind of head that comes with the embedded target."""
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
@@ -78,6 +80,11 @@ def embedded_pair() -> tuple[str, str]:
         if not (folder / "config.json").is_file():
             raise ModelError(f"the embedded pair is not at {folder}; name a model, or install from the repository")
     return str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT)
+
+
+def embedded_heads() -> dict[str, str]:
+    """The folders of the heads that come with the embedded target, by kind."""
+    return {file.parent.name: str(file.parent) for file in sorted(EMBEDDED_HEADS.glob("*/config.json"))}
 
 
 def read_json(path: Path) -> dict[str, Any]:

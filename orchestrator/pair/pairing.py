@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 
 from outrider.orchestrator.pair.chat import chat_template
 from outrider.orchestrator.pair.heads import kind_of
-from outrider.orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model, find_own_head
+from outrider.orchestrator.pair.model_files import (
+    EMBEDDED_TARGET,
+    ModelFiles,
+    embedded_heads,
+    embedded_pair,
+    find_model,
+    find_own_head,
+)
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.pair.vocabulary import require_same
 from outrider.orchestrator.settings import ServeSettings
@@ -50,7 +57,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     names = (settings.model, settings.draft_model)
     if settings.model is None:
         target, draft = embedded_pair()
-        names = (target, draft)
+        names = (target, _embedded_head(settings.draft_backend) if settings.drafts_by_head else draft)
     elif settings.draft_model is None and settings.draft_backend in ("mlx", "auto"):
         settings = replace(settings, draft_backend="ngram")
         if not settings.head:
@@ -90,6 +97,16 @@ def read_pair(pair: ChosenPair) -> PairText:
     return PairText(pair, codec, chat_template(pair.target.folder))
 
 
+def _embedded_head(kind: str) -> str:
+    shipped = embedded_heads()
+    if kind not in shipped:
+        raise ModelError(
+            f"no {kind} head comes with the embedded target; expected --draft-backend {' or '.join(shipped) or 'mlx'},"
+            " or --model and, unless the head is in its folder, --draft-model"
+        )
+    return shipped[kind]
+
+
 def _heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The folders of these heads, and a sentence for each that is none for this target, which ends nothing."""
     folders, left_out = [], []
@@ -102,7 +119,9 @@ def _heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[str, ...],
 
 
 def _head(name: str, target: ModelFiles) -> str:
-    """Its folder, or its kind, where it is the target's own."""
+    """Its folder, or its kind, where it is the target's own. A kind alone names the embedded target's."""
+    if target.folder == EMBEDDED_TARGET and name in (shipped := embedded_heads()):
+        return shipped[name]
     if name in OF_TARGET:
         find_own_head(target.name)
         return name

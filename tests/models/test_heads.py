@@ -22,7 +22,8 @@ from models.training.heads import foretold, kinds, pipeline  # noqa: E402
 from models.training.heads.learner import Subject  # noqa: E402
 from models.training.heads.store import Lesson  # noqa: E402
 from models.training.heads.target import read_target  # noqa: E402
-from models.training.loop import Loop  # noqa: E402
+from models.training.heads.writer import write  # noqa: E402
+from models.training.loop import Loop, autocast  # noqa: E402
 from outrider.drafting.heads import load as loading  # noqa: E402
 from outrider.drafting.heads.contexts import Contexts  # noqa: E402
 from outrider.drafting.heads.pairs import PairFeed, Pairs  # noqa: E402
@@ -114,6 +115,36 @@ def lesson_of(model: Any, taps: tuple[int, ...], length: int) -> Lesson:
     with torch.no_grad():
         rows = model.rows(tokens)
     return Lesson(tokens, torch.stack([rows[tap] for tap in taps], dim=2), tokens[..., None], torch.zeros(1, length, 1))
+
+
+def test_an_mtp_head_begins_as_the_last_layer(target: Path) -> None:
+    """What it makes of a row and a token is nearer to what the last layer reads than any one vector is."""
+    made, model = recipe("mtp"), read_target(target, CPU).float()
+    learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, {}))
+    lesson = lesson_of(model, made.taps(TINY), 60)
+    learner.begin(lesson)
+    assert torch.equal(learner.self_attn.q_proj.weight, model.layers[-1].self_attn.q_proj.weight)
+    with torch.no_grad():
+        wanted = model.rows(lesson.tokens)[-2][0, 1:]
+        made_up = learner.input_proj(learner._seen(learner.features(lesson, 59), lesson.tokens[:, 1:]))[0]
+    assert ((made_up - wanted) ** 2).sum() < 0.5 * ((wanted - wanted.mean(0)) ** 2).sum()
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_the_target_writes_what_it_would_say_reading_it(target: Path, temp: float) -> None:
+    """One token at a time from kept keys, all at once without: no token has much less chance than it drew."""
+    model, temps = read_target(target, CPU), torch.full((64,), temp)
+    windows = torch.zeros((64, 24), dtype=torch.int64)
+    write(model, windows, torch.ones(64, dtype=torch.int64), temps, torch.Generator().manual_seed(0))
+    with torch.no_grad(), autocast(CPU):
+        logits = model(windows)[:, :-1].float()
+    drawn = logits.gather(-1, windows[:, 1:, None])[..., 0]
+    if temp == 0:
+        assert (logits.max(dim=-1).values - drawn).max() < 0.2
+        return
+    log_probs = torch.log_softmax(logits / temp, dim=-1)
+    expected = (log_probs.exp() * log_probs).sum(-1)
+    assert abs((drawn / temp - torch.logsumexp(logits / temp, -1) - expected).mean()) < 0.1
 
 
 CHAINS = {

@@ -10,6 +10,7 @@ import pytest
 from outrider.orchestrator.pair.model_files import (
     EMBEDDED_DRAFT,
     EMBEDDED_TARGET,
+    embedded_heads,
     embedded_pair,
     find_model,
     find_own_head,
@@ -75,6 +76,19 @@ def test_without_a_name_the_embedded_pair_runs():
     assert embedded_pair() == (str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT))
     assert (pair.settings.model, pair.settings.draft_model) == embedded_pair()
     assert pair.settings.has_draft_worker and pair.notes == ()
+
+
+@pytest.mark.parametrize("kind", embedded_heads())
+def test_a_kind_of_head_alone_is_the_embedded_target_s(kind):
+    alone = choose_pair(ServeSettings(draft_backend=kind))
+    assert alone.settings.model == str(EMBEDDED_TARGET) and alone.settings.draft_model == embedded_heads()[kind]
+    assert choose_pair(ServeSettings(head=(kind,))).settings.head == (embedded_heads()[kind],)
+
+
+def test_a_kind_of_head_that_does_not_come_along_is_refused():
+    with pytest.raises(ModelError, match="no redrafter head comes with the embedded target; expected --draft-backend"):
+        choose_pair(ServeSettings(draft_backend="redrafter"))
+    assert choose_pair(ServeSettings(head=("early-exit",))).settings.head == ("early-exit",)
 
 
 def test_a_target_alone_drafts_from_its_text_and_says_so(model_folder):

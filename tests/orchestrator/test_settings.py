@@ -53,9 +53,8 @@ from outrider.protocol.errors import InvalidRequest
             for b in ("coreml", "replay", "ngram", "none")
         ),
         ({"head_in": "draft-worker"}, "is for heads that can work ahead, and draft_backend mlx is none"),
-        ({"draft_backend": "eagle3"}, "draft_backend eagle3 has no head to draft with; expected draft_model"),
+        ({"draft_backend": "eagle3", "model": "m"}, "eagle3 has no head to draft with; expected draft_model"),
         ({"draft_backend": "eagle3", "model": "m", "draft_model": "d", "mode": "ssd"}, "take turns in one process"),
-        ({"draft_backend": "mtp"}, "mtp is a model's own head; expected model"),
         ({"colocate": True, "simulate": Path("m.json")}, "colocate keeps to no latency profile"),
         ({"colocate": True, "mode": "ssd"}, "take turns in one process; expected mode sd, ar or auto"),
         ({"colocate": True, "model": "m"}, "no model to draft with; expected draft_model"),

@@ -50,6 +50,9 @@ class Learner(nn.Module, ABC):
     def published(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """config.json and tensors, in the layout that is read elsewhere."""
 
+    def begin(self, lesson: Lesson) -> None:
+        """Stand where these windows show that learning can begin; by default where it was drawn."""
+
     def know(self, subject: Subject) -> None:
         """Name its tokens."""
         names = torch.full((subject.model.shape.vocab,), -1, device=subject.ids.device)

@@ -15,8 +15,10 @@ from models.training.heads.chains import ChainAttention, ChainLearner, Known, Pl
 from models.training.heads.learner import Subject
 from models.training.heads.store import Lesson
 from models.training.llama import Mlp
+from models.training.loop import autocast
 
 _DECAY = 0.6
+_RIDGE = 0.01
 _PREFIX = "model.mtp_layers.0."
 
 
@@ -38,16 +40,34 @@ class Mtp(ChainLearner):
         self.know(subject)
         self.draw(seed)
 
+    @torch.no_grad()
+    def begin(self, lesson: Lesson) -> None:
+        """As the target's last layer, which sees what the row and token foretell best, linearly, of its own input."""
+        model, last = self._subject.model, self._subject.model.layers[-1]
+        for part in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
+            getattr(self, part).load_state_dict(last.get_submodule(part).state_dict())
+        self.final_layernorm.load_state_dict(model.norm.state_dict())
+        read = lesson.tokens[:, 1:]
+        with autocast(read.device):
+            entered = [model.embed_tokens(lesson.tokens), *model.rows(lesson.tokens)][-2]
+        seen = self._seen(self.features(lesson, read.shape[1]), read).flatten(0, 1)
+        shares, wanted = seen.T @ seen, seen.T @ entered[:, 1:].float().flatten(0, 1)
+        shares += _RIDGE * shares.diagonal().mean() * torch.eye(len(shares), device=shares.device)
+        self.input_proj.weight.copy_(torch.linalg.solve(shares, wanted).T)
+
     def features(self, lesson: Lesson, count: int) -> Tensor:
         normed: Tensor = self._subject.model.norm(lesson.rows[:, :count, -1].float())
         return normed
 
     def advance(self, features: Tensor, tokens: Tensor, place: Place, known: Known | None) -> tuple[Tensor, Known]:
-        embedded = self.token_layernorm(self._subject.model.embed_tokens(tokens).float())
-        x = self.input_proj(torch.cat((self.hidden_layernorm(features), embedded), dim=-1)).float()
+        x = self.input_proj(self._seen(features, tokens)).float()
         mixed, known = self.self_attn(self.input_layernorm(x), place, known)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), known
+
+    def _seen(self, features: Tensor, tokens: Tensor) -> Tensor:
+        embedded = self.token_layernorm(self._subject.model.embed_tokens(tokens).float())
+        return torch.cat((self.hidden_layernorm(features), embedded), dim=-1)
 
     def last(self, x: Tensor) -> Tensor:
         normed: Tensor = self.final_layernorm(x)

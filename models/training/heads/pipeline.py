@@ -38,6 +38,7 @@ from outrider.protocol.errors import ModelError
 log = logging.getLogger(__name__)
 
 _HELD_OUT_WINDOWS = 32
+_FIRST_WINDOWS = 64  # by which a head finds where to begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ def _make(made: Run, space: Workspace, folder: Path) -> None:
     kept.fill(made.recipe.parts, made.target, lambda part: made.prompts(made.text.train, part, made.recipe.part))
     subject = _subject(made, kept)
     learner = kinds.build(made.recipe, subject).to(made.device)
+    learner.begin(kept.lesson(np.arange(min(_FIRST_WINDOWS, kept.count)), made.device))
     loop = Loop(f"{made.recipe.kind} head", learner, made.recipe.phases, made.recipe.batch_tokens)
 
     def loss_of(draws: Draws) -> Tensor:

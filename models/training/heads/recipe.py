@@ -94,5 +94,7 @@ def check(recipe: HeadRecipe, target: Shape) -> None:
     for what, tokens in (("text", recipe.text_tokens), ("training", recipe.tokens)):
         if tokens < recipe.batch_tokens:
             raise InvalidRequest(f"expected at least a batch, {recipe.batch_tokens} tokens, of {what}, not {tokens}")
+    if not 0 < recipe.rate < 1:
+        raise InvalidRequest(f"the rate of learning must lie between 0 and 1, not {recipe.rate}")
     if recipe.batch_tokens < recipe.length:
         raise InvalidRequest(f"a batch must have at least a window, {recipe.length} tokens, not {recipe.batch_tokens}")

@@ -45,5 +45,6 @@ def write(model: Llama, windows: Tensor, given: Tensor, temps: Tensor, generator
 
 def _choose(logits: Tensor, temps: Tensor, generator: torch.Generator) -> Tensor:
     """argmax(logits + T * Gumbel noise): a draw at temperature T, the best token at 0."""
-    noise = torch.empty_like(logits).exponential_(generator=generator).log_().mul_(temps[:, None])
+    uniform = torch.rand(logits.shape, generator=generator, device=logits.device).clamp_(min=1e-30)
+    noise = uniform.log_().neg_().log_().mul_(temps[:, None])  # exponential_ takes ten times as long
     return logits.sub_(noise).argmax(dim=-1)

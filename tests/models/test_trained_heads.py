@@ -1,0 +1,90 @@
+"""The heads that ship with the embedded target: the text stays the target's own, and how much of theirs is accepted.
+
+A floor of acceptance is what tells of a bug: whatever else a head is fed or says wrongly, no text shows it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.bench.embedded import mixed_tokens
+from outrider.drafting.heads.drafter import HeadDrafter
+from outrider.drafting.heads.load import load as load_head
+from outrider.engine.loading import LoadedModel, load
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, embedded_heads
+from outrider.protocol.heads import head_kind
+from outrider.protocol.messages import Open, Outcome, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.own_drafters import OwnDrafters
+from outrider.target_worker.own_head import beside_target
+from outrider.target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, answered
+
+SHIPPED = {kind: Path(folder) for kind, folder in embedded_heads().items()}
+LENGTH, DEPTH, PROMPTS = 24, 3, 2
+FLOORS = {"mtp": {0.0: 0.99, 0.8: 0.35}}
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return load(EMBEDDED_TARGET)
+
+
+@cache
+def outcomes(target: LoadedModel, own: HeadDrafter | None, temp: float) -> list[Outcome]:
+    prompts = mixed_tokens(PROMPTS)
+    opens = [
+        Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n, ignore_eos=True))
+        for n, prompt in enumerate(prompts)
+    ]
+    link = FakeLink("target-0", deque(opens))
+    worker = TargetWorker(link, target, own=OwnDrafters({"own": beside_target(own)} if own else {}))  # type: ignore[arg-type]
+    answered(worker, link, ())
+    draft = DEPTH if own else 0
+    go = [Verify(o.request, 0, 1, len(o.tokens) + 1, (), going_on=True, draft=draft, room=LENGTH) for o in opens]
+    found = answered(worker, link, go)
+    assert all(isinstance(one, Outcome) for one in found), found
+    return found
+
+
+def said(found: list[Outcome]) -> list[list[int]]:
+    texts: dict[str, list[int]] = {}
+    for one in found:
+        texts.setdefault(one.request, []).extend([*(one.drafted or ())[: one.accepted], one.bonus])
+    return [texts[name][:LENGTH] for name in sorted(texts)]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_text_is_the_target_s_and_enough_is_accepted(target: LoadedModel, name: str) -> None:
+    folder = SHIPPED[name]
+    kind = head_kind(json.loads((folder / "config.json").read_text()), target.config)
+    assert kind is not None
+    own = load_head(kind, str(folder), target, lambda stage: None)
+    assert own.note == ""
+    for temp, floor in FLOORS[name].items():
+        found = outcomes(target, own, temp)
+        assert said(found) == said(outcomes(target, None, temp))
+        drafted = sum(len(one.drafted or ()) for one in found)
+        share = sum(one.accepted for one in found) / drafted
+        assert share > floor, (temp, share)
+
+
+def test_together_they_are_small_and_their_weights_are_numbers() -> None:
+    files = [path for folder in SHIPPED.values() for path in folder.iterdir()]
+    assert sum(path.stat().st_size for path in files) < 12_000_000
+    for path in files:
+        if path.suffix == ".safetensors":
+            assert all(mx.isfinite(value).all().item() for value in mx.load(str(path)).values())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_has_its_record(name: str) -> None:
+    record = json.loads((SHIPPED[name] / "training.json").read_text())
+    assert record["recipe"]["kind"] == name and record["held_out"]
