@@ -29,7 +29,7 @@ from tests.system.links import FakeLink, answered
 
 SHIPPED = {kind: Path(folder) for kind, folder in embedded_heads().items()}
 LENGTH, DEPTH, PROMPTS = 24, 3, 2
-FLOORS = {"mtp": {0.0: 0.99, 0.8: 0.35}}
+FLOORS = {"mtp": {0.0: 0.45, 0.8: 0.28}}
 
 
 @pytest.fixture(scope="module")
