@@ -1,4 +1,4 @@
-"""The heads that ship with the embedded target: the text stays the target's own, and how much of theirs is accepted.
+"""The heads that ship with the embedded target: how much of what they draft is accepted.
 
 A floor of acceptance is what tells of a bug: whatever else a head is fed or says wrongly, no text shows it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,8 +27,8 @@ from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 
 SHIPPED = {kind: Path(folder) for kind, folder in embedded_heads().items()}
-LENGTH, DEPTH, PROMPTS = 24, 3, 2
-FLOORS = {"mtp": {0.0: 0.45, 0.8: 0.28}}
+LENGTH, DEPTH, PROMPTS = 16, 3, 2
+FLOORS = {"mtp": {0.0: 0.45, 0.8: 0.4}}
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +36,23 @@ def target() -> LoadedModel:
     return load(EMBEDDED_TARGET)
 
 
-@cache
-def outcomes(target: LoadedModel, own: HeadDrafter | None, temp: float) -> list[Outcome]:
+def outcomes(target: LoadedModel, own: HeadDrafter, temp: float) -> list[Outcome]:
     prompts = mixed_tokens(PROMPTS)
     opens = [
         Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n, ignore_eos=True))
         for n, prompt in enumerate(prompts)
     ]
     link = FakeLink("target-0", deque(opens))
-    worker = TargetWorker(link, target, own=OwnDrafters({"own": beside_target(own)} if own else {}))  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, own=OwnDrafters({"own": beside_target(own)}))  # type: ignore[arg-type]
     answered(worker, link, ())
-    draft = DEPTH if own else 0
-    go = [Verify(o.request, 0, 1, len(o.tokens) + 1, (), going_on=True, draft=draft, room=LENGTH) for o in opens]
+    go = [Verify(o.request, 0, 1, len(o.tokens) + 1, (), going_on=True, draft=DEPTH, room=LENGTH) for o in opens]
     found = answered(worker, link, go)
     assert all(isinstance(one, Outcome) for one in found), found
     return found
 
 
-def said(found: list[Outcome]) -> list[list[int]]:
-    texts: dict[str, list[int]] = {}
-    for one in found:
-        texts.setdefault(one.request, []).extend([*(one.drafted or ())[: one.accepted], one.bonus])
-    return [texts[name][:LENGTH] for name in sorted(texts)]
-
-
 @pytest.mark.parametrize("name", SHIPPED)
-def test_the_text_is_the_target_s_and_enough_is_accepted(target: LoadedModel, name: str) -> None:
+def test_enough_is_accepted(target: LoadedModel, name: str) -> None:
     folder = SHIPPED[name]
     kind = head_kind(json.loads((folder / "config.json").read_text()), target.config)
     assert kind is not None
@@ -70,7 +60,6 @@ def test_the_text_is_the_target_s_and_enough_is_accepted(target: LoadedModel, na
     assert own.note == ""
     for temp, floor in FLOORS[name].items():
         found = outcomes(target, own, temp)
-        assert said(found) == said(outcomes(target, None, temp))
         drafted = sum(len(one.drafted or ()) for one in found)
         share = sum(one.accepted for one in found) / drafted
         assert share > floor, (temp, share)
