@@ -96,12 +96,13 @@ class Host:
         return {**child_environment(), **ours}
 
     def start_head(self, ip: str, port: int, offers: Resources, token: Path) -> Running:
-        """Starts Ray as the head.
+        """Starts Ray as the head of a fleet that knows nothing yet.
 
         Raises:
             OutriderError: it can't; the message says why.
         """
-        self._storage.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.forget()
+        self._storage.mkdir(mode=0o700, parents=True)
         where = ["--head", f"--node-ip-address={ip}", f"--port={port}", "--dashboard-host=127.0.0.1"]
         return self._start(True, f"{ip}:{port}", [*where, "--disable-usage-stats"], offers, token)
 
@@ -154,7 +155,7 @@ class Host:
         return (errors or lines or ["it said nothing"])[-1][:300]
 
     def forget(self) -> None:
-        """What was kept for a head that would come again: after an end in order it is not to."""
+        """What was written down of a fleet that has ended."""
         self._file.unlink(missing_ok=True)
         shutil.rmtree(self._storage, ignore_errors=True)
 
