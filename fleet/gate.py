@@ -49,6 +49,9 @@ class Behind:
 class Gate:
     """Serves HTTP from creation on, in a thread of its own."""
 
+    _server: uvicorn.Server | None = None
+    """None: it could not even begin."""
+
     def __init__(
         self,
         gate: plan.Gate,
@@ -62,8 +65,8 @@ class Gate:
         self._engines = Engines(kinds, engine.keys)
         app = application(model, Behind(self._engines, gate), gate.http)
         self._listener = Listener(gate.http)
-        self._server = uvicorn.Server(config(app, gate.http))
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="http")
+        self._server = server = uvicorn.Server(config(app, gate.http))
+        self._thread = threading.Thread(target=self._serve, args=(server,), daemon=True, name="http")
         self._thread.start()
 
     def url(self) -> str:
@@ -81,8 +84,10 @@ class Gate:
 
     def __del__(self) -> None:
         """Ray Serve's word for the end: answers that are nearly done may finish."""
-        self._server.should_exit = True
-        self._thread.join(DRAIN_SECONDS)
+        if self._server is not None:
+            self._server.should_exit = True
+            self._thread.join(DRAIN_SECONDS)
 
-    def _serve(self) -> None:
-        self._server.run(sockets=[self._listener.socket])
+    def _serve(self, server: uvicorn.Server) -> None:
+        self._engines.meet()
+        server.run(sockets=[self._listener.socket])

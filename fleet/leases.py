@@ -99,6 +99,12 @@ class Engines:
             if gone is not None:
                 gone.cancel()
 
+    def meet(self) -> None:
+        """Has Serve say which engines there are, which else the first request would wait for."""
+        for kind in self._kinds:
+            with suppress(RayError, RayServeException, TimeoutError):
+                kind.handle.broadcast("place", self.visitor).results(timeout_s=WAIT_SECONDS)
+
     async def places(self) -> list[Place]:
         """Where all are that are there."""
         found: list[Place] = []
