@@ -13,7 +13,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 
-from outrider.fleet import app
+from outrider.fleet import application
 from outrider.fleet.membership import Head
 from outrider.fleet.plan import Plan
 from outrider.orchestrator.http_settings import HttpSettings
@@ -57,7 +57,7 @@ def launch(plan: Plan, address: str, told: Callable[[str], None], wait: float) -
         if NAME not in serve.status().applications:
             _check_gate(plan.gate.http)
         told("telling Ray what is to run")
-        app.run(plan, NAME)
+        application.run(plan, NAME)
         _wait_until_there(told, wait)
         return gate_urls()
 

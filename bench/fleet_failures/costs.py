@@ -67,7 +67,7 @@ def _lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cost]:
     """Of chunks: from their sending by a server to its reader."""
     from ray import serve
 
-    from outrider.fleet.app import run
+    from outrider.fleet.application import run
 
     screen.show("a gate before a clockwork")
     wanted = Wanted((1, 2, 3), LENGTH, 0.0, 0)

@@ -140,7 +140,7 @@ def running() -> Iterator[Fleet]:
     """The fleet, whole, on the hosts that this process is connected to."""
     from ray import serve
 
-    from outrider.fleet.app import run
+    from outrider.fleet.application import run
 
     attached = Attached()
     try:

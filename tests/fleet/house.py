@@ -144,7 +144,7 @@ def running(plan: Plan, name: str, engines: int) -> Iterator[Fleet]:
     """The plan as an application of the Ray that this process is connected to, whole."""
     from ray import serve
 
-    from outrider.fleet.app import run
+    from outrider.fleet.application import run
 
     run(plan, name)
     try:

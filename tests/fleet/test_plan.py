@@ -140,3 +140,12 @@ def test_the_file_is_named(file, text, sentence):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(InvalidRequest, match="expected a fleet"):
         read_plan(tmp_path / "none.yaml")
+
+
+@pytest.mark.fleet
+def test_what_ray_serves_command_line_asks_for_is_there() -> None:
+    """`serve run outrider.fleet:app`: `app` is a function, and no module of the name is in its way."""
+    import outrider.fleet
+    from outrider.fleet.application import app
+
+    assert outrider.fleet.app is app
