@@ -46,8 +46,9 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.fixture
-def family() -> Iterator[Running]:
-    """A process with one of its own, as if Ray had been started."""
+def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """A process with one of its own, which does not end with it, as if Ray had been started."""
+    monkeypatch.setattr("outrider.fleet.host.STOP_SECONDS", 0.5)
     process = subprocess.Popen(SLEEP)
     found = psutil.Process(process.pid)
     while not found.children():
