@@ -42,7 +42,9 @@ class Dense:
         self._bias = np.concatenate([host(bias) for bias in biases]) if biases else None
 
     def __call__(self, x: Floats) -> Floats:
-        found: Floats = np.matmul(x, self._blocks).transpose(1, 0, 2).reshape(len(x), -1)[:, : self.width]
+        count, _, block = self._blocks.shape
+        rows = np.matmul(x, self._blocks).transpose(1, 0, 2)
+        found: Floats = rows.reshape(len(x), count * block)[:, : self.width]
         if self._bias is not None:
             found = found + self._bias
         return found

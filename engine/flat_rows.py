@@ -32,8 +32,8 @@ class FlatText:
 
     @property
     def marks_freely(self) -> bool:
-        """Not where a step that is begun is made at once, as in company by numpy."""
-        return self._rows.is_lazy or self._rows.count == 1
+        """Not where a step that is begun is made at once, as by numpy."""
+        return self._rows.is_lazy
 
     def mark(self) -> None:
         """Any length can be returned to."""
@@ -61,11 +61,6 @@ class FlatRows:
         ]
         self._texts: list[FlatText] = []
         self.is_lazy = True
-
-    @property
-    def count(self) -> int:
-        """How many texts there are."""
-        return len(self._texts)
 
     def open(self) -> FlatText:
         self._texts.append(FlatText(len(self._texts), self._caches, self))

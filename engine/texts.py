@@ -120,7 +120,7 @@ class FlatTexts(FlatRows):
     together = True
 
     def __init__(self, model: nn.Module, trees: bool = True, numpy: NumpyFlat | None = None) -> None:
-        """`numpy` makes the forwards of few tokens that no one text has to itself."""
+        """`numpy` makes the forwards of few tokens."""
         super().__init__(model)
         self.trees, self._numpy, self.is_lazy = trees, numpy, numpy is None
         self._model, self._wanted = model, head.install(model)
@@ -134,7 +134,7 @@ class FlatTexts(FlatRows):
         pieces = [_piece(feeds[i]) for i in order]
         tokens = _joined([feeds[i].tokens for i in order])
         wanted = self._rows(feeds, order, pieces)
-        if self._numpy is not None and len(feeds) > 1 and tokens.shape[0] <= MOST_ROWS:
+        if self._numpy is not None and tokens.shape[0] <= MOST_ROWS:
             logits = self._numpy.forward(np.array(tokens), pieces, self._caches, wanted)
         else:
             self._frame.begin(pieces)
