@@ -13,7 +13,7 @@ import numpy as np
 
 from outrider.engine.flat import FlatCache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_net import Span, hidden, net_of
+from outrider.engine.numpy_net import Span, Tell, hidden, net_of
 from outrider.engine.piece import Ints, Piece
 from outrider.protocol.errors import ModelError
 
@@ -35,11 +35,16 @@ class NumpyFlat:
         self._like = mx.zeros((1, layer.kv_heads, 1, layer.width))
 
     def forward(
-        self, tokens: Ints, pieces: Sequence[Piece], caches: Sequence[FlatCache], wanted: Sequence[int] | None
+        self,
+        tokens: Ints,
+        pieces: Sequence[Piece],
+        caches: Sequence[FlatCache],
+        wanted: Sequence[int] | None,
+        tell: Tell | None = None,
     ) -> mx.array:
-        """Feeds tokens [T], piece after piece; the logits of the `wanted` ones, or of all: [R, V]."""
+        """Feeds tokens [T], piece after piece; logits of the `wanted`, or of all: [R, V]. `tell`: see `Net.rows`."""
         positions = np.concatenate([piece.positions for piece in pieces])
-        rows = self._net.rows(tokens, positions, self._spans(pieces, caches))
+        rows = self._net.rows(tokens, positions, self._spans(pieces, caches), tell)
         return self._net.logits(rows if wanted is None else rows[np.array(wanted, np.int32)])
 
     def _spans(self, pieces: Sequence[Piece], caches: Sequence[FlatCache]) -> Iterator[list[Span]]:

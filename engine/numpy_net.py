@@ -7,7 +7,7 @@ rows cost half as much (docs/log.md). Knows rows, and where keys and values lie;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -19,7 +19,11 @@ from outrider.engine.head import unwrapped
 from outrider.engine.loading import LoadedModel
 from outrider.engine.piece import Bools
 from outrider.engine.positions import Ints, RopeTable
+from outrider.engine.taps import AFTER_NORM, BEFORE_NORM
 from outrider.protocol.errors import ModelError
+
+Tell = Callable[[object, Floats], None]
+"""Is given what passes a place of the model (`engine.taps`), [T, H]."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Beyond this the weights no longer stay in a cache, and MLX's forwards are no longer mostly bookkeeping.
@@ -119,13 +123,21 @@ class Net:
             raise TypeError("its rope does not turn by tabulated angles")
         self.rope = rope
 
-    def rows(self, tokens: Ints, positions: Ints, spans: Iterable[Sequence[Span]]) -> Floats:
-        """The last layer's output for tokens [T] at these positions, [T, H]; `spans`: each layer's, text by text."""
+    def rows(self, tokens: Ints, positions: Ints, spans: Iterable[Sequence[Span]], tell: Tell | None = None) -> Floats:
+        """The last layer's output for tokens [T] at these positions, [T, H]; `spans`: each layer's, text by text.
+
+        `tell` hears what each layer puts out, by its number, and what goes into and comes out of the norm behind them.
+        """
         x: Floats = self.embedding[tokens]
         angles = self.rope.on_host(positions)
         with np.errstate(over="ignore"):  # exp(-gate) of a closed gate
-            for layer, own in zip(self.layers, spans, strict=True):
+            for number, (layer, own) in enumerate(zip(self.layers, spans, strict=True)):
                 x = layer(x, angles, own)
+                if tell is not None:
+                    tell(number, x)
+        if tell is not None:
+            tell(BEFORE_NORM, x)
+            tell(AFTER_NORM, self.norm(x))
         return x
 
     def logits(self, rows: Floats) -> mx.array:

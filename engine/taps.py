@@ -16,10 +16,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from outrider.engine.blocks import Floats
 from outrider.engine.listening import listen
 from outrider.engine.parts import backbone_of, final_norm
 from outrider.protocol.errors import ModelError
 
+BEFORE_NORM, AFTER_NORM = "before", "after"
 Takes = Callable[[mx.array], None]
 """Is given the hidden rows of a part's tokens, [N, W], lazy."""
 
@@ -39,7 +41,7 @@ class TapPoints:
     @property
     def keys(self) -> tuple[object, ...]:
         """What tells them apart, in the order in which their rows stand."""
-        return (*self.layers, *["before"] * self.before_norm, *["after"] * self.after_norm)
+        return (*self.layers, *[BEFORE_NORM] * self.before_norm, *[AFTER_NORM] * self.after_norm)
 
 
 class Taps:
@@ -83,6 +85,11 @@ class Taps:
         finally:
             self._seen = None
 
+    def told(self, key: object, rows: Floats) -> None:
+        """A forward that is not the model's own tells rows [T, D] of its tokens."""
+        if self._seen is not None and key in self._points.keys:
+            self._seen[key] = mx.array(rows)[None]
+
     def _note(self, key: object, out: Any) -> None:
         if self._seen is not None:
             self._seen[key] = out[0] if isinstance(out, tuple) else out
@@ -91,8 +98,8 @@ class Taps:
         self._note(number, out)
 
     def _note_norm(self, x: Any, out: Any) -> None:
-        self._note("before", x)
-        self._note("after", out)
+        self._note(BEFORE_NORM, x)
+        self._note(AFTER_NORM, out)
 
     def _try(self, model: nn.Module) -> None:
         """Builds a forward and evaluates none of it: only the shapes are looked at."""

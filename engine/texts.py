@@ -6,7 +6,7 @@ columns. Both forget what came after a length. Knows tokens and logits; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,21 +127,34 @@ class FlatTexts(FlatRows):
         self._taps: Taps | None = None
 
     def tap(self, taps: Taps) -> None:
-        self._taps, self._numpy, self.is_lazy = taps, None, True  # rows of numpy's are not tapped
+        self._taps = taps
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].text.row))
         pieces = [_piece(feeds[i]) for i in order]
         tokens = _joined([feeds[i].tokens for i in order])
         wanted = self._rows(feeds, order, pieces)
+        fed = [feeds[i] for i in order]
         if self._numpy is not None and tokens.shape[0] <= MOST_ROWS:
-            logits = self._numpy.forward(np.array(tokens), pieces, self._caches, wanted)
+            logits = self._by_numpy(self._numpy, tokens, fed, pieces, wanted)
         else:
             self._frame.begin(pieces)
-            logits = self._by_mlx(tokens, [feeds[i] for i in order], wanted)
+            logits = self._by_mlx(tokens, fed, wanted)
         for feed in feeds:
             feed.text.length += feed.count
         return logits
+
+    def _by_numpy(
+        self,
+        numpy: NumpyFlat,
+        tokens: mx.array,
+        feeds: Sequence[Feed],
+        pieces: Sequence[Piece],
+        wanted: Sequence[int] | None,
+    ) -> mx.array:
+        tell = self._taps.told if self._taps is not None else None
+        host = np.array(tokens)
+        return _tapped(lambda: numpy.forward(host, pieces, self._caches, wanted, tell), feeds, self._taps)
 
     def _by_mlx(self, tokens: mx.array, feeds: Sequence[Feed], wanted: Sequence[int] | None) -> mx.array:
         rows = None if wanted is None else mx.array(list(wanted) or [0], mx.int32)
@@ -224,6 +237,11 @@ def _forward(model: nn.Module, tokens: mx.array, caches: Any, feeds: Sequence[Fe
         logits: mx.array = model(tokens[None], cache=caches)[0]
         return logits
 
+    return _tapped(call, feeds, taps)
+
+
+def _tapped(call: Callable[[], mx.array], feeds: Sequence[Feed], taps: Taps | None) -> mx.array:
+    """A forward's logits; what `feeds` take of hidden rows they get."""
     return call() if taps is None else taps.forward(call, [(feed.count, feed.hidden) for feed in feeds])
 
 

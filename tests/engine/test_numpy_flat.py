@@ -13,7 +13,6 @@ from outrider.engine import numpy_flat
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_flat import MOST_ROWS, NumpyFlat
 from outrider.engine.open_texts import open_texts
-from outrider.engine.taps import TapPoints, Taps
 from outrider.engine.texts import Feed, FlatTexts
 from outrider.protocol.errors import ModelError
 from tests.engine.test_texts import walk
@@ -70,9 +69,6 @@ def test_only_few_tokens_go_to_numpy(loaded: Loaded) -> None:
     by_text(texts, places, (MOST_ROWS - 1, 1, 1))
     assert counted.made == begun + 1
     by_text(texts, places[:1], (4,))
-    assert counted.made == begun + 2
-    texts.tap(Taps(model.model, TapPoints((0,))))
-    by_text(texts, places, (1, 1, 1))
     assert counted.made == begun + 2
 
 
