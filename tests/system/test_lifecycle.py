@@ -118,7 +118,7 @@ def cluster() -> Iterator[LocalCluster]:
 def test_three_processes_complete_a_prompt_alike_in_every_mode(cluster: LocalCluster) -> None:
     client = cluster.client()
     assert {worker.role for worker in client.stats().workers} == {"target", "draft"}
-    sampling = SamplingParams(max_tokens=48, temp=0.8, top_p=0.95, seed=7)
+    sampling = SamplingParams(max_tokens=160, temp=0.8, top_p=0.95, seed=7)
     results = {mode: client.generate(PROMPT, sampling, mode=mode) for mode in ("ar", "sd", "ssd")}
     assert len({result.token_ids for result in results.values()}) == 1
     assert len({result.text for result in results.values()}) == 1
