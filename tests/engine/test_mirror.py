@@ -13,6 +13,7 @@ from mlx_lm.models import llama
 
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.mirror import Follower, MirroredTexts
+from outrider.engine.numpy_flat import MOST_ROWS
 from outrider.engine.open_texts import open_texts
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.ranks import Ranks
@@ -133,7 +134,7 @@ def test_what_a_model_s_code_refuses_a_follower_survives(
     two.forward([Feed(text, [5, 6, 7], 3)])
     with monkeypatch.context() as broken, pytest.raises(ValueError):
         broken.setattr(llama.MLP, "__call__", lambda self, x: mx.zeros((2, 3)) @ x)
-        two.forward([Feed(text, [8], 1)])
+        two.forward([Feed(text, [8] * (MOST_ROWS + 1), 1)])  # fewer are numpy's
     text.length = 3
     two.forward([Feed(text, [8], 1)])
     two.check()
