@@ -13,19 +13,18 @@ link.
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
 from outrider.bench.contest.contest import Ours, Run, compete
 from outrider.bench.contest.statistics import ratio, total_rate
 from outrider.bench.contest.summary import summary
-from outrider.bench.simulation.stand_in import CONFIG, write
+from outrider.bench.simulation.script import starts, write_script
+from outrider.bench.simulation.stand_in import write
 from outrider.bench.two_hosts import namespace
 from outrider.bench.two_hosts.drafter import NAME, drafter, far_cluster
 from outrider.bench.two_hosts.hosts import Carried, TwoHosts
@@ -41,7 +40,6 @@ from outrider.protocol.sampling import SamplingParams
 
 PROFILE = Path(__file__).parent / "profiles" / "verify-40ms.json"
 LINKS = "0.2:0,0.2:0.01,2:0,2:0.01,20:0,20:0.01"
-PROMPT_TOKENS = 16
 # The script goes on behind the last token asked for, as a text would.
 SPARE_TOKENS = 64
 MOST_AGAIN = 100
@@ -98,12 +96,14 @@ def run(options: argparse.Namespace) -> int:
         raise WorkerError(f"two hosts can't be made here: {why}")
     shapes = [_shape(text) for text in options.links.split(",")]
     count, length = (values.whole(name, getattr(options, name), 1, 1 << 16) for name in ("prompts", "max_tokens"))
-    starts = _starts(count + 1)
+    begun = starts(count + 1)
     with tempfile.TemporaryDirectory(prefix="outrider-") as text:
         folder, screen = Path(text), Screen()
         write(folder)
         screen.show("what the target says")
-        _write_script(folder, starts, length + SPARE_TOKENS)
+        # by the seeds that `compete` gives
+        drawn = SamplingParams(max_tokens=length + SPARE_TOKENS, temp=1.0, ignore_eos=True)
+        write_script(folder / "script.json", folder, begun, [replace(drawn, seed=n) for n in range(len(begun))])
         with TwoHosts() as hosts, ExitStack() as stack:
             machine = Settings(model=folder, simulate=options.profile, mode="ssd", memory=False)
             script = ["--draft-backend", "replay", "--replay", str(folder / "script.json"), "--model", str(folder)]
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
             for shape in shapes:
                 hosts.shape(shape.rtt_ms, shape.loss)
                 before = hosts.carried()
-                runs = compete(ways, starts, SamplingParams(max_tokens=length, temp=1.0, ignore_eos=True), screen.show)
+                runs = compete(ways, begun, SamplingParams(max_tokens=length, temp=1.0, ignore_eos=True), screen.show)
                 screen.clear()
                 _print(shape, runs, hosts.carried() - before)
             print(f"asked again, for the machine was busy: {sum(way.again for way in ways)}")
@@ -134,22 +134,6 @@ def _shape(text: str) -> Shape:
             f"{text!r} is no link; expected milliseconds and a share that is lost, like 2:0.01"
         ) from None
     return Shape(values.number("milliseconds", rtt_ms, 0, 10_000), values.number("loss", loss, 0, 1))
-
-
-def _starts(count: int) -> list[tuple[int, ...]]:
-    rng = random.Random(0)
-    return [tuple(rng.randrange(2, CONFIG["vocab_size"]) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
-
-
-def _write_script(folder: Path, starts: Sequence[Sequence[int]], length: int) -> None:
-    """The target's own texts by the seeds that `compete` gives, at the speed the target has here."""
-    with LocalCluster(model=folder, draft_backend="none", mode="ar", memory=False) as cluster:
-        client, texts = cluster.client(), []
-        for seed, start in enumerate(starts):
-            sampling = SamplingParams(max_tokens=length, temp=1.0, seed=seed, ignore_eos=True)
-            texts.append([*start, *client.generate(start, sampling).token_ids])
-    script = {"texts": texts, "acceptance": [1.0], "bonus_ranks": [], "vocab_size": CONFIG["vocab_size"]}
-    (folder / "script.json").write_text(json.dumps(script))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +23,9 @@ from outrider.bench.contest.contest import Ours, Run
 from outrider.bench.contest.statistics import Interval, ratio, total_rate
 from outrider.bench.contest.summary import summary
 from outrider.bench.policies import best_sd, best_ssd
+from outrider.bench.simulation.script import starts, write_script
 from outrider.bench.simulation.simulator import Policy, Simulator
-from outrider.bench.simulation.stand_in import CONFIG, write
+from outrider.bench.simulation.stand_in import write
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -33,7 +33,6 @@ from outrider.protocol import values
 from outrider.protocol.profile import Profile, Published
 from outrider.protocol.sampling import SamplingParams
 
-PROMPT_TOKENS = 16
 # The script goes on behind the last token asked for, as a text would.
 SPARE_TOKENS = 64
 WARM_UP_TOKENS = 300
@@ -101,16 +100,17 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[Row]:
     contestants = _contestants(profile)
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         write(Path(folder))
-        starts = _starts(prompts + 1)
+        begun = starts(prompts + 1)
         script = Path(folder) / "script.json"
-        _write_script(script, folder, starts, max(max_tokens, WARM_UP_TOKENS) + SPARE_TOKENS)
+        longest = SamplingParams(max_tokens=max(max_tokens, WARM_UP_TOKENS) + SPARE_TOKENS, ignore_eos=True)
+        write_script(script, Path(folder), begun, [longest] * len(begun))
         runs: dict[str, list[Run]] = {}
         for cluster in dict.fromkeys(contestant.cluster for contestant in contestants):
             chosen = [contestant for contestant in contestants if contestant.cluster == cluster]
             with _cluster(path, folder, script, *cluster) as client:
                 for contestant in chosen:
                     print(f"{profile.name}: {contestant.name}", file=sys.stderr, flush=True)
-                    runs[contestant.name] = _run(client, contestant, starts, max_tokens)
+                    runs[contestant.name] = _run(client, contestant, begun, max_tokens)
     everything = summary([run.timings for found in runs.values() for run in found if run.timings])
     hop_ms = (everything.turnaround_ms or 0.0) / 2
     rows = [_row(profile, contestant, runs, hop_ms) for contestant in contestants]
@@ -147,23 +147,6 @@ def _predict(profile: Profile, policy: Policy, hop_ms: float = 0.0) -> float:
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
-
-
-def _starts(count: int) -> list[tuple[int, ...]]:
-    rng = random.Random(0)
-    return [tuple(rng.randrange(2, CONFIG["vocab_size"]) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
-
-
-def _write_script(path: Path, model: str, starts: Iterable[Sequence[int]], length: int) -> None:
-    """The target's own texts, at the speed the target has here."""
-    sampling = SamplingParams(max_tokens=length, ignore_eos=True)
-    with LocalCluster(model=model, draft_backend="none", mode="ar", memory=False) as cluster:
-        client = cluster.client()
-        texts = [[*start, *client.generate(start, sampling, mode="ar").token_ids] for start in starts]
-    # acceptance and ranks are the profile's
-    path.write_text(
-        json.dumps({"texts": texts, "acceptance": [1.0], "bonus_ranks": [], "vocab_size": CONFIG["vocab_size"]})
-    )
 
 
 @contextmanager

@@ -6,7 +6,6 @@ The target is a small stand-in, the drafter replays its texts with the profile's
 from __future__ import annotations
 
 import json
-import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,13 +15,13 @@ from pathlib import Path
 
 import psutil
 
-from outrider.bench.simulation.stand_in import CONFIG, write
+from outrider.bench.simulation.script import starts, write_script
+from outrider.bench.simulation.stand_in import write
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.profile import Latency, Profile
 from outrider.protocol.sampling import SamplingParams
 
-PROMPT_TOKENS = 16
 SPARE_TOKENS = 64
 
 
@@ -53,10 +52,10 @@ class Engines:
         try:
             self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
             write(self._folder)
-            rng = random.Random(0)
-            self.starts = [_start(rng) for _ in range(texts)]
+            self.starts = starts(texts)
             script, machine = self._folder / "script.json", self._folder / "profile.json"
-            script.write_text(json.dumps(self._script(longest + SPARE_TOKENS)))
+            longest_text = SamplingParams(max_tokens=longest + SPARE_TOKENS, ignore_eos=True)
+            write_script(script, self._folder, self.starts, [longest_text] * texts)
             machine.write_text(json.dumps(_fields(profile)))
             self._clusters = [self._stack.enter_context(self._cluster(machine, script, active)) for _ in range(count)]
         except BaseException:
@@ -87,14 +86,6 @@ class Engines:
             memory=False, max_active=active, prompt_cache=False,
         )  # fmt: skip
 
-    def _script(self, length: int) -> dict[str, object]:
-        """The target's own texts."""
-        sampling = SamplingParams(max_tokens=length, ignore_eos=True)
-        with LocalCluster(model=str(self._folder), draft_backend="none", mode="ar", memory=False) as cluster:
-            client = cluster.client(60.0)
-            texts = [[*start, *client.generate(start, sampling, mode="ar").token_ids] for start in self.starts]
-        return {"texts": texts, "acceptance": [1.0], "bonus_ranks": [], "vocab_size": CONFIG["vocab_size"]}
-
 
 def slowed(profile: Profile, times: float) -> Profile:
     """A machine that takes so many times as long for all, so that this one keeps up with several of it."""
@@ -122,10 +113,6 @@ def machine_busy() -> Iterator[list[float]]:
     psutil.cpu_percent()
     yield found
     found.append(psutil.cpu_percent() / 100)
-
-
-def _start(rng: random.Random) -> tuple[int, ...]:
-    return tuple(rng.randrange(2, CONFIG["vocab_size"]) for _ in range(PROMPT_TOKENS))
 
 
 def _fields(profile: Profile) -> dict[str, object]:

@@ -21,9 +21,10 @@ from pathlib import Path
 from outrider.bench.fleet.engine import Engine
 from outrider.bench.fleet.job import Job
 from outrider.bench.fleet.plan import Fleet, Sizes
-from outrider.bench.fleet.processes import PROMPT_TOKENS, Answer, Ask, Engines, asked, machine_busy, rate, slowed
+from outrider.bench.fleet.processes import Answer, Ask, Engines, asked, machine_busy, rate, slowed
 from outrider.bench.fleet.rounds import RealRounds
 from outrider.bench.fleet.traffic import SPARE, drawn
+from outrider.bench.simulation.script import PROMPT_TOKENS
 from outrider.bench.virtual.drafter import VOCAB
 from outrider.bench.virtual.world import World
 from outrider.orchestrator.cli import run_as_program
