@@ -1,7 +1,7 @@
 """Forwards of few tokens by numpy, over the buffers of `engine.flat`: quicker on a CPU than MLX's.
 
 Chains of unlike length pad nothing here: attention goes text by text. Keys and values are written where MLX keeps them,
-so that a text alone, a long piece of a prompt, rollback and the prompt cache are `engine.flat`'s as ever. Not lazy.
+so that a long piece of a prompt, rollback and the prompt cache are `engine.flat`'s as ever. Not lazy.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class FlatTexts(FlatRows):
         pieces: Sequence[Piece],
         wanted: Sequence[int] | None,
     ) -> mx.array:
-        tell = self._taps.told if self._taps is not None else None
+        tell = self._taps.told if self._taps is not None and any(feed.hidden for feed in feeds) else None
         host = np.array(tokens)
         return _tapped(lambda: numpy.forward(host, pieces, self._caches, wanted, tell), feeds, self._taps)
 

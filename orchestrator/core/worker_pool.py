@@ -30,6 +30,7 @@ from outrider.protocol.codec import decode_all
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
 from outrider.protocol.keyring import DRAFTER, PREFILL
+from outrider.protocol.keys import key_shown
 from outrider.protocol.messages import (
     Branches,
     CacheReport,
@@ -139,15 +140,16 @@ class WorkerPool(Roster):
 
     def receive(self) -> Iterator[tuple[str, Message]]:
         """What waits about requests, each with the name of the worker whose place it came from; never blocks."""
-        for identity, key, frames in self._router.receive():
-            if self._is_impostor(identity, key):
+        for first, frames in self._router.receive():
+            identity = first.bytes
+            if self._is_impostor(identity, first):
                 self.rejected += 1
                 continue
             for message in self._decoded(identity, frames) if self._may_say(identity, frames) else ():
                 worker = self._places.at(identity)
                 match message:
                     case Hello():
-                        self._hello(identity, message, key)
+                        self._hello(identity, message, key_shown(first))
                     case _ if worker is None:
                         self.rejected += 1
                         log.info("dropped a stranger's %s", type(message).__name__)
@@ -217,10 +219,10 @@ class WorkerPool(Roster):
             far.prepare(self.socket)
         self.joining_endpoint = self.door.open(endpoint, MAX_CONNECTIONS, keys).endpoint
 
-    def _is_impostor(self, identity: bytes, key: str) -> bool:
+    def _is_impostor(self, identity: bytes, first: zmq.Frame) -> bool:
         """It has taken over a routing id whose owner came in with another key, or without one."""
         worker = self._places.at(identity) if self._gate is not None else None
-        return worker is not None and worker.key != key
+        return worker is not None and worker.key != key_shown(first)
 
     def _may_stay(self, role: str, key: str) -> bool:
         allowed = PREFILL if role == "prefill" else DRAFTER  # who reads prompts is trusted with the text

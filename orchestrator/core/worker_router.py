@@ -14,7 +14,6 @@ from outrider.orchestrator.allowance import Allowance, Rate
 from outrider.orchestrator.doorkeeper import Doorkeeper
 from outrider.protocol import clock
 from outrider.protocol.codec import encode_all
-from outrider.protocol.keys import key_shown
 from outrider.protocol.messages import Message
 
 log = logging.getLogger(__name__)
@@ -38,14 +37,14 @@ class WorkerRouter:
         self.door = Doorkeeper(self.socket, endpoint, MAX_CONNECTIONS)
         self._warnings = Allowance(WARNINGS)
 
-    def receive(self) -> Iterator[tuple[bytes, str, list[bytes]]]:
-        """What waits: the sender's routing id, its key (empty: nobody asked for one) and its frames; never blocks."""
+    def receive(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
+        """What waits: the sender's routing id, which also knows its key (`key_shown`), and frames; never blocks."""
         while True:
             try:
                 first = self.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            yield first.bytes, key_shown(first), self.socket.recv_multipart()
+            yield first, self.socket.recv_multipart()
 
     def send(self, identity: bytes, *messages: Message) -> None:
         """Dropped where the worker is gone, or does not read: what matters is asked again."""
