@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import zmq
@@ -27,17 +27,17 @@ from outrider.orchestrator.events import (
     together,
 )
 from outrider.orchestrator.failure import kind_of
-from outrider.orchestrator.front.admission import Accepted, Admission
+from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.books import Books
 from outrider.orchestrator.front.client_socket import ClientSocket, Letter
 from outrider.orchestrator.front.text import Piece
+from outrider.orchestrator.front.ticket import Ticket, note
 from outrider.orchestrator.front.waiting import FairQueue, Whose
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage
 from outrider.orchestrator.kv_room import check_holds
 from outrider.orchestrator.lines import CoreFacts, End, Lines
 from outrider.orchestrator.pair.pairing import ChosenPair
 from outrider.protocol import clock
-from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped
 from outrider.protocol.kv import KvUse
 from outrider.protocol.messages import (
@@ -61,30 +61,6 @@ DRAINING = "the server ends when what runs is complete, and takes no new request
 STOPPED = "the server was stopped before the text was complete; ask again when it runs"
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Ticket:
-    """A request from the client's word to its end. `whose` turns it waits for. `ending`: stop or cancelled once the
-    reader wants no more. `begun_ns`: when it was its turn; 0: it waits."""
-
-    sender: bytes
-    name: str
-    accepted: Accepted
-    whose: Whose
-    tokens: int = 0
-    ending: str = ""
-    asked_ns: int = field(default_factory=clock.now)
-    begun_ns: int = 0
-
-    @property
-    def queue_ms(self) -> float:
-        """How long it has waited for its turn."""
-        return ((self.begun_ns or clock.now()) - self.asked_ns) / MILLISECOND_NS
-
-    @property
-    def key(self) -> str:
-        return self.accepted.admit.request
 
 
 class Front:
@@ -343,9 +319,9 @@ class Front:
         self._clients.send(ticket.sender, last)
         self._books.ended(last)
         if isinstance(last, Done):
-            _note(ticket, logging.INFO, "ends, %d tokens: %s", ticket.tokens, last.reason)
+            note(ticket, logging.INFO, "ends, %d tokens: %s", ticket.tokens, last.reason)
         else:
-            _note(ticket, logging.WARNING, "fails: %s", last.message)
+            note(ticket, logging.WARNING, "fails: %s", last.message)
         self._active.pop(ticket.key, None)
         del self._named[ticket.sender, ticket.name]
 
@@ -364,7 +340,7 @@ class Front:
             self._waiting.take()
             self._active[first.key] = first
             first.begun_ns = clock.now()
-            _note(first, logging.INFO, "begins, %d prompt tokens", len(first.accepted.admit.tokens))
+            note(first, logging.INFO, "begins, %d prompt tokens", len(first.accepted.admit.tokens))
             self._core.put(first.accepted.admit)
 
     def _fits(self, ticket: Ticket) -> bool:
@@ -390,9 +366,3 @@ def turns_of(sender: bytes, client: str, key: str) -> Whose:
     showed one is a client by that, however often it comes, and those it asks for have a part in its turns."""
     name = b"for " + client.encode() if client else client_of(sender)
     return (key.encode(), name) if key else (name,)
-
-
-def _note(ticket: Ticket, level: int, told: str, *values: object) -> None:
-    """A line about a request: what it is called here, and by its client."""
-    about = {"request": ticket.key, "client_request": ticket.name}
-    log.log(level, f"%s (%s) {told}", ticket.key, ticket.name, *values, extra=about)
