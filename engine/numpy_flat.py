@@ -13,7 +13,7 @@ import numpy as np
 
 from outrider.engine.flat import FlatCache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_net import Span, Tell, hidden, net_of
+from outrider.engine.numpy_net import Layer, Span, Tell, hidden, net_of
 from outrider.engine.piece import Ints, Piece
 from outrider.protocol.errors import ModelError
 
@@ -31,8 +31,6 @@ class NumpyFlat:
         if model.number_format != "float32":
             raise ModelError(f"numpy serves a target in float32, not in {model.number_format}")
         self._net = net_of(model)
-        layer = self._net.layers[0]
-        self._like = mx.zeros((1, layer.kv_heads, 1, layer.width))
 
     def forward(
         self,
@@ -44,16 +42,18 @@ class NumpyFlat:
     ) -> mx.array:
         """Feeds tokens [T], piece after piece; logits of the `wanted`, or of all: [R, V]. `tell`: see `Net.rows`."""
         positions = np.concatenate([piece.positions for piece in pieces])
-        rows = self._net.rows(tokens, positions, self._spans(pieces, caches), tell)
+        rows = self._net.rows(tokens, positions, spans(self._net.layers, pieces, caches), tell)
         return self._net.logits(rows if wanted is None else rows[np.array(wanted, np.int32)])
 
-    def _spans(self, pieces: Sequence[Piece], caches: Sequence[FlatCache]) -> Iterator[list[Span]]:
-        ends = np.cumsum([piece.count for piece in pieces]).tolist()
-        reach = max(piece.row for piece in pieces) + 1, max(piece.end for piece in pieces)
-        masks = [hidden(piece.seen(piece.end, None)) for piece in pieces]
-        for cache in caches:
-            keys, values = cache.on_host(*reach, self._like)
-            yield [
-                Span(slice(end - piece.count, end), keys[piece.row], values[piece.row], piece.start, piece.end, mask)
-                for piece, end, mask in zip(pieces, ends, masks, strict=True)
-            ]
+
+def spans(layers: Sequence[Layer], pieces: Sequence[Piece], caches: Sequence[FlatCache]) -> Iterator[list[Span]]:
+    """Where each layer's attention finds its texts."""
+    ends = np.cumsum([piece.count for piece in pieces]).tolist()
+    reach = max(piece.row for piece in pieces) + 1, max(piece.end for piece in pieces)
+    masks = [hidden(piece.seen(piece.end, None)) for piece in pieces]
+    for layer, cache in zip(layers, caches, strict=True):
+        keys, values = cache.on_host(*reach, mx.zeros((1, layer.kv_heads, 1, layer.width)))
+        yield [
+            Span(slice(end - piece.count, end), keys[piece.row], values[piece.row], piece.start, piece.end, mask)
+            for piece, end, mask in zip(pieces, ends, masks, strict=True)
+        ]

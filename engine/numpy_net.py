@@ -56,7 +56,7 @@ class Layer:
 
     def __init__(self, block: nn.Module) -> None:
         attention, mlp = block.self_attn, block.mlp
-        self._before, self._between = Norm(block.input_layernorm), Norm(block.post_attention_layernorm)
+        self.before, self._between = Norm(block.input_layernorm), Norm(block.post_attention_layernorm)
         self._in = Dense([attention.q_proj, attention.k_proj, attention.v_proj])
         self._out = Dense([attention.o_proj])
         self._up, self._down = Dense([mlp.gate_proj, mlp.up_proj]), Dense([mlp.down_proj])
@@ -72,8 +72,12 @@ class Layer:
         Args:
             angles: cosines and signed sines, [2, R, D]; see RopeTable.
         """
+        return self.behind(x, self.before(x), angles, spans)
+
+    def behind(self, x: Floats, seen: Floats, angles: Floats, spans: Sequence[Span]) -> Floats:
+        """The same where attention reads what is `seen` [R, any], and not the normed x."""
         rows, heads, kv_heads, width = len(x), self.heads, self.kv_heads, self.width
-        read = self._in(self._before(x)).reshape(rows, heads + 2 * kv_heads, width)
+        read = self._in(seen).reshape(rows, heads + 2 * kv_heads, width)
         queries, new = read[:, :heads], read[:, heads : heads + kv_heads]
         if self._q_norm is not None and self._k_norm is not None:
             queries, new = self._q_norm(queries), self._k_norm(new)
@@ -109,6 +113,15 @@ class Layer:
         return found.reshape(kv_heads, -1, rows, width).transpose(2, 0, 1, 3).reshape(rows, -1)
 
 
+def rope_of(block: nn.Module) -> RopeTable:
+    """Raises TypeError: the layer's rope is of another kind."""
+    attention = block.self_attn
+    rope = RopeTable.of(attention.rope.inner, attention.o_proj.weight.shape[1] // attention.n_heads)
+    if rope is None or not rope.whole:
+        raise TypeError("its rope does not turn by tabulated angles")
+    return rope
+
+
 class Net:
     """A whole model's weights, laid out for the host."""
 
@@ -118,10 +131,7 @@ class Net:
         self.layers = [Layer(block) for block in body.layers]
         self.norm = Norm(body.norm)
         self.head = Dense([unwrapped(model.lm_head if "lm_head" in model else body.embed_tokens)])
-        rope = RopeTable.of(body.layers[0].self_attn.rope.inner, self.layers[0].width)
-        if rope is None or not rope.whole:
-            raise TypeError("its rope does not turn by tabulated angles")
-        self.rope = rope
+        self.rope = rope_of(body.layers[0])
 
     def rows(self, tokens: Ints, positions: Ints, spans: Iterable[Sequence[Span]], tell: Tell | None = None) -> Floats:
         """The last layer's output for tokens [T] at these positions, [T, H]; `spans`: each layer's, text by text.

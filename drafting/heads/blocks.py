@@ -10,6 +10,7 @@ import mlx.core as mx
 from outrider.drafting.heads.head import BlockHead, MaskedHead
 from outrider.drafting.heads.line import Line
 from outrider.drafting.heads.links import Link
+from outrider.drafting.heads.numpy_head import NumpyHead
 from outrider.drafting.heads.pairs import PairFeed, Reader
 from outrider.drafting.heads.walk import FEW, walk
 
@@ -25,8 +26,12 @@ class Slots(Reader, Protocol):
 class Blocks:
     """A `Way`: every chain in one forward, then a walk along it where its tokens are `link`ed."""
 
-    def __init__(self, head: BlockHead | MaskedHead, texts: Slots, link: Link | None = None) -> None:
+    def __init__(
+        self, head: BlockHead | MaskedHead, texts: Slots, link: Link | None = None, numpy: NumpyHead | None = None
+    ) -> None:
+        """`numpy` makes its logits."""
         self._head, self._slots, self._link = head, texts, link
+        self._logits = (numpy or head).logits
 
     @property
     def texts(self) -> Reader:
@@ -38,7 +43,7 @@ class Blocks:
 
     def draft(self, lines: Sequence[Line], feeds: Sequence[PairFeed]) -> mx.array:
         hidden = self._slots.slots(feeds, [line.depth for line in lines])
-        walk(lines, self._head.logits(hidden), hidden, self._link)
+        walk(lines, self._logits(hidden), hidden, self._link)
         return hidden
 
     def foretell(self, tokens: mx.array, features: mx.array) -> mx.array:
@@ -48,7 +53,7 @@ class Blocks:
             found.append(self._slots.slots([feed], [1]))
             text.roll_back(pair + 1)
         hidden = mx.concatenate(found)
-        logits = self._head.logits(hidden)
+        logits = self._logits(hidden)
         if self._link is None:
             return mx.argmax(logits, axis=-1)
         few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]

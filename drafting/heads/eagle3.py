@@ -84,7 +84,7 @@ class Eagle3(nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._config, self._embed, self._vocabulary = config, embed, vocabulary
+        self.config, self._embed, self.vocabulary = config, embed, vocabulary
         fused = len(config.taps) * config.target_hidden_size
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.taps]
@@ -103,11 +103,11 @@ class Eagle3(nn.Module):  # type: ignore[misc]
 
     @property
     def points(self) -> TapPoints:
-        return TapPoints(self._config.taps)
+        return TapPoints(self.config.taps)
 
     @property
     def context_length(self) -> int:
-        return self._config.context_length
+        return self.config.context_length
 
     @property
     def reach(self) -> None:
@@ -119,7 +119,7 @@ class Eagle3(nn.Module):  # type: ignore[misc]
 
     @property
     def bytes_per_pair(self) -> int:
-        config = self._config
+        config = self.config
         return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * self._dtype.size
 
     def fuse(self, rows: mx.array) -> mx.array:
@@ -139,11 +139,11 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         return x
 
     def logits(self, hidden: mx.array) -> mx.array:
-        return self._vocabulary.spread(self.lm_head(self.norm(hidden)).astype(mx.float32))
+        return self.vocabulary.spread(self.lm_head(self.norm(hidden)).astype(mx.float32))
 
     def onward(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
-        return normed if self._config.norm_output else hidden
+        return normed if self.config.norm_output else hidden
 
     @property
     def _dtype(self) -> mx.Dtype:

@@ -112,7 +112,7 @@ def choose(lines: Sequence[Line], logits: mx.array) -> mx.array:
     parts, order = [], [row for rows in groups.values() for row in rows]
     for rows in groups.values():
         own = logits if len(groups) == 1 else mx.take(logits, mx.array(rows, mx.int32), axis=0)
-        step = score([lines[row].asked() for row in rows], own)
+        step = score([lines[row].asked() for row in rows], own, at_once=True)
         take(step, [(lines[row], [number]) for number, row in enumerate(rows)])
         parts.append(step.chosen())
     if len(parts) == 1:

@@ -11,7 +11,9 @@ from outrider.drafting.heads import dflash_files, eagle3_files, early_exit_files
 from outrider.drafting.heads.checkpoint import stranger
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
+from outrider.drafting.heads.numpy_check import host_of
 from outrider.drafting.heads.pairing import agreement
+from outrider.drafting.heads.ways import way_of
 from outrider.engine.loading import LoadedModel, find
 from outrider.engine.parts import backbone_of, embedding
 from outrider.protocol.digest import digest
@@ -61,8 +63,9 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
     if kind == "early-exit":
         with _named(f"loading the head {path}"):
             return early_exit_files.load(find(path, progress), model)
-    head, doubt, agrees = read(kind, path, model, progress), "", None
+    head, doubt, agrees, numpy = read(kind, path, model, progress), "", None, None
     if alone:
+        numpy = host_of(head, model)
         progress("trying how head and target go together")
         with _named(f"trying the head {path}"):
             found = agreement(head, model)
@@ -70,7 +73,7 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
             doubt, agrees = "; ".join(doubts), found.own
     if doubt:
         log.warning("%s", doubt)
-    return HeadDrafter(head, model.vocab_size, doubt, agreement=agrees)
+    return HeadDrafter(head, model.vocab_size, doubt, way_of(head, numpy), agrees)
 
 
 def features_of(head: Head, folder: Path, target: Path) -> str:

@@ -47,7 +47,7 @@ class Mtp(nn.Module):  # type: ignore[misc]
     ) -> None:
         """`own_embedding`, `own_output`: of so many tokens in place of the target's, if any."""
         super().__init__()
-        self._form, self._embed, self._output, self._context_length = form, embed, output, context_length
+        self.form, self._embed, self._output, self._context_length = form, embed, output, context_length
         self.norm_embedding = nn.RMSNorm(size, eps=eps)
         self.norm_hidden = nn.RMSNorm(size, eps=eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -60,11 +60,11 @@ class Mtp(nn.Module):  # type: ignore[misc]
 
     @property
     def together(self) -> bool:
-        return self._form.together
+        return self.form.together
 
     @property
     def points(self) -> TapPoints:
-        return TapPoints(before_norm=not self._form.after_norm, after_norm=self._form.after_norm)
+        return TapPoints(before_norm=not self.form.after_norm, after_norm=self.form.after_norm)
 
     @property
     def context_length(self) -> int:
@@ -91,9 +91,9 @@ class Mtp(nn.Module):  # type: ignore[misc]
         embed = self.embed_tokens if "embed_tokens" in self else self._embed
         embedded = self.norm_embedding(embed(tokens).astype(features.dtype))
         seen = self.norm_hidden(features)
-        both = [embedded, seen] if self._form.embedding_first else [seen, embedded]
+        both = [embedded, seen] if self.form.embedding_first else [seen, embedded]
         x = self.fc(mx.concatenate(both, axis=-1))
-        mask = caches[0].make_mask(tokens.shape[1], return_array=not self._form.together)
+        mask = caches[0].make_mask(tokens.shape[1], return_array=not self.form.together)
         out: mx.array = self.layers[0](x, mask, caches[0])
         return out
 
@@ -104,4 +104,4 @@ class Mtp(nn.Module):  # type: ignore[misc]
 
     def onward(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
-        return normed if self._form.after_norm else hidden
+        return normed if self.form.after_norm else hidden

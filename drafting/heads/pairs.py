@@ -14,7 +14,9 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafting.heads.head import MaskedHead, PairHead
+from outrider.drafting.heads.numpy_head import NumpyHead
 from outrider.engine.flat_rows import FlatRows, FlatText
+from outrider.engine.numpy_flat import MOST_ROWS
 from outrider.engine.piece import Piece
 from outrider.engine.prompt_cache import Saved, Start
 
@@ -65,9 +67,10 @@ class Reader(Protocol):
 class Pairs(FlatRows):
     """The texts of one head. A text's `length` counts its pairs."""
 
-    def __init__(self, head: PairHead) -> None:
+    def __init__(self, head: PairHead, numpy: NumpyHead | None = None) -> None:
+        """`numpy` makes the forwards of few pairs."""
         super().__init__(head)
-        self._head = head
+        self._head, self._numpy = head, numpy
 
     def read(self, feed: PairFeed) -> None:
         self.hidden([feed])
@@ -84,10 +87,14 @@ class Pairs(FlatRows):
         """The hidden vectors of all their pairs [T, H], one feed's after the other's, long ones behind short ones."""
         if not self._head.together and len(feeds) > 1:
             return mx.concatenate([self.hidden([feed]) for feed in feeds])
-        self._frame.begin([Piece(f.text.row, f.text.length, f.count, f.count > _LONG) for f in feeds])
+        pieces = [Piece(f.text.row, f.text.length, f.count, f.count > _LONG) for f in feeds]
         tokens = mx.concatenate([feed.tokens for feed in feeds])
         features = mx.concatenate([feed.features for feed in feeds])
-        hidden = self._head(tokens[None], features[None], self._caches)[0]
+        if self._numpy is not None and len(tokens) <= MOST_ROWS:
+            hidden = self._numpy.hidden(tokens, features, pieces, self._caches)
+        else:
+            self._frame.begin(pieces)
+            hidden = self._head(tokens[None], features[None], self._caches)[0]
         for feed in feeds:
             feed.text.length += feed.count
         return hidden
@@ -96,8 +103,8 @@ class Pairs(FlatRows):
 class MaskedPairs(Pairs):
     """Those of a head that is fed pairs of a mask, too."""
 
-    def __init__(self, head: MaskedHead) -> None:
-        super().__init__(head)
+    def __init__(self, head: MaskedHead, numpy: NumpyHead | None = None) -> None:
+        super().__init__(head, numpy)
         self._masked = head
 
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:

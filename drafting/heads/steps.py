@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from outrider.drafting.heads.head import StepHead
 from outrider.drafting.heads.line import Line, choose
+from outrider.drafting.heads.numpy_head import NumpyHead
 from outrider.drafting.heads.pairs import PairFeed, Pairs
 
 
@@ -17,8 +18,8 @@ class Steps:
 
     depth = sys.maxsize
 
-    def __init__(self, head: StepHead) -> None:
-        self._head, self.texts = head, Pairs(head)
+    def __init__(self, head: StepHead, numpy: NumpyHead | None = None) -> None:
+        self._head, self.texts = numpy or head, Pairs(head, numpy)
 
     def draft(self, lines: Sequence[Line], feeds: Sequence[PairFeed]) -> mx.array:
         return grow(lines, feeds, self.texts.forward, self._head.logits, self._head.onward)

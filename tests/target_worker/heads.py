@@ -22,7 +22,9 @@ from outrider.drafting.heads.eagle3 import Eagle3
 from outrider.drafting.heads.eagle3_files import build
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.mtp import Mtp, MtpForm
+from outrider.drafting.heads.numpy_check import host_of
 from outrider.drafting.heads.redrafter import Redrafter
+from outrider.drafting.heads.ways import way_of
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
 from tests.drafting import nextn_heads
@@ -172,7 +174,8 @@ def latent_head(target: LoadedModel) -> Mtp:
 
 
 def drafter(head: Head, target: LoadedModel) -> HeadDrafter:
-    return HeadDrafter(head, target.vocab_size)
+    """By numpy where that serves both, as where heads are loaded."""
+    return HeadDrafter(head, target.vocab_size, way=way_of(head, host_of(head, target)))
 
 
 def _known_ids() -> Array:

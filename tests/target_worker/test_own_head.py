@@ -185,7 +185,7 @@ def test_lies_change_no_text(target: LoadedModel, alone: Alone, temp: float, req
 def test_a_head_with_the_targets_logits_is_right_wherever_it_knows_the_token(target: LoadedModel, temp: float) -> None:
     """At a temperature too: its noise is the target's, by the target's names of tokens."""
     head = token_head(target)
-    known = set(head._vocabulary.ids.tolist())  # type: ignore[union-attr]
+    known = set(head.vocabulary.ids.tolist())  # type: ignore[union-attr]
     rounds = [a for one in run(target, drafter(head, target), temp, 4) for a in one if a.drafted]
     missed = [a for a in rounds if a.accepted < len(a.drafted or ())]
     assert len(rounds) > 20 and sum(a.accepted for a in rounds) > len(rounds)
