@@ -68,6 +68,8 @@ def numpy_head(head: Head, target: LoadedModel) -> NumpyHead:
     Raises:
         ModelError: numpy does not serve the target, or not such a head.
     """
+    if target.number_format != "float32":
+        raise ModelError(f"numpy serves heads of a target in float32, not in {target.number_format}")
     net = net_of(target)
     try:
         if isinstance(head, Mtp):

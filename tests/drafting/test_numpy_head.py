@@ -102,6 +102,12 @@ def test_a_head_of_a_target_that_numpy_does_not_serve_is_left_to_mlx(
     assert host_of(mtp_head(target), target) is None
 
 
+def test_a_head_of_a_target_in_half_precision_is_left_to_mlx(tmp_path: Path) -> None:
+    half = markov_llama(tmp_path)
+    half.model.set_dtype(mx.float16)
+    assert host_of(random_head(half), half) is None
+
+
 @pytest.mark.parametrize("make", [mtp_head, random_head])
 def test_wrong_vectors_are_caught_at_load(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch, make: Callable[[LoadedModel], Head]
