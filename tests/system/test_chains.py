@@ -15,6 +15,7 @@ from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Branches, Message
 from outrider.protocol.sampling import SamplingParams
+from tests.covering import matrix
 from tests.system.cluster import AMPLE, MIXED, UNTIL_IDLE, Cluster, Schedule
 from tests.system.redraft import TIE, doubts, fresh_scores, only_ties
 from tests.system.small import TOY
@@ -32,12 +33,11 @@ Make = Callable[..., Cluster]
 Small = Callable[..., tuple[LoadedModel, LoadedModel]]
 
 
-@every_sampling
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("draft", "mode"), [("model", "ssd"), ("model", "sd"), ("random", "ssd")])
+@matrix(sampling=SAMPLINGS, schedule=SCHEDULES, drafts=[("model", "ssd"), ("model", "sd"), ("random", "ssd")])
 def test_every_served_chain_is_a_fresh_drafters(
-    make_cluster: Make, small_pair: Small, sampling: str, schedule: str, draft: str, mode: str
+    make_cluster: Make, small_pair: Small, sampling: str, schedule: str, drafts: tuple[str, str]
 ) -> None:
+    draft, mode = drafts
     params, model = SAMPLINGS[sampling], small_pair(draft)[1]
     cluster = make_cluster(draft, depth=4, branches=8, ngrams=False, schedule=SCHEDULES[schedule])
     run = cluster.run(PROMPT, params, mode)
@@ -104,9 +104,7 @@ def record_branches(cluster: Cluster) -> dict[tuple[int, int], dict[int, tuple[i
     return pushed
 
 
-@every_sampling
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@matrix(sampling=SAMPLINGS, schedule=SCHEDULES, mode=["sd", "ssd"])
 def test_the_drafters_columns_are_the_committed_tokens_every_round(
     make_cluster: Make, small_pair: Small, sampling: str, schedule: str, mode: str
 ) -> None:
@@ -132,9 +130,7 @@ def test_the_drafters_columns_are_the_committed_tokens_every_round(
     assert len(seen) > 10
 
 
-@pytest.mark.parametrize("temp", [0.0, 1.0])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@matrix(temp=[0.0, 1.0], schedule=SCHEDULES, mode=["sd", "ssd"])
 def test_a_draft_that_is_the_target_is_always_right(make_cluster: Make, temp: float, schedule: str, mode: str) -> None:
     cluster = make_cluster("self", depth=4, branches=8, ngrams=False, schedule=SCHEDULES[schedule])
     times = cluster.run(PROMPT, SamplingParams(max_tokens=100, temp=temp, seed=9), mode).timings

@@ -13,6 +13,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.orchestrator import LocalCluster
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
+from tests.covering import matrix
 from tests.system.cluster import Cluster, Run
 from tests.system.markov import markov, p_values
 from tests.system.redraft import doubts, only_ties
@@ -53,11 +54,7 @@ def check_room(run: Run, length: int = LENGTH) -> None:
     assert all(round_.base_len + len(round_.chain) < len(PROMPT) + length for round_ in run.rounds)
 
 
-@every_sampling
-@pytest.mark.parametrize("depth", [1, 3, 6])
-@pytest.mark.parametrize("draft", ["model", "random"])
-@pytest.mark.parametrize("ngrams", [True, False])
-@pytest.mark.parametrize("mode", ["sd", "auto", "ar"])
+@matrix(sampling=SAMPLINGS, depth=[1, 3, 6], draft=["model", "random"], ngrams=[True, False], mode=["sd", "auto", "ar"])
 def test_the_text_is_what_the_target_says_alone(
     make_cluster: Make, small_pair: Small, plain: Plain, sampling: str, depth: int, draft: str, ngrams: bool, mode: str
 ) -> None:

@@ -18,6 +18,7 @@ from outrider.drafting.heads.tree import HeadTree
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
+from tests.covering import matrix
 from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.links import VirtualClock
 from tests.target_worker.block_heads import parallel_head
@@ -79,9 +80,11 @@ def accepted(run: Run) -> float:
     return run.timings.draft_n_accepted / max(run.timings.rounds, 1)
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
-@pytest.mark.parametrize("made", [token_head, feature_head, random_head, mtp_head, recurrent_head, parallel_head])
+@matrix(
+    made=[token_head, feature_head, random_head, mtp_head, recurrent_head, parallel_head],
+    mode=["sd", "ssd"],
+    temp=[0.0, 0.8],
+)
 def test_the_text_is_the_targets_own(target: LoadedModel, alone: Alone, made: Heads, mode: str, temp: float) -> None:
     run = cluster(target, made(target), schedule=MIXED).run(PROMPT, sampling(temp), mode)
     assert run.tokens == alone(temp)

@@ -1,4 +1,4 @@
-"""Whatever proposes and whenever it comes, the text is what the target says alone: the full matrix, real workers."""
+"""Whatever proposes and whenever it comes, the text is what the target says alone: a matrix, real workers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
+from tests.covering import matrix
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.same import check_same
 from tests.system.small import LOOPING
@@ -30,8 +31,8 @@ SAMPLINGS = {
 DEPTHS = (1, 3, 6)
 BRANCHES = (1, 6, 16)
 DRAFTERS = {"n-gram + model": ("model", True), "model": ("model", False), "random": ("random", True)}
+SCHEDULES = (AMPLE, SLOW, Schedule(turns=(1,)), Schedule(turns=(2,), late=1.0, impatient=1.0))
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
-every_depth = pytest.mark.parametrize("depth", DEPTHS)
 
 Make = Callable[..., Cluster]
 Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
@@ -52,11 +53,7 @@ def check(small_pair: Small, plain: Plain) -> Check:
     return same_as_alone
 
 
-@every_sampling
-@every_depth
-@pytest.mark.parametrize("branches", BRANCHES)
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@matrix(3, sampling=SAMPLINGS, depth=DEPTHS, branches=BRANCHES, policy=sorted(POLICIES), drafter=DRAFTERS)
 def test_ssd(
     make_cluster: Make, check: Check, sampling: str, depth: int, branches: int, policy: str, drafter: str
 ) -> None:
@@ -67,10 +64,7 @@ def test_ssd(
     check(cluster.run(PROMPT, SAMPLINGS[sampling], "ssd"), sampling)
 
 
-@every_sampling
-@every_depth
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("mode", ["sd", "auto"])
+@matrix(sampling=SAMPLINGS, depth=DEPTHS, drafter=DRAFTERS, mode=["sd", "auto"])
 def test_sd_and_auto(make_cluster: Make, check: Check, mode: str, sampling: str, depth: int, drafter: str) -> None:
     draft, ngrams = DRAFTERS[drafter]
     cluster = make_cluster(draft, depth=depth, ngrams=ngrams, schedule=MIXED, seed=depth)
@@ -78,9 +72,7 @@ def test_sd_and_auto(make_cluster: Make, check: Check, mode: str, sampling: str,
     check(cluster.run(PROMPT, SAMPLINGS[sampling], mode), sampling)  # what the first one taught changes no token
 
 
-@every_sampling
-@every_depth
-@pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
+@matrix(sampling=SAMPLINGS, depth=DEPTHS, mode=["sd", "ssd", "auto"])
 def test_ngrams_alone(make_cluster: Make, check: Check, mode: str, sampling: str, depth: int) -> None:
     check(make_cluster(None, depth=depth).run(PROMPT, SAMPLINGS[sampling], mode), sampling)
 
@@ -104,9 +96,7 @@ def test_ar(make_cluster: Make, check: Check, sampling: str, draft: str | None) 
     assert run.timings.draft_n == 0
 
 
-@every_sampling
-@pytest.mark.parametrize("schedule", [AMPLE, SLOW, Schedule(turns=(1,)), Schedule(turns=(2,), late=1.0, impatient=1.0)])
-@pytest.mark.parametrize("full_depth", [False, True])
+@matrix(sampling=SAMPLINGS, schedule=SCHEDULES, full_depth=[False, True])
 def test_early_and_late_outcomes(
     make_cluster: Make, check: Check, sampling: str, schedule: Schedule, full_depth: bool
 ) -> None:
@@ -164,9 +154,7 @@ def test_a_drafter_lost_in_the_middle_changes_no_token(make_cluster: Make, check
     assert any("lost" in note for note in run.notes)
 
 
-@every_sampling
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
-@pytest.mark.parametrize("vocab_size", [36, 4096])
+@matrix(sampling=SAMPLINGS, mode=["sd", "ssd"], vocab_size=[36, 4096])
 def test_a_draft_with_fewer_or_more_tokens_changes_no_token(
     make_cluster: Make, check: Check, small_pair: Small, sampling: str, mode: str, vocab_size: int
 ) -> None:

@@ -36,6 +36,7 @@ from outrider.target_worker.own_drafters import OwnDrafters
 from outrider.target_worker.own_head import ColocatedHead, beside_target
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
+from tests.covering import matrix
 from tests.drafting import nextn_heads
 from tests.drafting.mtp_heads import model_of, write, written
 from tests.system.links import FakeLink, answered
@@ -151,10 +152,10 @@ def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
     return sum(a.accepted for a in rounds) / len(rounds)
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("requests", [1, 4])
-@pytest.mark.parametrize(
-    "head", [token_head, feature_head, random_head, mtp_head, latent_head, recurrent_head, parallel_head, *BLOCKS]
+@matrix(
+    head=[token_head, feature_head, random_head, mtp_head, latent_head, recurrent_head, parallel_head, *BLOCKS],
+    requests=[1, 4],
+    temp=[0.0, 0.8],
 )
 def test_the_text_is_the_targets_own(
     target: LoadedModel, alone: Alone, head: Heads, temp: float, requests: int
