@@ -29,6 +29,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Beyond this the weights no longer stay in a cache, and MLX's forwards are no longer mostly bookkeeping.
 _MOST_BYTES = 512 * 2**20
 _MASKED = np.float32(-1e30)
+# What is so far below the highest score weighs nothing beside it. Its exponential may be a subnormal number, and a CPU
+# takes a hundred times as long to multiply those: a third of a forward over long texts (docs/log.md).
+_FARTHEST = np.float32(-60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,13 @@ class Span:
 def hidden(seen: Bools) -> Floats | None:
     """What is added to scores so that only what is `seen` counts, [R, end]; None: all is."""
     return None if seen.all() else np.where(seen, np.float32(0), _MASKED)
+
+
+def exponentials(scores: Floats) -> Floats:
+    """Of scores below the highest of their row, made in place."""
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.maximum(scores, _FARTHEST, out=scores)
+    return np.exp(scores, out=scores)
 
 
 class Layer:
@@ -106,10 +116,9 @@ class Layer:
             scores = scores.reshape(kv_heads, -1, rows, end)
             scores += span.hidden
             scores = scores.reshape(kv_heads, -1, end)
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        found: Floats = scores @ span.values[:, :end]
-        found /= scores.sum(axis=-1, keepdims=True)
+        weights = exponentials(scores)
+        found: Floats = weights @ span.values[:, :end]
+        found /= weights.sum(axis=-1, keepdims=True)
         return found.reshape(kv_heads, -1, rows, width).transpose(2, 0, 1, 3).reshape(rows, -1)
 
 

@@ -13,6 +13,7 @@ from outrider.engine.columns import OneRow
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_model import NumpyRow
 from outrider.engine.numpy_net import FAMILIES as SERVED
+from outrider.engine.numpy_net import exponentials
 from outrider.engine.open_tree import tree_form
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
@@ -80,3 +81,13 @@ def test_blocks_multiply_like_the_layer(rows: int, width: int) -> None:
     layer = nn.Linear(37, width, bias=True)
     x = np.random.default_rng(0).standard_normal((rows, 37)).astype(np.float32)
     assert np.allclose(Dense([layer])(x), np.array(layer(mx.array(x))), atol=1e-5)
+
+
+def test_no_weight_is_a_number_that_a_cpu_multiplies_slowly() -> None:
+    """However far apart scores are, and where columns are hidden; beside the highest such weights are nothing."""
+    scores = np.array([[0.0, -70.0, -95.0, -1e30], [3.0, 2.0, -90.0, -100.0]], dtype=np.float32)
+    exact = np.exp(scores.astype(np.float64) - scores.max(axis=-1, keepdims=True))
+    weights = exponentials(scores.copy())
+    small_values = np.full(4, 1e-8, dtype=np.float32)
+    assert (weights * small_values).min() > np.finfo(np.float32).tiny
+    assert np.allclose(weights, exact, rtol=1e-6, atol=1e-20)
