@@ -24,6 +24,7 @@ from outrider.orchestrator.core.kinds import CODE, FREE, HELD, REPEATING
 from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.texts import Text
 from outrider.orchestrator.events import Admit
 from outrider.protocol.abilities import OwnDrafter
 from outrider.protocol.heads import NGRAM
@@ -48,12 +49,12 @@ def verify_ms(rows: int) -> float:
 
 @dataclass(slots=True)
 class Machine:
-    """Makes rounds; `planner` None: teaches nobody."""
+    """Makes rounds; teaches `planner` of texts that are told."""
 
     rng: random.Random
     planner: Planner | None = None
 
-    def round(self, kind: str, plan: Plan) -> tuple[int, float]:
+    def round(self, kind: str, plan: Plan, text: Text | None = None) -> tuple[int, float]:
         """A round of this plan in a text of this class: its tokens, and how long it took."""
         if plan.mode == "ar":
             return 1, PLAIN_MS
@@ -62,21 +63,26 @@ class Machine:
         took_ms, hit = verify_ms(depth + 1), plan.mode == "ssd" and self.rng.random() < HITS
         drafting_ms = depth * STEP_MS[plan.drafter]
         link_ms = 0.0 if plan.drafter else LINK_MS
-        self._teach(kind, plan, depth, held, hit, took_ms)
+        self._teach(kind, plan, depth, held, hit, took_ms, text)
         return held + 1, took_ms + (TURNAROUND_MS if hit else drafting_ms + link_ms)
 
     def _held(self, chance: float, depth: int) -> int:
         return next((place for place in range(depth) if self.rng.random() >= chance), depth)
 
-    def _teach(self, kind: str, plan: Plan, depth: int, held: int, hit: bool, took_ms: float) -> None:
-        if self.planner is None:
+    def _teach(
+        self, kind: str, plan: Plan, depth: int, held: int, hit: bool, took_ms: float, text: Text | None
+    ) -> None:
+        if self.planner is None or text is None:
             return
         estimates = self.planner.estimates
         estimates.saw_verify(depth + 1, took_ms)
         copied = self._held(HOLDS[kind][NGRAM], COPIED)
         estimates.saw_copy(Copy((1,) * COPIED, 3), (1,) * copied + (0,))
+        texts = self.planner.texts
+        texts.saw_copy(text, COPIED, copied)
         if plan.drafter == NGRAM:
             return
+        texts.saw_chain(text, plan.drafter, depth, held)
         if plan.drafter:
             estimates.saw_own(plan.drafter, depth, held, depth * STEP_MS[plan.drafter])
             return
@@ -135,10 +141,11 @@ def _told(rng: random.Random, kind: str, wrong: float) -> str:
 
 def _text(planner: Planner, machine: Machine, admit: Admit, kind: str, tokens: int, told: str) -> tuple[int, float]:
     said, took_ms = 0, 0.0
-    controller = planner._controller(admit, planner._means(admit, 1), told)
+    text = planner.texts.begun(told, greedy=True)
     while said < tokens:
+        controller = planner._controller(admit, planner._means(admit, 1), text.kind)
         plan = controller.plan()
-        brought, ms = machine.round(kind, plan)
+        brought, ms = machine.round(kind, plan, text)
         if plan.mode == "ar":
             planner.estimates.saw_plain(1, ms)
         planner.estimates.saw_round(brought, ms)

@@ -20,7 +20,7 @@ class Acceptance:
 
     def __init__(
         self,
-        prior: float = PRIOR_ACCEPTANCE,
+        prior: float | Acceptance = PRIOR_ACCEPTANCE,
         weight: float = PRIOR_WEIGHT,
         positions: int = MAX_POSITIONS,
         fade: float = FADE,
@@ -47,7 +47,14 @@ class Acceptance:
 
     def rate(self, position: int) -> float:
         position = min(position, len(self._tried) - 1)
-        return (self._held[position] + self._weight * self._prior) / (self._tried[position] + self._weight)
+        prior = self._prior.rate(position) if isinstance(self._prior, Acceptance) else self._prior
+        return (self._held[position] + self._weight * prior) / (self._tried[position] + self._weight)
+
+    def likelihood(self, chain_length: int, accepted: int) -> float:
+        """The logarithm of the chance that so many tokens of a chain hold, and no more."""
+        accepted = min(accepted, chain_length)
+        broke = math.log(1.0 - self.rate(accepted)) if accepted < chain_length else 0.0
+        return broke + sum(math.log(self.rate(position)) for position in range(accepted))
 
     def reach(self, position: int) -> float:
         """Probability that chain token `position` and all before it hold."""

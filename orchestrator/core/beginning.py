@@ -24,14 +24,15 @@ def begun(admit: Admit, workers: Workers, planner: Planner, room: CacheRoom, now
         admit = replace(admit, mode="ar")
     drafters = workers.drafters() if admit.takes_workers else set()
     tokens = [*admit.tokens, *admit.said]
-    kind = kind_of(tokens, admit.sampling.grammar is not None, admit.code)
-    plan, notes = planner.first_plan(admit, len(drafters), kind)
+    looks = kind_of(tokens, admit.sampling.grammar is not None, admit.code)
+    text = planner.texts.begun(looks, admit.sampling.temp == 0)
+    plan, notes = planner.first_plan(admit, len(drafters), text.kind)
     return Request(
         admit,
         plan,
         tokens=tokens,
         ngrams=NgramIndex(),
-        kind=kind,
+        text=text,
         drafters={name: Part() for name in sorted(drafters)},
         cache=SpeculationCache(room),
         heard_ns=now_ns,

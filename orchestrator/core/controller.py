@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.forecasts import Forecast, Forecasts, Plan, Way
+from outrider.orchestrator.core.text_odds import TextOdds
 from outrider.orchestrator.core.tuning import Choice
 
 # An episode is long enough to be measured: rounds are kept in one mode for this many.
@@ -120,7 +121,8 @@ class Attempt:
 @dataclass(slots=True)
 class Controller:
     """Chooses among `modes`, and SD by each of `others`, who draft without a draft worker, with K up to `max_depth` and
-    B up to `branches`, or, `fixed`, just that, where nothing was tuned. `why` explains the latest choice.
+    B up to `branches`, or, `fixed`, just that, where nothing was tuned. `odds`: of its kind of text, for a request
+    alone. `why` explains the latest choice.
     """
 
     estimates: Estimates
@@ -129,6 +131,7 @@ class Controller:
     branches: int = 0
     fixed: bool = False
     others: tuple[str, ...] = ()
+    odds: TextOdds | None = None
     why: str = "not started"
     _active: int = 1
     _plan: Plan | None = None
@@ -321,7 +324,8 @@ class Controller:
         """By way: its plan, and the tokens per millisecond of that. A tuning is of one request at a time."""
         ways = [*(self._tuned.values() if at_once == 1 else ()), *self._kinds]
         fixed = self.fixed or at_once == 1
-        formula = Forecasts(self.estimates, at_once, self.max_depth, self.branches, fixed)
+        odds = self.odds if self.odds is not None and at_once == 1 else self.estimates
+        formula = Forecasts(self.estimates, odds, at_once, self.max_depth, self.branches, fixed)
         return {way: formula.of(way) for way in ways}
 
 

@@ -146,12 +146,13 @@ class Estimates:
         """A verified chain that began with `drafted` tokens from a drafter."""
         self.drafted.add(drafted, min(accepted, drafted))
 
-    def saw_copy(self, copy: Copy, committed: Sequence[int]) -> None:
-        """What the text had said would come, verified or not, and what came."""
+    def saw_copy(self, copy: Copy, committed: Sequence[int]) -> int:
+        """What the text had said would come, verified or not, and what came; how many of its tokens held."""
         held = _held(copy, committed)
         self.copied(copy.matched).add(min(len(copy.chain), len(committed)), held)
         self._copied_tokens.add(held)
         self._copied_rows.add(len(copy.chain))
+        return held
 
     def saw_beside(self, copy: Copy, committed: Sequence[int]) -> None:
         """The same of a copy whose first token a drafter contradicted."""

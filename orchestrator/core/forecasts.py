@@ -11,6 +11,7 @@ from functools import cache, partial
 
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.speedup import Costs, Odds, ar_rate, own_rate, sd_rate, ssd_rate
+from outrider.orchestrator.core.text_odds import TextOdds
 from outrider.protocol.heads import NGRAM
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -52,9 +53,10 @@ Forecast = tuple[Plan, float]
 
 @dataclass
 class Forecasts:
-    """For `at_once` requests, K up to `max_depth`, B up to `branches`, or, `fixed`, just that."""
+    """In texts of these `odds`, `at_once` requests, K up to `max_depth`, B up to `branches`, or, `fixed`, just that."""
 
     estimates: Estimates
+    odds: Estimates | TextOdds
     at_once: int
     max_depth: int
     branches: int
@@ -100,7 +102,7 @@ class Forecasts:
 
     def _copying(self) -> float:
         """Rounds that verify what the text says comes next, and nothing where it says nothing."""
-        tokens, rows = self.estimates.copied_a_round()
+        tokens, rows = self.odds.copied_a_round()
         return self.at_once * (1.0 + tokens) / self._verify_ms(self.at_once * (1 + round(rows)))
 
     def _brings(self, depth: int, drafter: str = "") -> float:
@@ -109,7 +111,7 @@ class Forecasts:
         if known is None:
             known, reach = [1.0], 1.0
             for position in range(max(self.max_depth, DEPTHS[-1])):
-                reach *= self.estimates.holding(drafter).rate(position)
+                reach *= self.odds.holding(drafter).rate(position)
                 known.append(known[-1] + reach)
             self._tokens[drafter] = known
         return known[min(depth, len(known) - 1)]

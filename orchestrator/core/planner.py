@@ -16,6 +16,7 @@ from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.kinds import FREE
 from outrider.orchestrator.core.proposal import Lookup, Proposal
 from outrider.orchestrator.core.request import Foretold, Request, Round, RoundSettings, Waiting
+from outrider.orchestrator.core.texts import Texts
 from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
 from outrider.protocol.abilities import OwnDrafter
@@ -44,6 +45,7 @@ class Planner:
     ) -> None:
         """`tunings` are tune's, `memory` what an earlier server's planner `learned`, `own` the target's drafters."""
         self.estimates = Estimates()
+        self.texts = Texts(self.estimates)
         self._own = own
         self._tunings, self._memory = tunings, memory
         for known in (*tunings[:1], *memory[:1]):
@@ -173,6 +175,8 @@ class Planner:
         elif ended.plan.mode != "ar":
             self._saw_forward(len(proposal.chain) + 1, outcome)
             along = proposal.along(proposal.nodes(outcome) or ())
+            if self._judges(request):
+                self.texts.saw_chain(request.text, proposal.drafter if proposal.draft else "", len(proposal.own), along)
             if not proposal.draft:
                 estimates.saw_chain(len(proposal.own), along)
             elif proposal.chain and outcome.drafting is not None:
@@ -182,6 +186,10 @@ class Planner:
             estimates.saw_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
             self._controller_of(request).saw_round(ended.plan, len(kept), round_ms)
+
+    def _judges(self, request: Request) -> bool:
+        """Whether it matters which kind its text is of."""
+        return request.admit.mode == "auto" and self.estimates.active == 1
 
     def judge_own(self, request: Request, ended: Round, outcome: Outcome) -> None:
         """Leaves a drafter of the target's process that is of no use any more out of the request, and says so."""
@@ -198,7 +206,9 @@ class Planner:
         """Every round shows what a copy would have been worth in it, whatever was verified."""
         foretold = request.foretold
         if foretold is not None and foretold.base_len == outcome.base_len:
-            self.estimates.saw_copy(foretold.copy, kept)
+            held = self.estimates.saw_copy(foretold.copy, kept)
+            if self._judges(request):
+                self.texts.saw_copy(request.text, min(len(foretold.copy.chain), len(kept)), held)
             own, copy = proposal.own, foretold.copy
             if own and copy.chain and proposal.chain[own[0]] != copy.chain[0]:
                 self.estimates.saw_beside(copy, kept)
@@ -235,7 +245,7 @@ class Planner:
         return Means(self._settings.drafters, (*others, NGRAM) if others and self._settings.ngrams else others)
 
     def _controller_of(self, request: Request) -> Controller:
-        return self._controller(request.admit, self._means_of(request), request.kind)
+        return self._controller(request.admit, self._means_of(request), request.text.kind)
 
     def _controller(self, admit: Admit, means: Means, kind: str = FREE) -> Controller:
         """One for each set of means and class of temperature: what was learned with others would mislead. So it would
@@ -247,7 +257,8 @@ class Planner:
             modes = ("ar", "sd", "ssd") if means.workers else ("ar", "sd") if copies else ("ar",)
             fixed = admit.branches is not None
             branches = self._branches(admit, means.workers)
-            controller = Controller(self.estimates, modes, self._depth(admit), branches, fixed, means.others)
+            odds = self.texts.odds(kind, admit.sampling.temp == 0)
+            controller = Controller(self.estimates, modes, self._depth(admit), branches, fixed, means.others, odds)
             controller.turn_to(self.estimates.active, self._reading)
             for known in (self._tunings, self._memory) if means.workers or means.others else ():
                 record = nearest(known, admit.sampling.temp)

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.drift import Drift
 from outrider.orchestrator.core.forecasts import Plan
+from outrider.orchestrator.core.kinds import FREE
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.part import Part
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
+from outrider.orchestrator.core.texts import Text
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Outcome
 from outrider.protocol.origins import Origin
@@ -84,7 +86,7 @@ class Request:
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
     `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
-    last outcome has come. `kind`: of text (`kinds`). `drafters`: by name, with the part that
+    last outcome has come. `text`: what it is taken for. `drafters`: by name, with the part that
     each has. `foretold`: of the round under way.
     `covered`: of how many outcomes drafters had finished by the latest one. `records`: of its rounds, if it asked for
     them. `reads`: the round under way begins with reading all tokens. `deaths` of the target in a row, while this was
@@ -98,7 +100,7 @@ class Request:
     plan: Plan
     tokens: list[int]
     ngrams: NgramIndex
-    kind: str = ""
+    text: Text = field(default_factory=lambda: Text(FREE, False, {}))
     drafters: dict[str, Part] = field(default_factory=dict)
     epoch: int = 0
     round: int = 0

@@ -61,7 +61,9 @@ def test_with_many_at_once_the_formula_wants_shorter_chains_and_fewer_branches()
         estimates.saw_verify(rows, verify_ms)
     for _ in range(30):
         estimates.saw_depth(16, 3.5)
-    plans = [Forecasts(estimates, at_once, 8, 16, at_once == 1).of(Way("ssd"))[0] for at_once in (1, 2, 4, 8, 16)]
+    plans = [
+        Forecasts(estimates, estimates, at_once, 8, 16, at_once == 1).of(Way("ssd"))[0] for at_once in (1, 2, 4, 8, 16)
+    ]
     depths, breadths = [plan.depth for plan in plans], [plan.branches for plan in plans]
     assert depths == sorted(depths, reverse=True) and depths[-1] < depths[0]
     assert breadths == sorted(breadths, reverse=True) and breadths[-1] < breadths[0]

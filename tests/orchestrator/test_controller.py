@@ -229,6 +229,6 @@ def test_in_company_what_promises_as_much_does_not_wait_for_its_first_try() -> N
         estimates.saw_verify(rows, milliseconds)
     controller = Controller(estimates, MODES, 4, 16)
     controller.turn_to(4)
-    promised = Forecasts(estimates, 4, 4, 16, False).of(Way("ssd"))[1]
+    promised = Forecasts(estimates, estimates, 4, 4, 16, False).of(Way("ssd"))[1]
     seen = crowd(controller, world(ar=promised, sd=0.1, ssd=2 * promised), 3 * EPISODE_ROUNDS, 4)
     assert seen["ssd"] > EPISODE_ROUNDS * 4

@@ -1,0 +1,55 @@
+"""How well drafts hold in texts of one kind: what all texts taught, moved by what its own rounds bring.
+
+So a kind that nothing is known of begins as all others are, and where a drafter never drafted for it, it is believed to
+do as well as elsewhere. Knows counts only.
+"""
+
+from __future__ import annotations
+
+from outrider.orchestrator.core.acceptance import Acceptance
+from outrider.orchestrator.core.averages import Average
+from outrider.orchestrator.core.estimates import COPIED_SMOOTHING, Estimates
+from outrider.protocol.heads import NGRAM
+
+
+class TextOdds:
+    """Those of one kind; `everywhere`: what is believed of all. `rounds`: so many drafts it has seen."""
+
+    def __init__(self, everywhere: Estimates) -> None:
+        self.rounds = 0
+        self._everywhere = everywhere
+        self._drafted: dict[str, Acceptance] = {}
+        self._copied = Acceptance(prior=0.3, positions=2)
+        self._tokens, self._rows = Average(COPIED_SMOOTHING), Average(COPIED_SMOOTHING)
+
+    def holding(self, drafter: str = "") -> Acceptance:
+        """How well its tokens hold."""
+        if drafter not in self._drafted:
+            self._drafted[drafter] = Acceptance(self._everywhere.holding(drafter))
+        return self._drafted[drafter]
+
+    def copied_a_round(self) -> tuple[float, float]:
+        """Of what the text says comes next: how many tokens held in a round, and how many there were."""
+        tokens, rows = self._everywhere.copied_a_round()
+        return (
+            tokens if self._tokens.value is None else self._tokens.value,
+            rows if self._rows.value is None else self._rows.value,
+        )
+
+    def saw_chain(self, drafter: str, drafted: int, accepted: int) -> None:
+        self.rounds += 1
+        self.holding(drafter).add(drafted, min(accepted, drafted))
+
+    def saw_copy(self, copied: int, held: int) -> None:
+        if self._tokens.value is None:
+            tokens, rows = self._everywhere.copied_a_round()
+            self._tokens.add(tokens)
+            self._rows.add(rows)
+        self._tokens.add(held)
+        self._rows.add(copied)
+        self._copied.add(copied, held)
+
+    def likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
+        """The logarithm of the chance that so many of a chain hold."""
+        holding = self._copied if drafter == NGRAM else self.holding(drafter)
+        return holding.likelihood(drafted, accepted)

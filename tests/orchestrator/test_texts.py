@@ -1,0 +1,82 @@
+"""A text's rounds say which kind it is of, whatever its prompt looked like; what is known of that kind is believed."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean
+
+import pytest
+
+from outrider.bench.auto_by_class import auto, best_of
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.kinds import CODE, FREE, HELD, REPEATING
+from outrider.orchestrator.core.texts import Texts
+from outrider.protocol.abilities import OwnDrafter
+
+DEPTH = 4
+GOOD_IN = {"eagle3": CODE, "mtp": FREE}
+
+
+def chain(rng: random.Random, chance: float) -> int:
+    return next((place for place in range(DEPTH) if rng.random() >= chance), DEPTH)
+
+
+def learned() -> Texts:
+    """One head does well in code, the other in prose."""
+    estimates, rng = Estimates(), random.Random(1)
+    estimates.meet([OwnDrafter(name) for name in GOOD_IN])
+    texts = Texts(estimates)
+    for name, home in GOOD_IN.items():
+        for kind in (CODE, FREE):
+            odds = texts.odds(kind, greedy=True)
+            for _ in range(100):
+                held = chain(rng, 0.85 if kind == home else 0.35)
+                odds.saw_chain(name, DEPTH, held)
+                estimates.saw_own(name, DEPTH, held, 1.0)
+    return texts
+
+
+@pytest.mark.parametrize("name", GOOD_IN)
+def test_a_text_is_of_the_kind_that_its_rounds_are_like(name: str) -> None:
+    texts, rng = learned(), random.Random(2)
+    for told in (CODE, FREE):
+        text = texts.begun(told, greedy=True)
+        for _ in range(10):
+            texts.saw_chain(text, name, DEPTH, chain(rng, 0.85))
+        assert text.kind == GOOD_IN[name]
+
+
+def test_one_unlucky_token_moves_no_text_and_a_grammar_is_believed_for_good() -> None:
+    texts = learned()
+    text = texts.begun(CODE, greedy=True)
+    texts.saw_chain(text, "eagle3", 1, 0)
+    assert text.kind == CODE
+    held = texts.begun(HELD, greedy=True)
+    for _ in range(20):
+        texts.saw_chain(held, "eagle3", DEPTH, DEPTH)
+    assert held.kind == HELD
+
+
+def test_what_is_known_of_other_kinds_and_temperatures_is_believed_until_something_is_seen() -> None:
+    estimates = Estimates()
+    texts = Texts(estimates)
+    for _ in range(200):
+        estimates.saw_chain(DEPTH, 0)
+    fresh = texts.odds(REPEATING, greedy=False)
+    assert fresh.holding().rate(0) == pytest.approx(estimates.holding().rate(0))
+    for _ in range(20):
+        fresh.saw_chain("", DEPTH, DEPTH)
+    assert fresh.holding().rate(0) > 0.6 > 0.1 > texts.odds(REPEATING, greedy=True).holding().rate(0)
+
+
+def test_a_kind_that_nothing_is_known_of_takes_no_text() -> None:
+    texts = learned()
+    text = texts.begun(CODE, greedy=True)
+    for _ in range(20):
+        texts.saw_chain(text, "mtp", DEPTH, 2)
+    assert text.kind != REPEATING
+
+
+def test_auto_is_near_the_best_of_each_class_where_prompts_deceive() -> None:
+    found = [auto(seed, 100, 256, wrong=0.2) for seed in (1, 2)]
+    assert fmean(one[kind] / best_of(kind) for one in found for kind in ("code", "prose")) > 0.95
