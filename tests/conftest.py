@@ -12,6 +12,34 @@ import pytest
 
 from tests.tiny import Pair, write_model
 
+FIRST = ("system", "server", "coreml", "models", "orchestrator")
+"""The rooms with files that take longest, which begin first: none of them is then left for one core at the end."""
+TOGETHER = ("server", "coreml")
+"""Rooms whose files share servers and packages: one process runs all of each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(room) if (room := _room(item.nodeid)) in FIRST else len(FIRST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByShared(LoadFileScheduling):
+        """A file at a time, or a room."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return room if (room := _room(nodeid)) in TOGETHER else str(super()._split_scope(nodeid))
+
+    return ByShared(config, log)
+
+
+def _room(nodeid: str) -> str:
+    return nodeid.split("/")[1]
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

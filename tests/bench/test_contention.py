@@ -56,7 +56,7 @@ def test_it_ends_when_whoever_started_it_is_killed() -> None:
         pytest.fail("no pipes")
     assert b"ready" in process.stdout.readline()
     process.stdin.close()
-    assert process.wait(20) == 0
+    assert process.wait(200) == 0
     process.stdout.close()
 
 

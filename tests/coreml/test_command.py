@@ -57,5 +57,5 @@ def test_torch_and_tensorflow_are_never_imported() -> None:
         "quiet.coremltools(), quiet.mil(), quiet.model_proto()\n"
         "sys.exit(', '.join({'torch', 'tensorflow'} & set(sys.modules)) or 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0 and done.stdout == done.stderr == ""

@@ -30,7 +30,7 @@ def test_the_machine_in_json(tmp_path: Path) -> None:
         [sys.executable, "-m", "outrider.drafting.coreml.doctor"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0 and done.stderr == ""

@@ -46,7 +46,7 @@ def test_a_trial_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path)
     arguments = [*probe.arguments(package, "REFERENCE", 4), "--result", str(result)]
     done = subprocess.run(
         sacrifice.command(probe.MODULE, *arguments), cwd=tmp_path, env=sacrifice.environment(),
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == done.stderr == ""
     found = Trial(**json.loads(result.read_text()))

@@ -435,7 +435,7 @@ class _Watched:
         self.calls.append(function)
         self.threads.add(threading.current_thread())
         self.buffers.setdefault(function, set()).update(array.ctypes.data for array in inputs.values())
-        self.gate.wait(20)
+        self.gate.wait(200)
         if self.broken:
             raise RuntimeFault("the watched runtime is out of order")
         outputs = self._inner.call(function, inputs, state)

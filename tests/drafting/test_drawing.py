@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
 
 V = 12
+SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "2"))
 TABLE = np.random.default_rng(4).normal(size=(V, V)).astype(np.float32)
 PROMPT = (1, 5, 2, 7)
 SAMPLING = SamplingParams(temp=1.0, seed=8, rule="residual", saguaro=0.5, q_width=6)
@@ -49,7 +51,7 @@ def same(q: SparseQ | None, other: SparseQ | None) -> bool:
     return q is not None and other is not None and bool((q.ids == other.ids).all() and (q.probs == other.probs).all())
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("forwards", [1, 2, 3, 10])
 def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
     begin: Callable[[tuple[int, ...]], WorkAhead], forwards: int, seed: int

@@ -157,7 +157,7 @@ def test_a_machine_without_a_working_compiler(tiny_model: TinyModel, tmp_path: P
     environment = {"PATH": f"{tmp_path / 'bin'}:/bin" if compiler == "broken" else str(tmp_path / "bin")}
     environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.stdout.strip() == "True", done.stderr
     assert ("can't be compiled" in done.stderr) == (compiler == "broken")

@@ -46,7 +46,7 @@ def with_venv(root):
 def run(root, script, *arguments, path="/usr/bin:/bin", **environment):
     return subprocess.run(
         ["bash", str(root / "launch" / script), *arguments],
-        capture_output=True, text=True, timeout=60, cwd="/", env={"PATH": path, "HOME": str(root), **environment},
+        capture_output=True, text=True, timeout=200, cwd="/", env={"PATH": path, "HOME": str(root), **environment},
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_a_script_may_be_called_through_a_link(copy, tmp_path, link):
     path.symlink_to(target if "elsewhere" in link else target.relative_to(path.parent))
     (tmp_path / "twice").symlink_to(path)
     for name in (path, tmp_path / "twice"):
-        done = subprocess.run(["bash", str(name), "--mode", "ar"], capture_output=True, text=True, cwd="/", timeout=60)
+        done = subprocess.run(["bash", str(name), "--mode", "ar"], capture_output=True, text=True, cwd="/", timeout=200)
         assert done.stdout == "-P|-m|outrider|serve|--mode|ar|cwd=/\n", done.stderr
 
 
@@ -132,7 +132,7 @@ def as_another_user(copy):
                 path.chmod(0o755)
         return subprocess.run(
             ["bash", str(copy / "launch" / script), *arguments],
-            capture_output=True, text=True, timeout=60, cwd="/", env={"PATH": "/usr/bin:/bin", "HOME": "/"}, user=65534,
+            capture_output=True, text=True, timeout=99, cwd="/", env={"PATH": "/usr/bin:/bin", "HOME": "/"}, user=65534,
         )  # fmt: skip
 
     return start

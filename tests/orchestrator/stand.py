@@ -22,7 +22,7 @@ from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.messages import Timings, WorkerStats
 from outrider.protocol.tallies import Durations
 
-JOIN_SECONDS = 20.0
+JOIN_SECONDS = 200.0
 Play = Callable[[Admit], list[ToFront]]
 
 

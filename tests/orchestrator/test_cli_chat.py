@@ -165,7 +165,7 @@ def test_a_signal_on_a_terminal_stops_the_answer_and_quit_ends(served):
             process.send_signal(signal.SIGINT)
             heard_until(ours, b"> ")
             os.write(ours, b"/quit\n")
-            assert process.wait(60) == 0
+            assert process.wait(200) == 0
         finally:
             process.kill()
     os.close(ours)

@@ -12,7 +12,7 @@ import pytest
 from outrider.orchestrator.machine.spawn import child_environment, python
 from tests.orchestrator.stand import says
 
-LIMIT = 60
+LIMIT = 200.0
 
 
 def outrider(*arguments, shell="", **environment):

@@ -141,7 +141,7 @@ def test_a_short_timeout_bears_a_busy_server(stand, codec):
     assert thread.is_alive()
     for event in says(codec, "late")(admit):
         stand.core.outbox.put(event)
-    thread.join(20)
+    thread.join(200)
     assert results[0].text == "late"
 
 
@@ -155,10 +155,10 @@ def test_a_server_that_is_only_busy_is_heard(stand, codec, monkeypatch):
     thread.start()
     admit = stand.core.wait_for(Admit)[0]
     for _ in range(5):
-        assert heard.acquire(timeout=20)
+        assert heard.acquire(timeout=200)
     for event in says(codec, "late")(admit):
         stand.core.outbox.put(event)
-    thread.join(20)
+    thread.join(200)
     assert results[0].text == "late"
 
 
@@ -230,7 +230,7 @@ def test_one_client_serves_several_threads(make_stand, codec):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(200)
     assert texts == {n: f"<{n}>" for n in range(1, 7)}
 
 

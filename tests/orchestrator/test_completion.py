@@ -52,7 +52,7 @@ def script(tmp_path_factory):
 
 
 def told(script, *command: str) -> set[str]:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent, timeout=200)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return {line.partition("\t")[0] for line in done.stdout.splitlines() if line}
 

@@ -27,7 +27,7 @@ from outrider.protocol.knock import knock
 from outrider.protocol.messages import Hello, Message, Resync, Shutdown, Welcome
 from outrider.protocol.worker_link import WorkerLink, routing_id
 
-WAIT_MS = 10_000
+WAIT_MS = 200_000
 MINI, STUDIO = make_pair(), make_pair()
 HELLO = Hello("draft", "", 7, 77, "mlx", "m", 10, 100, 1, 1)
 

@@ -70,7 +70,7 @@ def test_commands_say_what_the_settings_say():
 def test_the_workers_understand_their_command_lines(role):
     command = spawn.worker_command(role, "w", "ipc:///e", SETTINGS, 9)
     asked = subprocess.run(
-        [*command, "--help"], env=spawn.child_environment(), capture_output=True, text=True, timeout=100
+        [*command, "--help"], env=spawn.child_environment(), capture_output=True, text=True, timeout=200
     )
     assert asked.returncode == 0, asked.stderr
     for flag in (word for word in command if word.startswith("--")):
@@ -85,14 +85,14 @@ def test_a_worker_is_in_a_session_of_its_own(spawned):
 def test_a_closed_pipe_ends_a_worker_that_misses_the_signal(spawned):
     worker = spawned("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + WAITS)
     worker.terminate()
-    assert worker.wait(20) == 0
+    assert worker.wait(200) == 0
 
 
 def test_a_second_worker_does_not_hold_the_first_ones_pipe(spawned):
     first = spawned("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + WAITS)
     spawned(WAITS)
     first.terminate()
-    assert first.wait(20) == 0
+    assert first.wait(200) == 0
 
 
 def test_a_worker_that_does_not_end_is_killed_after_its_grace(spawned):
@@ -105,12 +105,12 @@ def test_a_stopped_worker_can_be_killed(spawned):
     worker = spawned(WAITS)
     os.kill(worker.pid, signal.SIGSTOP)
     worker.kill()
-    assert worker.wait(20) == -signal.SIGKILL
+    assert worker.wait(200) == -signal.SIGKILL
 
 
 def test_last_words_are_kept(spawned):
     worker = spawned(FAILS, wait_for=None)
-    assert worker.wait(20) == 7
+    assert worker.wait(200) == 7
     assert worker.log_tail() == "first | last words"
     worker.terminate()  # nobody is signalled: the process is gone
 
@@ -128,7 +128,7 @@ def test_the_workers_find_our_rooms_from_anywhere(tmp_path):
     (tmp_path / "protocol" / "__init__.py").write_text("raise SystemExit('the wrong room')")
     found = subprocess.run(
         spawn.python("-c", "import protocol, target_worker; print(protocol.__doc__)"),
-        cwd=tmp_path, env=spawn.child_environment(), capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env=spawn.child_environment(), capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert found.returncode == 0 and "What processes say" in found.stdout, found.stderr
 

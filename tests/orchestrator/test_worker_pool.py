@@ -44,7 +44,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
-WAIT_MS = 10_000
+WAIT_MS = 200_000
 
 
 class Spawned:

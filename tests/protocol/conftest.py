@@ -107,7 +107,7 @@ def run_and_be_killed() -> Callable[[str, str], None]:
 
     def run(code: str, argument: str) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, "-c", code, argument], env=environment, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code, argument], env=environment, timeout=200)
         assert done.returncode == -signal.SIGKILL
 
     return run

@@ -13,7 +13,7 @@ import zmq
 
 from outrider.protocol import far
 
-WAIT_MS = 20_000
+WAIT_MS = 200_000
 
 
 class Cable:

@@ -53,7 +53,7 @@ def test_a_process_writes_where_its_server_does_and_what_matters_to_its_own_stde
     theirs, ours = os.pipe()
     with os.fdopen(theirs) as shared:
         line = [sys.executable, "-c", PROGRAM, form, str(ours)]
-        done = subprocess.run(line, pass_fds=(ours,), stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(line, pass_fds=(ours,), stderr=subprocess.PIPE, text=True, timeout=200, check=False)
         os.close(ours)
         said = shared.read().splitlines()
     assert done.returncode == 1 and "slow" in done.stderr and "begun" not in done.stderr and "bad" in done.stderr

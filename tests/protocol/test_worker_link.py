@@ -17,7 +17,7 @@ from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Close, Hello, Message, Ping, Pong, Shutdown, Welcome
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, heartbeat_of, routing_id
 
-WAIT_MS = 20_000
+WAIT_MS = 200_000
 HELLO = Hello("draft", "studio", 7, 1, "mlx", "m", 10, 100, 1, 1)
 
 

@@ -18,7 +18,7 @@ from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.model_files import find_model
 
 KEY = "a-key-of-the-tests"
-START_SECONDS = 60.0
+START_SECONDS = 200.0
 STREAMS = 4
 """Answers at once to each caller of the chat model's."""
 

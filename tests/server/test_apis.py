@@ -35,12 +35,12 @@ PARIS = {"city": "Paris"}
 
 
 def post(house: House, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{house.url}{path}", json=body, timeout=60)
+    return httpx.post(f"{house.url}{path}", json=body, timeout=200)
 
 
 def events(house: House, path: str, **body: Any) -> list[Any]:
     """The data of a stream's events."""
-    with httpx.stream("POST", f"{house.url}{path}", json={**body, "stream": True}, timeout=60) as answer:
+    with httpx.stream("POST", f"{house.url}{path}", json={**body, "stream": True}, timeout=200) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
@@ -490,7 +490,7 @@ def test_a_caller_has_so_many_answers_at_once(chat: House, ai: openai.OpenAI) ->
 def raw(house: House, body: bytes, version: str = "1.1") -> socket.socket:
     """A connection on which a chat was asked for, and nothing read."""
     host, _, port = house.url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection = socket.create_connection((host, int(port)), timeout=200)
     head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return connection

@@ -42,7 +42,7 @@ def curl(house: House, **body: Any) -> str:
         "-H",
         "content-type: application/json",
     ]
-    done = subprocess.run([*line, "-d", json.dumps(body)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([*line, "-d", json.dumps(body)], capture_output=True, text=True, timeout=200, check=True)
     return done.stdout
 
 
@@ -75,7 +75,7 @@ def test_curl_gets_json_by_a_schema(chat: House, pair: House) -> None:
 @needs_npm
 def test_openais_client_for_javascript_does_a_whole_task(chat: House) -> None:
     done = subprocess.run(
-        ["node", NPM / "client.mjs", chat.url], capture_output=True, text=True, timeout=60, check=False
+        ["node", NPM / "client.mjs", chat.url], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -54,7 +54,7 @@ def address() -> Iterator[tuple[str, int]]:
 
 def said(address: tuple[str, int], *parts: bytes, pause: float = 0.0) -> bytes:
     """All that the server answers to `parts`, until it closes the connection or has been silent for long."""
-    with socket.create_connection(address, timeout=20) as client:
+    with socket.create_connection(address, timeout=200) as client:
         for part in parts:
             try:
                 client.sendall(part)
@@ -154,7 +154,7 @@ def test_requests_one_behind_the_other_are_answered_in_their_order(address: tupl
 
 def test_who_asks_before_sending_is_told_to_go_on_or_not_to(address: tuple[str, int]) -> None:
     wanted = (b"Expect: 100-continue", b"Connection: close")
-    with socket.create_connection(address, timeout=20) as client:
+    with socket.create_connection(address, timeout=200) as client:
         client.sendall(head(TEXT, b"Content-Length: 2", *wanted))
         assert client.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.sendall(b"{}")
@@ -173,7 +173,7 @@ def test_who_has_said_all_still_gets_what_was_asked(address: tuple[str, int], ve
     one = b"POST /v1/completions HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n" % version
     one += b"Content-Length: 2\r\n\r\n{}"
     asked = one * (2 if version == b"1.1" else 1)
-    with socket.create_connection(address, timeout=20) as client:
+    with socket.create_connection(address, timeout=200) as client:
         client.sendall(asked)
         client.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: client.recv(65536), b""))
@@ -184,7 +184,7 @@ def test_who_has_said_all_still_gets_what_was_asked(address: tuple[str, int], ve
 
 @pytest.mark.parametrize("asked", [b"", b"GET /heal", head(TEXT, b"Content-Length: 20") + b"{}"])
 def test_who_ends_in_the_middle_of_a_request_is_gone(address: tuple[str, int], asked: bytes) -> None:
-    with socket.create_connection(address, timeout=20) as client:
+    with socket.create_connection(address, timeout=200) as client:
         client.sendall(asked)
         client.shutdown(socket.SHUT_WR)
         assert client.recv(65536) == b""
@@ -207,7 +207,7 @@ def test_who_takes_nothing_is_not_written_to_for_ever(address: tuple[str, int]) 
 def test_too_many_connections_are_turned_away_and_those_that_are_go_on(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = HTTPConnection(*address, timeout=20)
+    first = HTTPConnection(*address, timeout=200)
 
     def healthy() -> bool:
         first.request("GET", "/health")
@@ -231,7 +231,7 @@ def test_https_is_served_with_a_certificate_and_plain_http_is_not(tmp_path: Path
     subprocess.run([*made, "-keyout", key, "-out", cert], check=True, capture_output=True)
     with listening(HttpSettings(port=0, tls_cert=cert, tls_key=key)) as (_, port):
         knows_it = ssl.create_default_context(cafile=cert)
-        client = HTTPSConnection("localhost", port, timeout=20, context=knows_it)
+        client = HTTPSConnection("localhost", port, timeout=200, context=knows_it)
         client.request("GET", "/health")
         assert client.getresponse().read() == b'{"status":"ok"}'
         client.close()

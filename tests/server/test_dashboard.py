@@ -28,7 +28,7 @@ def known(pair: House) -> dict[str, set[str]]:
     """The labels of each series that a server has that has answered."""
     for mode in ("ar", "ssd"):
         asked = {"prompt": "def fibonacci(n):", "max_tokens": 40, "speculation": {"mode": mode}}
-        httpx.post(f"{pair.url}/v1/completions", json=asked, timeout=60).raise_for_status()
+        httpx.post(f"{pair.url}/v1/completions", json=asked, timeout=200).raise_for_status()
     families = text_string_to_metric_families(httpx.get(f"{pair.url}/metrics").text)
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

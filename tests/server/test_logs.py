@@ -28,7 +28,7 @@ def lines(house: House) -> list[Line]:
 
 def heard(house: House, wanted: Callable[[Line], bool]) -> Line:
     """The first such line, which may be a moment late: it is written when its answer has been read."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 200
     while time.monotonic() < until:
         found = next(filter(wanted, lines(house)), None)
         if found is not None:
@@ -49,7 +49,7 @@ def test_every_line_of_every_process_is_an_object_with_a_time_a_level_and_words(
 def test_an_answer_has_a_line_and_leads_to_what_the_orchestrator_says_of_its_request(pair: House) -> None:
     asked = {"prompt": "def f(", "max_tokens": 5}
     headers = {"x-request-id": "find-me", "authorization": f"Bearer {KEY}"}
-    httpx.post(f"{pair.url}/v1/completions?{QUERY}", json=asked, headers=headers, timeout=60).raise_for_status()
+    httpx.post(f"{pair.url}/v1/completions?{QUERY}", json=asked, headers=headers, timeout=200).raise_for_status()
     access = heard(pair, lambda line: line.get("request") == "find-me" and "status" in line)
     assert (access["method"], access["path"], access["status"]) == ("POST", "/v1/completions", 200)
     assert access["ms"] > 0 and re.fullmatch(r"[0-9a-f]{12}", access["caller"])
@@ -74,7 +74,7 @@ def test_what_is_refused_has_a_line_too_and_no_line_has_a_secret(pair: House) ->
 
 def test_a_server_that_cannot_begin_says_so_in_json_too(tmp_path: Path) -> None:
     line = python("-m", "outrider", "serve", "--no-http", "--log-format", "json", "--model", str(tmp_path / "none"))
-    done = subprocess.run(line, env=child_environment(), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(line, env=child_environment(), capture_output=True, text=True, timeout=200, check=False)
     told = [json.loads(line) for line in done.stderr.splitlines()]
     assert done.returncode == ModelError.exit_code and done.stdout == ""
     assert told[-1]["level"] == "error" and "no such path" in told[-1]["message"]

@@ -39,7 +39,7 @@ def of(found: Samples, name: str, **labels: str) -> float:
 
 def complete(house: House, **asked: Any) -> Any:
     body = {"prompt": "def fibonacci(n):", "max_tokens": 40, **asked}
-    return httpx.post(f"{house.url}/v1/completions", json=body, timeout=60).json()
+    return httpx.post(f"{house.url}/v1/completions", json=body, timeout=200).json()
 
 
 def test_names_kinds_and_helps_are_what_prometheus_asks_for(pair: House) -> None:

@@ -22,7 +22,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = pytest.mark.skipif(found() is None, reason="there is no Chromium on the path (apt install chromium)")
 
 PROMPT = "def fibonacci(n):"
-PATIENCE_MS = 60_000
+PATIENCE_MS = 200_000
 Open = Callable[..., Any]
 
 

@@ -38,7 +38,7 @@ CHAT = "/v1/chat/completions"
 
 
 def post(house: House, path: str = CHAT, **body: Any) -> httpx.Response:
-    return httpx.post(f"{house.url}{path}", json={"max_tokens": 400, **body}, timeout=60)
+    return httpx.post(f"{house.url}{path}", json={"max_tokens": 400, **body}, timeout=200)
 
 
 def message(answer: httpx.Response) -> Any:
@@ -60,7 +60,7 @@ def test_a_call_that_has_to_come_satisfies_its_schema_in_every_mode(chat: House,
             "messages": HELLO, "tools": [OTHER, TOOL], "tool_choice": NAMED, "temperature": 0.9, "seed": 3,
             "speculation": {"mode": mode}, "max_tokens": 400, "stream": stream,
         }  # fmt: skip
-        text = httpx.post(f"{chat.url}{CHAT}", json=asked, timeout=60).text
+        text = httpx.post(f"{chat.url}{CHAT}", json=asked, timeout=200).text
         told = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] if stream else []
         last = told[-1] if stream else json.loads(text)
         made = [c for one in told for c in one["choices"][0]["delta"].get("tool_calls", ())] if stream else []
@@ -122,7 +122,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(chat: House) -> Non
 
 
 def test_beside_a_form_a_tool_is_called_or_the_form_is_said(chat: House) -> None:
-    mark = httpx.post(f"{chat.url}/tokenize", json={"content": "<tool_call>"}, timeout=60).json()["tokens"][0]
+    mark = httpx.post(f"{chat.url}/tokenize", json={"content": "<tool_call>"}, timeout=200).json()["tokens"][0]
     asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "response_format": IN_FORM}
     said = message(post(chat, **asked, logit_bias={str(mark): -9.0}))
     jsonschema.validate(json.loads(said["content"]), FORM)
@@ -140,7 +140,7 @@ def test_a_model_that_thinks_does_so_before_the_form(chat: House, stream: bool) 
             "messages": HELLO, "response_format": IN_FORM, "max_tokens": 400, "stream": stream,
             "speculation": {"mode": mode}, "chat_template_kwargs": {"enable_thinking": True},
         }  # fmt: skip
-        text = httpx.post(f"{chat.url}{CHAT}", json=asked, timeout=60).text
+        text = httpx.post(f"{chat.url}{CHAT}", json=asked, timeout=200).text
         if stream:
             deltas = [
                 json.loads(line[6:])["choices"][0]["delta"] for line in text.splitlines() if line[:7] == "data: {"
@@ -242,5 +242,5 @@ def test_only_words_have_them(ai: openai.OpenAI, stream: bool) -> None:
 
 
 def test_how_many_are_likeliest_is_asked_for_with_them(chat: House) -> None:
-    refused = httpx.post(f"{chat.url}/v1/responses", json={"input": "hi", "top_logprobs": 3}, timeout=60)
+    refused = httpx.post(f"{chat.url}/v1/responses", json={"input": "hi", "top_logprobs": 3}, timeout=200)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "top_logprobs"

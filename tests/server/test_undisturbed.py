@@ -61,16 +61,16 @@ def words(lines: Iterator[str]) -> Iterator[str]:
 def test_bad_input_disturbs_no_text_that_is_made_meanwhile(chat: House) -> None:
     host, _, port = chat.url.removeprefix("http://").partition(":")
     with ExitStack() as stack:
-        stream = stack.enter_context(httpx.stream("POST", f"{chat.url}{CHAT}", json=LONG, timeout=60))
+        stream = stack.enter_context(httpx.stream("POST", f"{chat.url}{CHAT}", json=LONG, timeout=200))
         told = words(stream.iter_lines())
         said = next(text for text in told if text)
         for half in HALF.values():
-            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=200))
             connection.sendall(half)
         for name, (body, status) in WRONG.items():
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             headers = {"content-type": "application/json"}
-            refused = httpx.post(f"{chat.url}{CHAT}", content=content, headers=headers, timeout=60)
+            refused = httpx.post(f"{chat.url}{CHAT}", content=content, headers=headers, timeout=200)
             assert refused.status_code == status, (name, refused.text)
             said += next(told)
         assert chat.client.stats().active == 2  # the text, and that of who takes nothing

@@ -46,6 +46,12 @@ def small_pair(
     return make
 
 
+@pytest.fixture(scope="session")
+def served(tiny_pair: Callable[..., Pair]) -> Pair:
+    """For real processes of which any text will do: they are up in half the time that the embedded pair takes."""
+    return tiny_pair("llama", max_position_embeddings=4096)
+
+
 @pytest.fixture
 def make_cluster(
     small_pair: Callable[..., tuple[LoadedModel, LoadedModel]], monkeypatch: pytest.MonkeyPatch

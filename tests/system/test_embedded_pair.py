@@ -23,7 +23,7 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.target_worker.certificate import Claim, certify
 
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 200.0
 PROMPTS = mixed(4)
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=32, ignore_eos=True, temp=0.8, top_p=0.95, repetition_penalty=1.1, seed=5)

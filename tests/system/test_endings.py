@@ -15,8 +15,9 @@ import pytest
 
 from outrider.orchestrator import InvalidRequest
 from outrider.orchestrator.machine.spawn import child_environment, python
+from tests.tiny import Pair
 
-LIMIT = 60.0
+LIMIT = 200.0
 SMALL_FILES = 2048
 """Bytes; a disk that is full from there on."""
 
@@ -75,17 +76,18 @@ def test_a_signal_leaves_no_run_folder(folder: Path, number: signal.Signals, com
     assert run_folders(folder) == []
 
 
-def test_a_trace_on_a_full_disk_is_told_after_the_text(folder: Path) -> None:
-    process = outrider(folder, "generate", "-p", "def f(", "-m", "24", "--trace", "t.json", file_size=SMALL_FILES)
+def test_a_trace_on_a_full_disk_is_told_after_the_text(folder: Path, served: Pair) -> None:
+    models = ("--model", str(served.target), "--draft-model", str(served.draft))
+    asked = ("generate", *models, "-p", "def f(", "-m", "60", "--trace", "t.json")
+    process = outrider(folder, *asked, file_size=SMALL_FILES)
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == InvalidRequest.exit_code and len(out) > 20
     assert err.splitlines()[-1] == "outrider generate: the trace can't be written to t.json: File too large"
 
 
-def test_a_server_tells_of_a_trace_on_a_full_disk_at_its_end(folder: Path) -> None:
-    process = outrider(
-        folder, "serve", "--no-http", "--draft-backend", "ngram", "--trace", "t.json", file_size=SMALL_FILES
-    )
+def test_a_server_tells_of_a_trace_on_a_full_disk_at_its_end(folder: Path, served: Pair) -> None:
+    models = ("--model", str(served.target), "--draft-backend", "ngram")
+    process = outrider(folder, "serve", "--no-http", *models, "--trace", "t.json", file_size=SMALL_FILES)
     endpoint = (process.stdout.readline() if process.stdout else "").split()[1]
     outrider(folder, "generate", "-p", "def f(", "-m", "40", "--connect", endpoint).communicate(timeout=LIMIT)
     process.send_signal(signal.SIGTERM)

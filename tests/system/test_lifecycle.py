@@ -20,10 +20,12 @@ import pytest
 from outrider.orchestrator import Client, LocalCluster, SamplingParams
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
+from tests.tiny import Pair
 
-LIMIT = 60.0
+LIMIT = 200.0
 PROMPT = "def fibonacci(n):"
-LONG = SamplingParams(max_tokens=150, ignore_eos=True, temp=1.0, seed=1)
+LONG = SamplingParams(max_tokens=600, ignore_eos=True, temp=1.0, seed=1)
+ENDLESS = replace(LONG, max_tokens=3000)
 
 
 def outrider(*arguments: str, **options: object) -> subprocess.Popen[str]:
@@ -92,11 +94,12 @@ class Serving:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Serving]]:
+def serve(served: Pair) -> Iterator[Callable[..., Serving]]:
     started: list[Serving] = []
 
     def start(*arguments: str, files: tuple[int, int] | None = None) -> Serving:
-        started.append(Serving(*arguments, files=files))
+        draft = () if "--draft-backend" in arguments else ("--draft-model", str(served.draft))
+        started.append(Serving("--model", str(served.target), *draft, *arguments, files=files))
         return started[-1]
 
     yield start
@@ -140,7 +143,7 @@ def test_a_stop_string_gives_the_same_tokens_in_every_mode(cluster: LocalCluster
 
 def test_leaving_a_stream_frees_the_server_for_the_next(cluster: LocalCluster) -> None:
     client = cluster.client()
-    for _ in client.stream(PROMPT, LONG):
+    for _ in client.stream(PROMPT, ENDLESS):
         break
     assert client.generate(PROMPT, SamplingParams(max_tokens=4)).finish_reason == "length"
     assert client.stats().active == 0
@@ -196,7 +199,7 @@ def test_a_signal_ends_a_server_in_order(serve: Callable[..., Serving], tmp_path
 def test_a_signal_in_the_middle_of_a_text_is_an_error_for_its_client(serve: Callable[..., Serving]) -> None:
     server = serve("--draft-backend", "ngram", "--drain-timeout", "0")
     with pytest.raises(WorkerError, match="stopped before"):
-        for _ in Client(server.endpoint).stream(PROMPT, LONG):
+        for _ in Client(server.endpoint).stream(PROMPT, ENDLESS):
             server.process.send_signal(signal.SIGTERM)
     _, err = server.process.communicate(timeout=LIMIT)
     assert server.process.returncode == 0 and "Traceback" not in err
@@ -205,7 +208,7 @@ def test_a_signal_in_the_middle_of_a_text_is_an_error_for_its_client(serve: Call
 def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Callable[..., Serving]) -> None:
     server = serve("--draft-backend", "ngram")
     client, other = Client(server.endpoint), Client(server.endpoint)
-    stream = client.stream(PROMPT, replace(LONG, max_tokens=300))
+    stream = client.stream(PROMPT, replace(LONG, max_tokens=1200))
     chunks = iter(stream)
     next(chunks)
     server.process.send_signal(signal.SIGTERM)
@@ -220,14 +223,14 @@ def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Cal
     until(refused, "new requests are refused")
     for _ in chunks:
         pass
-    assert len(stream.result.token_ids) == 300
+    assert len(stream.result.token_ids) == 1200
     assert server.process.wait(LIMIT) == 0
 
 
 def test_a_second_signal_ends_a_drain(serve: Callable[..., Serving]) -> None:
     server = serve("--draft-backend", "ngram")
     with pytest.raises(WorkerError, match="stopped before"):
-        for _ in Client(server.endpoint).stream(PROMPT, replace(LONG, max_tokens=900)):
+        for _ in Client(server.endpoint).stream(PROMPT, ENDLESS):
             server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(LIMIT) == 0
 
@@ -249,7 +252,7 @@ def test_a_text_whose_server_is_gone_goes_on_with_the_next_one(
     result = stream.result
     whole = Client(server.endpoint).generate(PROMPT, replace(sampling, seed=result.seed))
     assert (result.token_ids, result.text, result.finish_reason) == (whole.token_ids, whole.text, "length")
-    assert 0 < result.timings.predicted_n < len(result.token_ids) == 150
+    assert 0 < result.timings.predicted_n < len(result.token_ids) == 600
 
 
 def test_a_killed_server_leaves_nothing(serve: Callable[..., Serving], tmp_path: Path) -> None:
@@ -269,10 +272,11 @@ def test_what_another_made_at_a_killed_servers_path_stays(serve: Callable[..., S
         assert (tmp_path / "c").is_socket()
 
 
-def test_a_killed_parent_takes_its_cluster_along() -> None:
+def test_a_killed_parent_takes_its_cluster_along(served: Pair) -> None:
     code = (
-        "from orchestrator import LocalCluster; import time\n"
-        "held = LocalCluster(draft_backend='ngram'); print(held.endpoint, flush=True); time.sleep(600)"
+        "from outrider.orchestrator import LocalCluster; import time\n"
+        f"held = LocalCluster(model={str(served.target)!r}, draft_backend='ngram')\n"
+        "print(held.endpoint, flush=True); time.sleep(600)"
     )
     with subprocess.Popen(python("-c", code), env=child_environment(), stdout=subprocess.PIPE, text=True) as parent:
         endpoint = parent.stdout.readline().strip() if parent.stdout else ""
@@ -285,10 +289,10 @@ def test_a_killed_parent_takes_its_cluster_along() -> None:
 # --- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-def test_what_was_stopped_for_a_while_goes_on() -> None:
+def test_what_was_stopped_for_a_while_goes_on(served: Pair) -> None:
     """Longer than a drafter is waited for, and the server longer than any worker may be silent."""
-    with LocalCluster(worker_timeout=4) as running:
-        client, sampling = running.client(timeout=LIMIT), replace(LONG, max_tokens=60)
+    with LocalCluster(model=served.target, draft_model=served.draft, worker_timeout=4) as running:
+        client, sampling = running.client(timeout=LIMIT), replace(LONG, max_tokens=300)
         whole = client.generate(PROMPT, sampling, mode="ar").token_ids
         for pid, seconds in ((pids(client)["target"], 2), (pids(client)["draft"], 2), (running.pid, 6)):
             stream = client.stream(PROMPT, sampling, mode="ssd")
@@ -362,8 +366,8 @@ def test_an_endpoint_in_use_is_refused_and_its_server_goes_on(cluster: LocalClus
     assert cluster.client().generate(PROMPT, SamplingParams(max_tokens=2)).token_ids
 
 
-def test_a_cluster_may_listen_on_tcp() -> None:
-    with LocalCluster(endpoint="tcp://127.0.0.1:0", draft_backend="none") as running:
+def test_a_cluster_may_listen_on_tcp(served: Pair) -> None:
+    with LocalCluster(endpoint="tcp://127.0.0.1:0", model=served.target, draft_backend="none") as running:
         assert not running.endpoint.endswith(":0")
         assert Client(running.endpoint).generate(PROMPT, SamplingParams(max_tokens=2)).mode == "ar"
 

@@ -28,7 +28,7 @@ from outrider.target_worker.certificate import Claim, certify
 from outrider.target_worker.ranks.local import free_ports
 from tests.target_worker.heads import markov_llama, write_feature_head
 
-LIMIT = 120.0
+LIMIT = 200.0
 PROMPT = "def fibonacci(n):"
 LONG_FORM = bool(os.environ.get("OUTRIDER_RANKS"))
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)

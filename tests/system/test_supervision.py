@@ -28,7 +28,7 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
 
-LIMIT = 120.0
+LIMIT = 200.0
 PROMPT = "def fibonacci(n):"
 GREEDY = SamplingParams(max_tokens=100, ignore_eos=True)
 SAMPLED = replace(GREEDY, temp=0.8, seed=5)

@@ -19,7 +19,7 @@ from outrider.target_worker.ranks.leader import Leader
 from outrider.target_worker.ranks.line import Line
 from outrider.target_worker.ranks.member import Member
 
-LIMIT = 20.0
+LIMIT = 200.0
 HELLO = RankHello(0, 2, "studio", "outrider 1, mlx 2", "abc")
 FOUND = Hello("target", "rank 0", 0, 1, "mlx", "m", 10, 100, 5, 5)
 
