@@ -43,10 +43,11 @@ class Dense:
 
     def __call__(self, x: Floats) -> Floats:
         count, _, block = self._blocks.shape
-        rows = np.matmul(x, self._blocks).transpose(1, 0, 2)
+        rows = np.empty((len(x), count, block), np.float32)
+        np.matmul(x, self._blocks, out=rows.transpose(1, 0, 2))  # each block where it belongs: nothing is copied
         found: Floats = rows.reshape(len(x), count * block)[:, : self.width]
         if self._bias is not None:
-            found = found + self._bias
+            found += self._bias
         return found
 
 
@@ -58,8 +59,12 @@ class Norm:
         self._eps = np.float32(layer.eps)
 
     def __call__(self, x: Floats) -> Floats:
-        square = np.square(x).mean(axis=-1, keepdims=True)  # pairwise sums: a plain dot product loses digits here
-        normed: Floats = x / np.sqrt(square + self._eps) * self._weight
+        normed: Floats = np.square(x)
+        mean = np.add.reduce(normed, axis=-1, keepdims=True)  # pairwise sums: a plain dot product loses digits here
+        mean /= x.shape[-1]
+        mean += self._eps
+        np.divide(x, np.sqrt(mean, out=mean), out=normed)
+        normed *= self._weight
         return normed
 
 

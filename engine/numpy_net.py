@@ -88,15 +88,14 @@ class Layer:
         """The same where attention reads what is `seen` [R, any], and not the normed x."""
         rows, heads, kv_heads, width = len(x), self.heads, self.kv_heads, self.width
         read = self._in(seen).reshape(rows, heads + 2 * kv_heads, width)
-        queries, new = read[:, :heads], read[:, heads : heads + kv_heads]
+        asking = read[:, : heads + kv_heads]
         if self._q_norm is not None and self._k_norm is not None:
-            queries, new = self._q_norm(queries), self._k_norm(new)
-        turned = _turn(np.concatenate([queries, new], axis=1), angles)
+            asking = np.concatenate([self._q_norm(asking[:, :heads]), self._k_norm(asking[:, heads:])], axis=1)
+        turned = _turn(asking, angles)
         found = [self._attend(turned[span.rows], read[span.rows, heads + kv_heads :], span) for span in spans]
         x = x + self._out(found[0] if len(found) == 1 else np.concatenate(found))
-        gate, up = np.split(self._up(self._between(x)), 2, axis=1)
-        out: Floats = x + self._down(gate / (1 + np.exp(-gate)) * up)
-        return out
+        x += self._down(_gated(self._up(self._between(x))))
+        return x
 
     def _attend(self, turned: Floats, fresh: Floats, span: Span) -> Floats:
         """What one text's queries find, [R, heads x D]; its keys and values are remembered first.
@@ -185,8 +184,19 @@ def net_of(model: LoadedModel) -> Net:
 def _turn(x: Floats, angles: Floats) -> Floats:
     """Ropes x [R, heads, D] by cosines and signed sines [2, R, D] whose halves turn together."""
     cos, sin = angles[0][:, None], angles[1][:, None]
-    half = x.shape[-1] // 2
     turned: Floats = x * cos
-    turned[..., :half] += x[..., half:] * sin[..., :half]
-    turned[..., half:] += x[..., :half] * sin[..., half:]
+    halves = (*x.shape[:2], 2, x.shape[-1] // 2)
+    turned += (x.reshape(halves)[:, :, ::-1] * sin.reshape(len(x), 1, *halves[2:])).reshape(x.shape)
     return turned
+
+
+def _gated(both: Floats) -> Floats:
+    """SiLU of the gate, times what it lets through: [R, 2 F] -> [R, F]."""
+    width = both.shape[1] // 2
+    gate, up = both[:, :width], both[:, width:]
+    out: Floats = np.negative(gate)
+    np.exp(out, out=out)
+    out += 1
+    np.divide(gate, out, out=out)
+    out *= up
+    return out
