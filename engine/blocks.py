@@ -15,9 +15,9 @@ import numpy as np
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-_WIDEST = 64  # columns of a block; 128 are a few percent slower
-# So much work OpenBLAS does without packing, and up to this many rows are to be had so.
-_SMALL, _ROWS = 10**6, 32
+_WIDTH = 64  # columns of a block
+# So much work OpenBLAS does without packing: more rows are multiplied part by part, each block by all parts in turn.
+_SMALL = 10**6
 
 
 class Dense:
@@ -32,20 +32,21 @@ class Dense:
             raise TypeError(f"{type(layers[0]).__name__} is no plain dense layer")
         weight = np.concatenate([host(layer.weight) for layer in layers])
         self.width = weight.shape[0]
-        block = _WIDEST
-        while block > 8 and block * weight.shape[1] * _ROWS > _SMALL:
-            block //= 2
-        padded = np.pad(weight, ((0, -self.width % block), (0, 0)))
-        # [N, K] as stored -> [N / block, K, block]
-        self._blocks = np.ascontiguousarray(padded.reshape(-1, block, weight.shape[1]).transpose(0, 2, 1))
+        padded = np.pad(weight, ((0, -self.width % _WIDTH), (0, 0)))
+        # [N, K] as stored -> [N / block, 1, K, block]
+        self._blocks = np.ascontiguousarray(padded.reshape(-1, 1, _WIDTH, weight.shape[1]).swapaxes(2, 3))
         biases = [layer["bias"] for layer in layers if "bias" in layer]
         self._bias = np.concatenate([host(bias) for bias in biases]) if biases else None
 
     def __call__(self, x: Floats) -> Floats:
-        count, _, block = self._blocks.shape
-        rows = np.empty((len(x), count, block), np.float32)
-        np.matmul(x, self._blocks, out=rows.transpose(1, 0, 2))  # each block where it belongs: nothing is copied
-        found: Floats = rows.reshape(len(x), count * block)[:, : self.width]
+        count, _, depth, width = self._blocks.shape
+        parts = max(-(-len(x) * depth * width // _SMALL), 1)
+        each = -(-len(x) // parts)
+        padded = x if parts * each == len(x) else np.pad(x, ((0, parts * each - len(x)), (0, 0)))
+        rows = np.empty((parts, each, count, width), np.float32)
+        # Each product where it belongs. "C": all parts while a block is in the cache, whatever `rows` look like.
+        np.matmul(padded.reshape(parts, each, depth), self._blocks, out=rows.transpose(2, 0, 1, 3), order="C")
+        found: Floats = rows.reshape(parts * each, count * width)[: len(x), : self.width]
         if self._bias is not None:
             found += self._bias
         return found

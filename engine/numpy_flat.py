@@ -17,7 +17,7 @@ from outrider.engine.numpy_net import Layer, Span, Tell, hidden, net_of
 from outrider.engine.piece import Ints, Piece
 from outrider.protocol.errors import ModelError
 
-MOST_ROWS = 64  # beyond, MLX is as quick
+MOST_ROWS = 256  # beyond, MLX is as quick
 
 
 class NumpyFlat:

@@ -74,10 +74,12 @@ def test_a_large_model_is_left_to_mlx(loaded: Loaded, monkeypatch: pytest.Monkey
         NumpyRow(loaded("llama"))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 100), (9, 1), (40, 129)])
-def test_blocks_multiply_like_the_layer(rows: int, width: int) -> None:
+@pytest.mark.parametrize(("rows", "width"), [(0, 64), (1, 64), (3, 100), (9, 1), (10, 64), (40, 129)])
+def test_blocks_multiply_like_the_layer(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also more rows than a BLAS multiplies without packing: part by part."""
     import mlx.nn as nn
 
+    monkeypatch.setattr("outrider.engine.blocks._SMALL", 4 * 37 * 64)
     layer = nn.Linear(37, width, bias=True)
     x = np.random.default_rng(0).standard_normal((rows, 37)).astype(np.float32)
     assert np.allclose(Dense([layer])(x), np.array(layer(mx.array(x))), atol=1e-5)
