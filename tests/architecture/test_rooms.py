@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,12 +102,14 @@ every_inner_room = pytest.mark.parametrize(("house", "room"), [(h, r) for h, roo
 every_room = pytest.mark.parametrize("room", MAY_IMPORT)
 
 
+@cache
 def sources(room: str) -> dict[str, str]:
     """The room's files by their path from the root."""
     paths = sorted((ROOT / room).rglob("*.py"))
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
 
+@cache
 def modules(room: str) -> dict[str, ast.Module]:
     return {path: ast.parse(text) for path, text in sources(room).items()}
 

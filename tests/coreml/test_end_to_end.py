@@ -16,20 +16,24 @@ SAMPLINGS = {temp: SamplingParams(max_tokens=24, temp=temp, seed=5, ignore_eos=T
 
 
 @pytest.fixture(scope="module")
-def coreml(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No package is there at first; who comes second finds what the first one made."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        with LocalCluster(draft_backend="coreml", ngrams=False) as cluster:
-            yield cluster.client()
+        yield
 
 
 @pytest.fixture(scope="module")
-def handed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def coreml(cache: None) -> Iterator[Client]:
+    with LocalCluster(draft_backend="coreml", ngrams=False) as cluster:
+        yield cluster.client()
+
+
+@pytest.fixture(scope="module")
+def handed(cache: None) -> Iterator[Client]:
     """MLX drafts, the package reads its prompts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        with LocalCluster(draft_backend="mlx", draft_prefill="coreml", ngrams=False) as cluster:
-            yield cluster.client()
+    with LocalCluster(draft_backend="mlx", draft_prefill="coreml", ngrams=False) as cluster:
+        yield cluster.client()
 
 
 Runs = dict[tuple[str, str, float], list[GenerationResult]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,31 +14,41 @@ from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import KeyFault
 from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, Allowed, Keyring
 from outrider.protocol.sampling import SamplingParams
+from tests.tiny import Pair
 
-LIMIT = 60.0
+LIMIT = 200.0
 TCP = "tcp://127.0.0.1:0"
 SAMPLING = SamplingParams(max_tokens=24, temp=0.8, seed=7)
 
 
-@pytest.fixture
-def rings(tmp_path: Path) -> dict[str, Keyring]:
-    made = {name: Keyring(tmp_path / name) for name in ("server", "mini", "studio", "laptop", "stranger")}
+@pytest.fixture(scope="module")
+def rings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Keyring]:
+    folder = tmp_path_factory.mktemp("rings")
+    made = {name: Keyring(folder / name) for name in ("server", "mini", "midi", "studio", "laptop", "stranger")}
     for ring in made.values():
         ring.make()
-    made["server"].allow(Allowed(DRAFTER, made["mini"].own().public, "mini"))
+    for name in ("mini", "midi"):
+        made["server"].allow(Allowed(DRAFTER, made[name].own().public, name))
     made["server"].allow(Allowed(PREFILL, made["studio"].own().public, "studio"))
     made["server"].allow(Allowed(CLIENT, made["laptop"].own().public, "laptop"))
     return made
 
 
-@pytest.fixture
-def cluster(rings: dict[str, Keyring]) -> Iterator[LocalCluster]:
-    folder = rings["server"].folder
-    with LocalCluster(endpoint=TCP, workers_endpoint=TCP, keyed=True, keys=folder, prefill_from=64) as running:
+@pytest.fixture(scope="module")
+def cluster(rings: dict[str, Keyring], served: Pair) -> Iterator[LocalCluster]:
+    door = {"endpoint": TCP, "workers_endpoint": TCP, "keyed": True, "keys": rings["server"].folder}
+    with LocalCluster(model=served.target, draft_model=served.draft, prefill_from=64, **door) as running:
         yield running
 
 
-def test_who_is_allowed_drafts_and_asks_and_nobody_else(cluster: LocalCluster, rings: dict[str, Keyring]) -> None:
+def join(cluster: LocalCluster, role: str, name: str, *flags: str) -> subprocess.Popen[str]:
+    command = python("-m", "outrider", "worker", role, "--connect", cluster.joining_endpoint, "--name", name)
+    return subprocess.Popen([*command, *flags], env=child_environment(), stderr=subprocess.PIPE, text=True)
+
+
+def test_who_is_allowed_drafts_and_asks_and_nobody_else(
+    cluster: LocalCluster, rings: dict[str, Keyring], served: Pair
+) -> None:
     key = rings["server"].own().public
     client = Client(cluster.endpoint, server_key=key, keys=rings["laptop"].folder)
     for name in ("stranger", "mini"):
@@ -54,9 +63,8 @@ def test_who_is_allowed_drafts_and_asks_and_nobody_else(cluster: LocalCluster, r
             assert time.monotonic() < deadline, client.stats().workers
             time.sleep(0.05)
 
-    join = python("-m", "outrider", "worker", "draft", "--connect", cluster.joining_endpoint, "--name", "mini")
     keys = ("--server-key", key, "--keys", str(rings["mini"].folder))
-    with subprocess.Popen([*join, *keys], env=child_environment(), stderr=subprocess.PIPE, text=True) as mini:
+    with join(cluster, "draft", "mini", "--draft-model", str(served.draft), *keys) as mini:
         try:
             until_it_is("ready")
             assert client.generate("def f(", SAMPLING, mode="ssd").token_ids == text
@@ -69,18 +77,17 @@ def test_who_is_allowed_drafts_and_asks_and_nobody_else(cluster: LocalCluster, r
     assert client.generate("def f(", SAMPLING, mode="ssd").token_ids == text
 
 
-def test_who_reads_prompts_needs_a_key_for_that(cluster: LocalCluster, rings: dict[str, Keyring]) -> None:
+def test_who_reads_prompts_needs_a_key_for_that(cluster: LocalCluster, rings: dict[str, Keyring], served: Pair) -> None:
     """For keys and values are taken as they come: a drafter's key is not enough."""
     client, prompt = cluster.client(), "import os\n" * 60
     alone = client.generate(prompt, SAMPLING)
     key = rings["server"].own().public
 
     def joined(name: str) -> subprocess.Popen[str]:
-        join = python("-m", "outrider", "worker", "prefill", "--connect", cluster.joining_endpoint, "--name", name)
         keys = ("--server-key", key, "--keys", str(rings[name].folder))
-        return subprocess.Popen([*join, *keys], env=child_environment(), stderr=subprocess.PIPE, text=True)
+        return join(cluster, "prefill", name, "--model", str(served.target), *keys)
 
-    with joined("mini") as refused:
+    with joined("midi") as refused:
         said = refused.communicate(timeout=LIMIT)[1]
     assert refused.returncode != 0 and "its key is not allowed" in said
     with joined("studio") as studio:
@@ -96,6 +103,6 @@ def test_who_reads_prompts_needs_a_key_for_that(cluster: LocalCluster, rings: di
             studio.kill()
     third = client.generate(prompt.replace("os", "sys"), SAMPLING)
     assert third.timings.prefill_n == 0
-    with LocalCluster(draft_backend="none", prefill_workers=1, prefill_from=64) as own:
+    with LocalCluster(model=served.target, draft_backend="none", prefill_workers=1, prefill_from=64) as own:
         assert own.client().generate(another, SAMPLING).token_ids == with_it.token_ids
         assert own.client().generate(prompt, SAMPLING).token_ids == alone.token_ids
