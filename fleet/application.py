@@ -92,6 +92,10 @@ def _number(plan: Plan) -> dict[str, Any]:
         return {"num_replicas": plan.placed.replicas if plan.placed is not None else 0}
     scale = plan.scale
     by_load = AutoscalingConfig(
-        min_replicas=scale.min, max_replicas=scale.max, target_ongoing_requests=scale.requests_per_engine
+        min_replicas=scale.min,
+        max_replicas=scale.max,
+        target_ongoing_requests=scale.requests_per_engine,
+        upscale_delay_s=scale.upscale_delay_s,
+        downscale_delay_s=scale.downscale_delay_s,
     )
     return {"autoscaling_config": by_load}

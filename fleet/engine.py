@@ -23,7 +23,7 @@ from outrider.fleet.doors import Doors
 from outrider.fleet.drafter import Drafting
 from outrider.fleet.place import Place, Visitor
 from outrider.fleet.plan import Placed
-from outrider.fleet.watch import Watch
+from outrider.fleet.watch import Watch, check_same_weights
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import ServeSettings, Settings
@@ -120,9 +120,11 @@ class AttachedEngine(Engine):
     """A server that somebody else keeps up: it is waited for, and with its loss this actor ends."""
 
     def __init__(self, endpoints: tuple[str, ...], keys: Path | None) -> None:
-        endpoint = endpoints[serve.get_replica_context().rank.rank % len(endpoints)]
+        own = serve.get_replica_context().rank.rank % len(endpoints)
+        endpoint = endpoints[own]
         watch = Watch(endpoint, keys)
         watch.wait_until_there()
+        check_same_weights(endpoint, endpoints[:own], keys)
         threading.Thread(target=self._end_with_it, args=(watch, endpoint), daemon=True, name="engine").start()
         super().__init__(Place(endpoint), keys)
 

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from outrider.fleet import plan
 from outrider.fleet.leases import NOBODY, Engines, Kind, Leased
@@ -76,6 +77,10 @@ class Gate:
     def visitor(self) -> Visitor:
         """As what it comes to engines."""
         return self._engines.visitor
+
+    def __call__(self, request: Request) -> Response:
+        """For those who come by the proxy that `serve run` starts: it brings nobody further."""
+        return PlainTextResponse(f"This is Ray Serve's own proxy; the fleet's gate is at {self.url()}.\n", 421)
 
     def check_health(self) -> None:
         """Serve asks now and then. Raises EndpointError when nobody serves HTTP any more."""

@@ -33,6 +33,9 @@ PORT = 6379
 STARTED = "Ray runtime started."
 START_SECONDS = 180.0
 STOP_SECONDS = 30.0
+WITHOUT_DASHBOARD = "--include-dashboard=false"
+"""Of a head that is started again: there Ray does not wait for the dashboard to have started, and beside all of it the
+agents of the head's raylet are late, for which that waits fifteen seconds and then ends."""
 RAYS_OWN_PORTS = range(10_002, 20_000)
 """Ray's workers take these."""
 LABEL = "outrider"
@@ -68,11 +71,19 @@ class Host:
 
     def running(self) -> Running | None:
         """What runs here now."""
+        found = self._written_down()
+        return found if found is not None and found.process() is not None else None
+
+    def was_head_of(self, address: str) -> bool:
+        """Whether this host was the head of a fleet there that nobody has ended: its process has, or the machine."""
+        found = self._written_down()
+        return found is not None and found.head and found.address == address and self._storage.is_dir()
+
+    def _written_down(self) -> Running | None:
         try:
-            found = Running(**json.loads(self._file.read_text(encoding="utf-8")))
+            return Running(**json.loads(self._file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
-        return found if found.process() is not None else None
 
     def require_none(self) -> None:
         """Raises InvalidRequest when something runs here."""
@@ -96,15 +107,18 @@ class Host:
         return {**child_environment(), **ours}
 
     def start_head(self, ip: str, port: int, offers: Resources, token: Path) -> Running:
-        """Starts Ray as the head of a fleet that knows nothing yet.
+        """Starts Ray as the head of the fleet that it was the head of, or of one that knows nothing yet.
 
         Raises:
             OutriderError: it can't; the message says why.
         """
-        self.forget()
-        self._storage.mkdir(mode=0o700, parents=True)
-        where = ["--head", f"--node-ip-address={ip}", f"--port={port}", "--dashboard-host=127.0.0.1"]
-        return self._start(True, f"{ip}:{port}", [*where, "--disable-usage-stats"], offers, token)
+        again = self.was_head_of(f"{ip}:{port}")
+        if not again:
+            self.forget()
+        self._storage.mkdir(mode=0o700, parents=True, exist_ok=True)
+        where = ["--head", f"--node-ip-address={ip}", f"--port={port}", "--disable-usage-stats"]
+        dashboard = WITHOUT_DASHBOARD if again else "--dashboard-host=127.0.0.1"
+        return self._start(True, f"{ip}:{port}", [*where, dashboard], offers, token)
 
     def start_member(self, address: str, ip: str | None, offers: Resources, token: Path) -> Running:
         """Starts Ray as a host of the fleet at `address`. Raises as `start_head`."""

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 
 from outrider.fleet import application
+from outrider.fleet.fitting import check_fits
 from outrider.fleet.membership import Head
 from outrider.fleet.plan import Plan
 from outrider.orchestrator.http_settings import HttpSettings
@@ -52,7 +53,10 @@ def launch(plan: Plan, address: str, told: Callable[[str], None], wait: float) -
     told("asking the head")
     if plan.model is not None:
         find_model(plan.model, weights=False)  # the gate reads texts with it, and begins on this host
-    Head(address).tell_models([name for name in (plan.model, plan.draft_model) if name and plan.placed])
+    head = Head(address)
+    if plan.placed is not None:
+        check_fits(plan.placed, [node.resources for node in head.nodes() if node.alive])
+    head.tell_models([name for name in (plan.model, plan.draft_model) if name and plan.placed])
     with connected(address):
         if NAME not in serve.status().applications:
             _check_gate(plan.gate.http)

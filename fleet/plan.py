@@ -20,6 +20,7 @@ MOST_ENGINES = 10_000
 MOST_GATES = 100
 MOST_TRIES = 100
 GATE_PORT = 8080
+A_DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ class Drafter:
 class Scale:
     """From `min` to `max` engines, so that each has about `requests_per_engine` under way.
 
+    Load is the mean of half a minute; an engine comes when it has asked for one for `upscale_delay_s` seconds, and goes
+    when it has not for `downscale_delay_s`.
+
     Raises:
         InvalidRequest: see `Plan`.
     """
@@ -51,11 +55,15 @@ class Scale:
     min: int = 1
     max: int = 1
     requests_per_engine: float = 4
+    upscale_delay_s: float = 30
+    downscale_delay_s: float = 600
 
     def __post_init__(self) -> None:
         values.whole("min", self.min, 1, MOST_ENGINES)
         values.whole("max", self.max, 1, MOST_ENGINES)
         values.number("requests_per_engine", self.requests_per_engine, 0.1, 1024)
+        for name in ("upscale_delay_s", "downscale_delay_s"):
+            values.number(name, getattr(self, name), 0, A_DAY)
         if self.min > self.max:
             raise InvalidRequest(f"min is {self.min} and max {self.max}; expected min up to max")
 

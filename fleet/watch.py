@@ -7,6 +7,7 @@ one that ends at once. Owns a connection; knows nothing of Ray.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from outrider.orchestrator.client.client import Client
 from outrider.protocol.endpoints import connect
-from outrider.protocol.errors import EndpointError, ServerBusy, WorkerError
+from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
 from outrider.protocol.keyring import Keyring
+from outrider.protocol.messages import WorkerStats
 
 ASK_MS, SILENT_MS = 300, 900
 LOOK_SECONDS = 0.5
@@ -40,6 +42,10 @@ class Watch:
         while not self._serves():
             time.sleep(LOOK_SECONDS)
 
+    def weights(self) -> str:
+        """By what its target's weights and number format are known; empty: it does not answer."""
+        return next((one.fingerprint for one in self._workers() if one.role == "target"), "")
+
     def wait_until_gone(self) -> None:
         """Returns when its connection is lost, or there is none within a second."""
         context: zmq.Context[Any] = zmq.Context.instance()
@@ -57,8 +63,25 @@ class Watch:
                 monitor.close(linger=0)
 
     def _serves(self) -> bool:
+        return any(worker.role == "target" and worker.state == "ready" for worker in self._workers())
+
+    def _workers(self) -> tuple[WorkerStats, ...]:
+        """What it says of them; none while it does not answer."""
         try:
-            workers = self._client.stats().workers
+            return self._client.stats().workers
         except (EndpointError, ServerBusy, WorkerError):
-            return False
-        return any(worker.role == "target" and worker.state == "ready" for worker in workers)
+            return ()
+
+
+def check_same_weights(endpoint: str, before: Sequence[str], keys: Path | None) -> None:
+    """Raises ModelError where the server at `endpoint` has others than one of those before it, as far as they answer:
+    its texts would be another model's, and none could go on with it.
+    """
+    ours = Watch(endpoint, keys).weights()
+    for other in before:
+        theirs = Watch(other, keys).weights()
+        if ours and theirs and ours != theirs:
+            raise ModelError(
+                f"the engine at {endpoint} has other weights, or another number format, than the one at {other};"
+                " expected the same model on every engine"
+            )

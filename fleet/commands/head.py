@@ -1,6 +1,7 @@
 """Makes this host the head of a new fleet, in the background, and says what to do on the other hosts.
 
-The head makes the token that all others need; `outrider fleet down` ends it. Without --ip no other host can join.
+The head makes the token that all others need; `outrider fleet down` ends it. Without --ip no other host can join. One
+that has died, or whose machine has, has its fleet back when it is started again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from outrider.fleet.token import made_token
 from outrider.orchestrator.cli.screen import Screen, say
 
 RISK = "Note: Ray supports several hosts on Linux only; Macs are better attached (`outrider fleet unit`)."
+
+AGAIN = "What ran comes back by itself: `outrider fleet status` (`outrider fleet down` instead forgets it)."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     host.require_none()
     require_free(options.ip, options.port)
     token = made_token(host.folder)
+    again = host.was_head_of(f"{options.ip}:{options.port}")
     screen.show("starting Ray")
     running = host.start_head(options.ip, options.port, offers, token)
     screen.clear()
@@ -42,5 +46,5 @@ def run(options: argparse.Namespace) -> int:
         print(f"outrider fleet join {running.address}", flush=True)
         if sys.platform == "darwin":
             say(RISK)
-    say("Then here: outrider fleet run fleet.yaml")
+    say(AGAIN if again else "Then here: outrider fleet run fleet.yaml")
     return 0

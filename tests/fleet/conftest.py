@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from outrider.fleet.host import LABEL
+from outrider.protocol.version import PACKAGE_VERSION
 from tests.fleet.house import plain_text
 
 HOSTS = ({"metal": 1}, {"metal": 1}, {"ane": 2})
@@ -33,7 +35,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         from ray import serve
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        head = {"num_cpus": 2, "include_dashboard": False, "labels": {LABEL: PACKAGE_VERSION}}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         for resources in HOSTS:
             cluster.add_node(num_cpus=1, resources=resources)
         ray.init(address=cluster.address, log_to_driver=False)

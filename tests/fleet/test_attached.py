@@ -12,22 +12,41 @@ import pytest
 from outrider.fleet.plan import Gate, Plan
 from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings
-from tests.fleet.house import KEY, PROMPT, Fleet, kill, running, server_of
+from tests.fleet.house import KEY, PROMPT, Fleet, kill, running, server_of, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
 SHARDS = (1, 2)
 
 
 @pytest.fixture(scope="module")
-def fleet(hosts: Any) -> Iterator[Fleet]:
+def unlike() -> Iterator[LocalCluster]:
+    """A server with other weights."""
+    with LocalCluster(endpoint="tcp://127.0.0.1:0", model=str(EMBEDDED_DRAFT), draft_backend="none") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fleet(hosts: Any, unlike: LocalCluster) -> Iterator[Fleet]:
     with ExitStack() as stack:
         servers = [LocalCluster(endpoint="tcp://127.0.0.1:0", shards=ranks, pin_cores=False) for ranks in SHARDS]
         for server in servers:
             stack.callback(server.close)
         gate = Gate(http=HttpSettings(port=0, api_keys=(KEY,)))
-        plan = Plan(ServeSettings(), attached=tuple(server.endpoint for server in servers), gate=gate)
+        plan = Plan(ServeSettings(), attached=tuple(server.endpoint for server in (*servers, unlike)), gate=gate)
         yield stack.enter_context(running(plan, "attached", len(servers)))
+
+
+def test_an_engine_with_other_weights_stays_out_and_it_is_said(fleet: Fleet, unlike: LocalCluster) -> None:
+    from ray import serve
+
+    def said() -> str:
+        return serve.status().applications[fleet.name].deployments[fleet.kind].message
+
+    until(lambda: f"{unlike.endpoint} has other weights, or another number format, than the one at" in said(), said())
+    assert unlike.endpoint not in [place.endpoint for place in fleet.places()]
+    unlike.close()
 
 
 def test_a_text_goes_on_elsewhere_when_its_server_is_killed_and_without_any_there_is_a_plain_503(

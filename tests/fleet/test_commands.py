@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ import pytest
 from outrider.fleet.commands import COMMANDS
 from outrider.fleet.commands.status import table
 from outrider.fleet.host import Host, Running, end, is_loopback, require_free
+from outrider.fleet.hosts import Resources
 from outrider.fleet.token import checked_token, made_token
 from outrider.fleet.units import Unit
 from outrider.orchestrator.cli import main
@@ -171,6 +173,35 @@ def test_what_runs_is_known_to_the_next_command(family: Running, tmp_path: Path,
     _, _, err = run("down", "--folder", str(tmp_path))
     assert "This host has left the fleet." in err and host.running() is None and family.process() is None
     assert "Nothing of a fleet runs here." in run("down", "--folder", str(tmp_path))[2]
+
+
+def test_a_host_has_one_head(family: Running, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.fleet.host.find_spec", lambda name: True)
+    Host(tmp_path).keep(replace(family, head=True))
+    for command in (("head", "--port", "7001"), ("join", "192.0.2.9:6379")):
+        code, _, err = run(*command, "--folder", str(tmp_path))
+        assert code == 2 and f"this host is the head of the fleet at {family.address} already" in err
+        assert "expected `outrider fleet down` first" in err and len(err.splitlines()) == 1
+
+
+def test_a_head_that_died_keeps_what_it_knew_and_one_that_was_ended_or_moved_does_not(
+    family: Running, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, known = Host(tmp_path), tmp_path / "gcs" / "known"
+    monkeypatch.setattr(Host, "_start", lambda *_: family)
+
+    def left(ip: str, begun_at: str = "192.0.2.1:6379") -> bool:
+        known.parent.mkdir(exist_ok=True)
+        known.touch()
+        host.keep(replace(family, head=True, address=begun_at, began=0))  # it has ended
+        host.start_head(ip, 6379, Resources(), tmp_path / "token")
+        return known.exists()
+
+    assert left("192.0.2.1") and not left("192.0.2.2")
+    assert known.parent.is_dir() and not left("192.0.2.1", "192.0.2.1:7000")
+    host.keep(replace(family, head=True, began=0))
+    run("down", "--folder", str(tmp_path))
+    assert not known.parent.exists() and not host.was_head_of("192.0.2.1:6379")
 
 
 def test_a_port_that_is_taken_is_told() -> None:

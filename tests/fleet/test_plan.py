@@ -104,6 +104,7 @@ def test_resources_in_rays_words():
         ({"placed": {}, "engine": {"mode": "fast"}}, "engine: mode is 'fast'; expected one of auto"),
         ({"placed": {"replicas": 1}, "scale": {}}, "scale is in place of placed.replicas"),
         ({"placed": {}, "scale": {"min": 3, "max": 2}}, "scale: min is 3 and max 2"),
+        ({"placed": {}, "scale": {"upscale_delay_s": -1}}, "scale: upscale_delay_s is -1; expected a number from 0"),
         ({**ONE, "scale": {}}, "expected placed beside it"),
         ({"attached": "tcp://a:1"}, "attached is no list"),
         ({"attached": ["tcp://a"]}, "attached: 'tcp://a' has no port"),

@@ -1,0 +1,62 @@
+"""Engines come and go with the load, and an engine may be a target of several ranks: texts are as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from outrider.fleet.hosts import Resources
+from outrider.fleet.plan import Gate, Placed, Plan, Scale
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.settings import ServeSettings
+from tests.fleet.house import KEY, Fleet, kill, running, target_of, until
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
+GATE = Gate(http=HttpSettings(port=0, api_keys=(KEY,)))
+METAL = Resources(metal=1)
+
+
+def test_with_load_an_engine_comes_without_it_goes_and_texts_are_the_same(hosts: Any, alone: str) -> None:
+    scale = Scale(min=1, max=2, requests_per_engine=1, upscale_delay_s=0, downscale_delay_s=0)
+    plan = Plan(ServeSettings(memory=False), Placed(needs=METAL), gate=GATE, scale=scale)
+    with running(plan, "scaled", 1) as fleet:
+        assert set(read(fleet, 4, lambda: fleet.whole(2))) == {alone}
+        assert set(read(fleet, 1, lambda: len(fleet.places()) == 1)) == {alone}
+
+
+def read(fleet: Fleet, readers: int, enough: Callable[[], bool]) -> list[str]:
+    """What so many readers get, who ask again and again until it is enough."""
+    over: list[bool] = []
+
+    def reader() -> list[str]:
+        texts = []
+        while not over:
+            texts.append(fleet.stream())
+        return texts
+
+    with ThreadPoolExecutor(readers) as pool:
+        reading = [pool.submit(reader) for _ in range(readers)]
+        try:
+            until(enough, "the load changed nothing")
+        finally:
+            over.append(True)
+        return [text for one in reading for text in one.result()]
+
+
+def test_an_engine_may_have_a_target_of_several_ranks_and_a_rank_s_death_is_a_pause(hosts: Any, alone: str) -> None:
+    plan = Plan(ServeSettings(memory=False, shards=2), Placed(needs=METAL), gate=GATE)
+    with running(plan, "ranks", 1) as fleet:
+        before = fleet.places()
+        killed: list[psutil.Process] = []
+
+        def kill_rank_1() -> None:
+            (rank_1,) = target_of(fleet.busy()[1]).children()
+            kill(rank_1)
+            killed.append(rank_1)
+
+        assert fleet.stream(kill_rank_1) == alone and killed
+        assert fleet.places() == before, "it is the same engine"

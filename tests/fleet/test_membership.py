@@ -1,0 +1,124 @@
+"""Who doesn't fit into a fleet is told so by a head that runs, in a sentence, and nothing is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from outrider.fleet.host import Host, Running
+from outrider.orchestrator.cli import main
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
+Said = tuple[int, str]
+
+
+@pytest.fixture
+def folder(hosts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Of somebody who has the fleet's token, and whose environment is as before afterwards."""
+    (tmp_path / "token").write_text("a" * 64)
+    (tmp_path / "token").chmod(0o600)
+    before = dict(os.environ)
+    yield tmp_path
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def address(hosts: Any) -> str:
+    """The head's, as a host that is not the head's would say it."""
+    return str(hosts.address).replace("127.0.0.1", "localhost")
+
+
+@pytest.fixture
+def call(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    def called(*arguments: str) -> Said:
+        capfd.readouterr()
+        code = main(["fleet", *arguments, "--folder", str(folder)])
+        return code, last_line(capfd.readouterr().err)
+
+    return called
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("ray.__version__", "2.1", "the head has Ray 2.60.0 and this host 2.1; expected the same on every host"),
+        ("platform.python_version", lambda: "3.99.1", "and this host 3.99.1; expected the same on every host"),
+        ("outrider.fleet.membership.PACKAGE_VERSION", "0.0.1", "and this host 0.0.1; expected the same on every host"),
+    ],
+)
+def test_who_has_another_version_does_not_join(
+    call: Callable[..., Said], address: str, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, sentence: str
+) -> None:
+    import outrider.fleet.membership  # noqa: F401  # before anything is replaced
+
+    monkeypatch.setattr(name, value)
+    code, err = call("join", address)
+    assert code == 6 and sentence in err
+
+
+def test_who_lacks_a_model_does_not_join(call: Callable[..., Said], address: str) -> None:
+    from outrider.fleet.membership import Head
+
+    Head(address).tell_models(["/no/such/model"])  # as `outrider fleet run` does
+    try:
+        for more, missing in (((), "/no/such/model"), (("--model", "/no/such/other"), "/no/such/other")):
+            code, err = call("join", address, *more)
+            assert code == 3 and "this host lacks a model of the fleet" in err and missing in err
+    finally:
+        Head(address).tell_models([])
+
+
+def test_who_has_another_token_does_not_join(folder: Path, address: str) -> None:
+    (folder / "token").write_text("b" * 64)
+    refused = command("join", address, "--folder", str(folder))
+    said = last_line(refused.stderr)
+    assert refused.returncode == 8 and "refuses this host's token; expected a copy of the head's own" in said
+
+
+def test_where_nobody_is_is_told(call: Callable[..., Said]) -> None:
+    code, err = call("join", "localhost:1")
+    assert code == 4 and "no head of a fleet is at localhost:1" in err and "expected the address that" in err
+
+
+@pytest.fixture
+def at_head(hosts: Any, folder: Path) -> Path:
+    """As if this process had started the head."""
+    own = psutil.Process()
+    Host(folder).keep(Running(True, hosts.address, own.pid, own.create_time()))
+    return folder
+
+
+def test_what_no_host_offers_is_told_at_once(call: Callable[..., Said], at_head: Path) -> None:
+    (at_head / "fleet.yaml").write_text("placed: {needs: {cuda: 1}}\n")
+    code, err = call("run", str(at_head / "fleet.yaml"))
+    assert code == 2 and "placed needs cuda 1, and no host of the fleet offers that; expected" in err
+
+
+def test_a_gate_s_port_that_is_in_use_is_told(at_head: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (at_head / "fleet.yaml").write_text(f"placed:\ngate: {{port: {port}}}\n")
+        refused = command("run", str(at_head / "fleet.yaml"), "--folder", str(at_head))
+    said = last_line(refused.stderr)
+    assert refused.returncode == 4 and f"the gate can't be served at 127.0.0.1:{port}" in said
+    assert "expected another gate.port or gate.host" in said
+
+
+def last_line(err: str) -> str:
+    """The sentence, which what was being done stands before."""
+    return err.splitlines()[-1]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """As somebody types it."""
+    line = [sys.executable, "-m", "outrider", "fleet", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=False)

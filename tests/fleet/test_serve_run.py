@@ -1,0 +1,42 @@
+"""The way of those who manage Ray themselves: `serve run outrider.fleet:app plan=fleet.yaml`, until Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fleet.house import BODY, KEY, PATIENCE, Fleet, until
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
+NAME = "by-serve"
+AS_IF_TYPED = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+SERVE = (sys.executable, "-c", AS_IF_TYPED + "from ray.serve.scripts import cli; cli()", "run", "outrider.fleet:app")
+
+
+def test_it_answers_by_http_and_leaves_nothing_behind(hosts: Any, alone: str, tmp_path: Path) -> None:
+    from ray import serve
+
+    (tmp_path / "fleet.yaml").write_text(f"placed: {{needs: {{metal: 1}}}}\ngate: {{port: 0, api_keys: [{KEY}]}}\n")
+    command = [*SERVE, "plan=fleet.yaml", "--address", hosts.address, "--name", NAME]
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log) as run:
+        try:
+            until(lambda: b"is ready" in (tmp_path / "log").read_bytes() or run.poll() is not None, "it does not start")
+            url = serve.get_deployment_handle("gate", NAME).url.remote().result()
+            fleet = Fleet(NAME, "placed", url)
+            until(lambda: fleet.whole(1), "no engine")
+            answer = httpx.post(f"{url}/v1/completions", json=BODY, headers={"x-api-key": KEY}, timeout=PATIENCE)
+            assert answer.json()["choices"][0]["text"] == alone
+            astray = serve.get_deployment_handle("gate", NAME).remote(None).result()  # by Serve's proxy
+            assert astray.status_code == 421 and url in astray.body.decode()
+        finally:
+            run.send_signal(signal.SIGINT)
+        assert run.wait(PATIENCE) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/live")
+    assert not serve.status().applications
