@@ -184,6 +184,19 @@ def test_a_host_has_one_head(family: Running, tmp_path: Path, run: Run, monkeypa
         assert "expected `outrider fleet down` first" in err and len(err.splitlines()) == 1
 
 
+def test_ray_is_closed_to_others_tells_nobody_and_keeps_what_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, started = Host(tmp_path), list[list[str]]()
+    monkeypatch.setattr(Host, "_start", lambda _, head, address, line, *more: started.append(line))
+    host.start_head("10.0.0.1", 6379, Resources(), tmp_path / "token")
+    assert {"--dashboard-host=127.0.0.1", "--disable-usage-stats"} <= set(started[0])
+    told = host.environment("10.0.0.1:6379", tmp_path / "token")
+    assert (told["RAY_AUTH_MODE"], told["RAY_AUTH_TOKEN_PATH"]) == ("token", str(tmp_path / "token"))
+    assert (told["RAY_gcs_storage"], told["RAY_USAGE_STATS_ENABLED"]) == ("rocksdb", "0")
+    assert stat.S_IMODE(Path(told["RAY_gcs_storage_path"]).stat().st_mode) == 0o700
+
+
 def test_a_head_that_died_keeps_what_it_knew_and_one_that_was_ended_or_moved_does_not(
     family: Running, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
