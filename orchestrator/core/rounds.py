@@ -7,7 +7,7 @@ tokens and integers only. Time is passed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from outrider.orchestrator.core.alternation import Alternation
@@ -163,7 +163,7 @@ class Rounds:
         settled: list[Settled] = []
         for sender, message in arrived:
             self._hear(sender, message, now_ns, settled)
-        self._let_turn(now_ns)
+        self._let_turn({one.request.side for one in settled}, now_ns)
         if settled:
             self._workers.let_go()
         for one in settled:
@@ -346,10 +346,12 @@ class Rounds:
         """The planner hears how many run, and whether prompts are still read."""
         self._planner.turn_to(len(self._requests), any(request.reads for request in self._requests.values()))
 
-    def _let_turn(self, now_ns: int) -> None:
-        """Chains that waited for the other half leave, once that was verified; all of a half together."""
-        held = [request for request in self._requests.values() if request.held is not None]
-        for request in [one for one in held if not self._alternation.holds(one, self._requests.values())]:
+    def _let_turn(self, verified: Collection[int], now_ns: int) -> None:
+        """Chains that waited for the other half leave, all of a half together, once a forward of that has ended: in a
+        larger company somebody of it is always under way.
+        """
+        held, all_requests = [one for one in self._requests.values() if one.held is not None], self._requests.values()
+        for request in [r for r in held if 1 - r.side in verified or not self._alternation.holds(r, all_requests)]:
             self._next.end_wait(request, now_ns)
 
     def _room(self, request: Request) -> int:
