@@ -23,17 +23,18 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.heads import drafters
 from outrider.orchestrator.pair.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.heads import DRAFT_MODEL
+from outrider.protocol.heads import DRAFT_MODEL, is_joint
 from outrider.protocol.sampling import SamplingParams
 
 AUTO, PLAIN = "auto", "ar"
 
 
 def ways(client: Client, names: tuple[str, ...], works_ahead: bool) -> list[Ours]:
-    """Auto, plain decoding, SSD, and SD by each drafter alone."""
+    """Auto, plain decoding, SSD, SSD with a head beside the draft worker, and SD by each drafter alone."""
     ahead = [Ours("ssd", client, "ssd")] if works_ahead else []
-    alone = [Ours(f"sd by {name}", client, "sd", drafter=name) for name in names]
-    return [Ours(AUTO, client, "auto"), Ours(PLAIN, client, "ar"), *ahead, *alone]
+    both = [Ours(f"ssd by {name}", client, "ssd", drafter=name) for name in names if is_joint(name)]
+    alone = [Ours(f"sd by {name}", client, "sd", drafter=name) for name in names if not is_joint(name)]
+    return [Ours(AUTO, client, "auto"), Ours(PLAIN, client, "ar"), *ahead, *both, *alone]
 
 
 def report(kind: str, times: dict[str, list[Timed]]) -> Interval:

@@ -18,6 +18,7 @@ from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.forecasts import Forecast, Forecasts, Plan, Way
 from outrider.orchestrator.core.text_odds import TextOdds
 from outrider.orchestrator.core.tuning import Choice
+from outrider.protocol.heads import NGRAM
 
 # An episode is long enough to be measured: rounds are kept in one mode for this many.
 EPISODE_ROUNDS = 12
@@ -120,9 +121,9 @@ class Attempt:
 
 @dataclass(slots=True)
 class Controller:
-    """Chooses among `modes`, and SD by each of `others`, who draft without a draft worker, with K up to `max_depth` and
-    B up to `branches`, or, `fixed`, just that, where nothing was tuned. `odds`: of its kind of text, for a request
-    alone. `why` explains the latest choice.
+    """Chooses among `modes`, SD by each of `others`, who draft without a draft worker, and SSD with those of the
+    target's process beside draft workers; with K up to `max_depth` and B up to `branches`, or, `fixed`, just that,
+    where nothing was tuned. `odds`: of its kind of text, for a request alone. `why` explains the latest choice.
     """
 
     estimates: Estimates
@@ -221,7 +222,8 @@ class Controller:
     @property
     def _kinds(self) -> tuple[Way, ...]:
         """The ways with whatever K and B."""
-        return (*map(Way, self.modes), *(Way("sd", drafter=other) for other in self.others))
+        joint = [Way("ssd", drafter=other) for other in self.others if other != NGRAM] if "ssd" in self.modes else []
+        return (*map(Way, self.modes), *(Way("sd", drafter=other) for other in self.others), *joint)
 
     @property
     def _trying(self) -> Trying:
@@ -240,7 +242,8 @@ class Controller:
             self._is_first = True
             return self._take(Way("ar"), forecasts, "what all else is held against")
         if not rates:
-            return self._take(max(guesses, key=guesses.__getitem__), forecasts, "not measured yet")
+            first = max((way for way in guesses if self._differs(way, forecasts)), key=guesses.__getitem__)
+            return self._take(first, forecasts, "not measured yet")
         best = max(rates, key=rates.__getitem__)
         current = self._way if self._way in rates else best
         if rates[best] < self._to_leave(current, best, rates[current]):
@@ -286,7 +289,10 @@ class Controller:
         return retry if max(guess, rates.get(way, 0.0)) > margin * best else UNLIKELY * retry
 
     def _differs(self, way: Way, forecasts: dict[Way, Forecast]) -> bool:
-        """Whether the formula's own K is, by the formula, clearly better than the tuned one of the same mode."""
+        """Whether the formula's own K is, by the formula, clearly better than the tuned one of the same mode; and where
+        one of the target's drafts beside draft workers, that than these alone."""
+        if way.mode == "ssd" and way.drafter and forecasts[way][1] < OTHER_DEPTH_MARGIN * forecasts[Way("ssd")][1]:
+            return False
         tuned = self._tuned.get(way.kind)
         if tuned is None or way == tuned or tuned not in forecasts:
             return True

@@ -14,16 +14,22 @@ from outrider.orchestrator.core.estimates import Estimates
 
 @dataclass(frozen=True, slots=True)
 class Stopgap:
-    """Verify what can be copied now (nothing: an AR step), or ask the drafter for `wait_for` tokens first. `value`: the
-    tokens that brings less the worth of its time."""
+    """Verify what can be copied now (nothing: an AR step), or ask the drafter for `wait_for` tokens first, or let the
+    target's own draft `own`. `value`: the tokens that brings less the worth of its time."""
 
     wait_for: int = 0
     value: float = 0.0
+    own: int = 0
 
 
-def after_miss(estimates: Estimates, tail: Tail, longest: int, has_drafter: bool) -> Stopgap:
-    """The best of: an AR step, what is worth copying, the drafter's just-in-time chain of any length."""
+def after_miss(estimates: Estimates, tail: Tail, longest: int, has_drafter: bool, own: str = "") -> Stopgap:
+    """The best of: an AR step, what is worth copying, the drafter's just-in-time chain of any length, a chain of the
+    target's `own` drafter, if it has one for this."""
     best = Stopgap(value=_alone(estimates, tail))
+    for length in range(1, longest + 1 if own else 1):
+        value = _of_own(estimates, length, own)
+        if value > best.value:
+            best = Stopgap(own=length, value=value)
     for length in range(1, longest + 1 if has_drafter else 1):
         value = _asked(estimates, length)
         if value > best.value:
@@ -71,6 +77,16 @@ def _asked(estimates: Estimates, length: int, drafter: str = "") -> float:
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
     waiting = estimates.own_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
     return estimates.holding(drafter).expected_tokens(length) - forward - waiting
+
+
+def _of_own(estimates: Estimates, length: int, own: str) -> float:
+    """What a chain of the target's own drafter brings, less the worth of its forward and its drafting; and of the next
+    chain's, which nobody has prepared for where this one holds, for nobody else knows it."""
+    drafting = estimates.tokens_per_ms() * estimates.own_ms(length, own)
+    forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
+    holding = estimates.holding(own)
+    next_time = estimates.hit_rate() * holding.reach(0) * drafting
+    return holding.expected_tokens(length) - forward - drafting - next_time
 
 
 def longest_wait_ms(expected_ms: float) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.speedup import Costs, Odds, ar_rate, own_rate, sd_rate, ssd_rate
+from outrider.orchestrator.core.speedup import Costs, Odds, ar_rate, joint_rate, own_rate, sd_rate, ssd_rate
 from outrider.orchestrator.core.text_odds import TextOdds
 from outrider.protocol.heads import NGRAM
 
@@ -21,7 +21,7 @@ BREADTHS = (1, 2, 4, 8, 16, 32)
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How rounds are made: `mode` is ar, sd or ssd; `depth` is K, `branches` B. `drafter`: the one of the target's
-    process, or n-grams; empty: draft workers."""
+    process, or n-grams; empty: draft workers; in ssd those, and beside them this one."""
 
     mode: str
     depth: int
@@ -75,6 +75,8 @@ class Forecasts:
         depths = (
             [way.depth] if way.depth else [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
         )
+        if way.drafter and way.mode == "ssd":
+            return max((self._joint(way, depth) for depth in depths), key=lambda forecast: forecast[1])
         if way.drafter:
             return max((self._own(way.drafter, depth) for depth in depths), key=lambda forecast: forecast[1])
         if way.mode == "sd":
@@ -99,6 +101,14 @@ class Forecasts:
         """A chain of so many tokens by one in the target's process."""
         odds, draft_ms = Odds(partial(self._brings, drafter=drafter), 0.0), self.estimates.own_ms(depth, drafter)
         return Plan("sd", depth, self.branches, drafter), own_rate(self._costs(1), odds, depth, draft_ms)
+
+    def _joint(self, way: Way, depth: int) -> Forecast:
+        """Branches by draft workers, and after a miss a chain by one in the target's process."""
+        breadth, e = way.branches or self.branches, self.estimates
+        odds = Odds(self._brings, e.covered(breadth))
+        own = Odds(partial(self._brings, drafter=way.drafter), 0.0)
+        rate = joint_rate(self._costs(breadth), odds, depth, own, e.own_ms(depth, way.drafter))
+        return Plan("ssd", depth, breadth, way.drafter), rate
 
     def _copying(self) -> float:
         """Rounds that verify what the text says comes next, and nothing where it says nothing."""

@@ -84,6 +84,19 @@ def beside_own(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tu
     return copy.chain[:count]
 
 
+def unites(estimates: Estimates, drafter: str, depth: int) -> bool:
+    """Whether an own drafter's tokens pay beside a branch of `depth`, with their drafting and their rows.
+
+    As in `beside_own`; what both say costs no row.
+    """
+    own, ahead, worth = estimates.holding(drafter), estimates.drafted, estimates.tokens_per_ms()
+    gain = -worth * estimates.own_ms(depth, drafter)
+    for place in range(depth):
+        both = own.reach(place) * ahead.reach(place)
+        gain += own.reach(place) - both - worth * estimates.row_ms() * (1.0 - both)
+    return gain > 0.0
+
+
 def _after(ngrams: NgramIndex, branch: Proposal, committed: tuple[int, ...], longest: int) -> Copy:
     """What the text says comes after the branch."""
     return Copy() if ngrams.is_empty else ngrams.lookup(longest - len(branch.chain), (*committed, *branch.chain))

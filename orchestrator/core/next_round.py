@@ -82,7 +82,7 @@ class NextRound:
 
     def prepare(self, request: Request) -> None:
         """PREPARE to the target, unless the controller may have another plan after this round."""
-        if not may_prepare(request) or self._planner.may_replan(request):
+        if not may_prepare(request, self._proposer) or self._planner.may_replan(request):
             return
         request.prepared = dict(prepared(request, self._proposer, self._workers.target_context))
         if request.prepared:

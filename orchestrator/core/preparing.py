@@ -13,9 +13,9 @@ from outrider.orchestrator.core.proposals import Proposer
 from outrider.orchestrator.core.request import Request
 
 
-def may_prepare(request: Request) -> bool:
+def may_prepare(request: Request, proposer: Proposer) -> bool:
     """Where nobody waits, nor drafts beside it. A residual q would travel twice."""
-    ahead = request.mode == "ssd" and not request.unites
+    ahead = request.mode == "ssd" and not proposer.unites(request)
     return ahead and not request.waiting and not request.admit.sampling.is_residual
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from outrider.orchestrator.core.copies import Tail, best_tail, copied, filled, longest_copy
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
-from outrider.orchestrator.core.merging import beside_own, merged, worth_telling
+from outrider.orchestrator.core.merging import beside_own, merged, unites, worth_telling
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.speculation_cache import Prepared
@@ -54,8 +54,6 @@ class Proposer:
         if room < 1:
             return Proposal()
         if request.mode == "ssd" and request.drafters:
-            if request.unites:
-                return self._union(request, committed, room)
             return self.serve(request, committed, room, now_ns)
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         drafter = request.plan.drafter
@@ -69,12 +67,13 @@ class Proposer:
             return self._own(request, copied(Tail(copy))) if copy else replace(self._own(request), going_on=True)
         return Ask(longest)
 
-    def _own(self, request: Request, beside: Proposal | None = None) -> Proposal:
-        """What the plan's drafter in the target's process is to say, and what stands `beside` it."""
+    def _own(self, request: Request, beside: Proposal | None = None, depth: int = 0) -> Proposal:
+        """What the plan's drafter in the target's process is to say, and what stands `beside` it; `depth` tokens, or as
+        many as the plan has."""
         drafter, told = request.plan.drafter, beside or Proposal()
         source = Source.HEAD if self.estimates.is_head(drafter) else Source.DRAFTER
         least, by = worth_telling(self.estimates, request.takes_trees), told.origins(range(len(told.chain)))[:-1]
-        return replace(told, source=source, draft=request.depth, drafter=drafter, least=least, by=by, copied=0)
+        return replace(told, source=source, draft=depth or request.depth, drafter=drafter, least=least, by=by, copied=0)
 
     def _beside_own(self, request: Request, room: int) -> tuple[int, ...]:
         """What the text says comes next, as far as that pays beside an own drafter's chain."""
@@ -83,12 +82,9 @@ class Proposer:
         copy = longest_copy(request.ngrams, room)
         return beside_own(self.estimates, copy, request.plan.drafter, min(request.depth, room))
 
-    def _union(self, request: Request, committed: tuple[int, ...], room: int) -> Proposal:
-        """A branch, if there is one, or a copy, beside what an own drafter will say; nobody is waited for."""
-        found = request.cache.lookup(committed)
-        if found is not None:
-            return self._own(request, self.branch(request, found, room))
-        return self._own(request, replace(copied(Tail(self._beside_own(request, room))), lookup=Lookup.MISS))
+    def unites(self, request: Request) -> bool:
+        """Whether what is prepared for it elsewhere stands in one tree with what the target drafts for itself."""
+        return bool(request.beside) and request.takes_trees and unites(self.estimates, request.beside, request.depth)
 
     def stays(self, request: Request, room: int) -> bool:
         """Whether a target that goes on by itself is to: not where what its drafter says can be copied for nothing, nor
@@ -145,6 +141,8 @@ class Proposer:
         if found is None:
             return self._without(request, committed, room, since_ms)
         hit = self.branch(request, found, room)
+        if self.unites(request):
+            return self._own(request, hit)
         longest = min(request.depth, room)
         grows = cache.grows(found) and found.drafter == cache.lead and not hit.copied
         if grows and worth_waiting(self.estimates, len(found.chain), longest, since_ms):
@@ -161,7 +159,7 @@ class Proposer:
         if self._is_fixed(request) and request.drafters:
             return Ask(longest, missed=True)
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
-        choice = after_miss(self.estimates, tail, longest, bool(request.drafters))
+        choice = after_miss(self.estimates, tail, longest, bool(request.drafters), request.beside)
         line = request.proposal.line
         beside = committed[:-1] != line[: len(committed) - 1]  # what follows a sibling comes with the sibling's branch
         pushes = 0 if beside else request.cache.pushes_until(len(committed) - 1, len(line))
@@ -174,6 +172,9 @@ class Proposer:
                 return Linger(committed, wait_ms, missed=True)
         if choice.wait_for:
             return Ask(choice.wait_for, missed=True)
+        if choice.own:
+            copy = replace(copied(Tail(self._beside_own(request, room))), lookup=Lookup.MISS)
+            return self._own(request, copy, choice.own)
         return replace(copied(tail), lookup=Lookup.MISS)
 
 

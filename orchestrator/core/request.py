@@ -191,9 +191,9 @@ class Request:
         return self.plan.mode
 
     @property
-    def unites(self) -> bool:
-        """Whether what is prepared for it elsewhere stands in one tree with what the target drafts for itself."""
-        return self.mode == "ssd" and bool(self.plan.drafter) and self.takes_trees
+    def beside(self) -> str:
+        """Who may draft for it in the target's process while others work ahead; empty: nobody."""
+        return self.plan.drafter if self.mode == "ssd" else ""
 
     @property
     def depth(self) -> int:

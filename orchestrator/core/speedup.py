@@ -41,7 +41,8 @@ class Kind:
     """Rounds that are made alike, `share` of all: a verify of `rows` tokens, bringing `tokens`.
 
     `asked`: the length of the just-in-time chain that was waited for first, 0 for none. `ahead`: how deep the work
-    ahead must have come before the next round can begin, 0 when nothing is waited for.
+    ahead must have come before the next round can begin, 0 when nothing is waited for. `own_ms`: what the target
+    drafts by itself first.
     """
 
     share: float
@@ -49,6 +50,7 @@ class Kind:
     tokens: float
     asked: int = 0
     ahead: int = 0
+    own_ms: float = 0.0
 
 
 def round_ms(costs: Costs, kind: Kind) -> float:
@@ -56,7 +58,7 @@ def round_ms(costs: Costs, kind: Kind) -> float:
     work = max(costs.verify_ms(costs.at_once * kind.rows), costs.tree_ms(kind.ahead) if kind.ahead else 0.0)
     chain = costs.chain_ms(kind.asked) if kind.asked else 0.0
     # Of several requests one's chain is drafted while others' are verified, one after the other.
-    return max(work + chain, costs.at_once * chain) + costs.turnaround_ms
+    return max(kind.own_ms + work + chain, costs.at_once * chain) + costs.turnaround_ms
 
 
 def mixed_rate(costs: Costs, kinds: Sequence[Kind]) -> float:
@@ -87,6 +89,15 @@ def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
     worth = hit.tokens / round_ms(costs, hit)
     miss = max(asking, stepping, key=lambda kind: kind.tokens - worth * round_ms(costs, kind))
     return mixed_rate(costs, [hit, miss])
+
+
+def joint_rate(costs: Costs, odds: Odds, depth: int, own: Odds, own_ms: float) -> float:
+    """SSD where after a miss a drafter of the target's process drafts, in `own_ms`. Nobody prepares for what holds of
+    that, so a hit can follow only where nothing does."""
+    holds = own.tokens(1) - 1.0
+    missed = (1.0 - odds.hit) / max(1.0 - odds.hit * holds, 1e-9)
+    hit = Kind(1.0 - missed, depth + 1, odds.tokens(depth), ahead=depth)
+    return mixed_rate(costs, [hit, Kind(missed, depth + 1, own.tokens(depth), own_ms=own_ms)])
 
 
 def ceiling(costs: Costs, depth: int) -> float:

@@ -33,5 +33,5 @@ def drafters(settings: ServeSettings) -> tuple[str, ...]:
     own = names_of(kind for kind, _ in own_drafters(settings))
     worker = (DRAFT_MODEL,) if settings.has_draft_worker else ()
     copies = (NGRAM,) if settings.ngrams else ()
-    joint = tuple(f"{DRAFT_MODEL}{JOINT}{name}" for name in own) if worker and settings.trees else ()
+    joint = tuple(f"{DRAFT_MODEL}{JOINT}{name}" for name in own) if worker else ()
     return (*worker, *own, *copies, *joint)

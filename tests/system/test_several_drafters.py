@@ -18,7 +18,7 @@ WAYS = {
     ("sd", "eagle3"): Origin.HEAD,
     ("sd", "eagle3-3"): Origin.HEAD,
     ("sd", "ngram"): Origin.COPIED,
-    ("ssd", "draft+eagle3"): Origin.HEAD,
+    ("ssd", "draft+eagle3"): Origin.PREPARED,
     ("auto", ""): None,
 }
 PROMPT = [40, 41, 42] * 4

@@ -114,6 +114,16 @@ def test_a_union_brings_more_than_either(target: LoadedModel, blurred: LoadedMod
     assert min(found[name] for name in ("head", "prepared", "guessed", "copied")) > 0, found
 
 
+@pytest.mark.usefixtures("rows_are_cheap")
+def test_without_trees_a_branch_is_verified_alone_and_a_head_drafts_after_a_miss(
+    target: LoadedModel, blurred: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Estimates, "own_ms", lambda self, tokens, drafter: 0.0)
+    found = run(target, blurred_head(target), sampling(0.8), "ssd", BOTH, blurred, trees=False, ngrams=False)
+    assert found.tokens == alone(0.8)
+    assert held(found)["head"] and held(found)["prepared"]
+
+
 def test_two_trees_are_one_without_what_both_have() -> None:
     first = DraftTree((1, 2, 3), (-1, 0, 0))
     assert united(first, DraftTree((1, 3, 4)), 9) == United((1, 2, 3, 4), (-1, 0, 0, 2), (0, 2, 3))

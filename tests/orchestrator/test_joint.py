@@ -1,0 +1,86 @@
+"""Draft workers and a drafter of the target's process for one request: whose turn it is follows from the costs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from outrider.orchestrator.core.controller import Controller
+from outrider.orchestrator.core.copies import Tail
+from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.fallback import after_miss
+from outrider.orchestrator.core.forecasts import Way
+from outrider.orchestrator.core.merging import unites
+from outrider.orchestrator.core.speedup import Costs, Odds, joint_rate, ssd_rate
+from outrider.protocol.abilities import OwnDrafter
+
+VERIFY_MS, DEPTH, HEAD = 20.0, 4, "mtp"
+
+
+def estimates(own_ms: float, link_ms: float = 1.0, row_ms: float = 0.1) -> Estimates:
+    """After many rounds: half the lookups hit, and two of three tokens hold, whoever drafted them."""
+    found = Estimates()
+    found.meet([OwnDrafter(HEAD, is_head=True)])
+    for turn in range(60):
+        for rows in range(1, 6):
+            found.saw_verify(rows, VERIFY_MS + row_ms * rows)
+        found.saw_depth(8, 2.0)
+        found.saw_draft(1, 2.0)
+        found.saw_link(link_ms)
+        found.saw_chain(DEPTH, (0, DEPTH, DEPTH)[turn % 3])
+        found.saw_own(HEAD, DEPTH, (0, DEPTH, DEPTH)[turn % 3], DEPTH * own_ms)
+        found.saw_round(3, VERIFY_MS)
+        found.saw_lookup(bool(turn % 2))
+    return found
+
+
+@pytest.mark.parametrize(("own_ms", "link_ms", "drafts"), [(2.0, 30.0, True), (2.0, 0.2, False), (20.0, 30.0, False)])
+def test_after_a_miss_whoever_brings_more_for_its_time_drafts(own_ms: float, link_ms: float, drafts: bool) -> None:
+    found = after_miss(estimates(own_ms, link_ms), Tail(), DEPTH, True, HEAD)
+    assert bool(found.own) == drafts
+    assert not (found.own and found.wait_for)
+
+
+def test_where_nobody_is_beside_nobody_is_asked() -> None:
+    assert not after_miss(estimates(0.1, 30.0), Tail(), DEPTH, True).own
+
+
+@pytest.mark.parametrize(("own_ms", "row_ms", "unite"), [(0.1, 0.1, True), (5.0, 0.1, False), (0.1, 8.0, False)])
+def test_a_head_drafts_beside_a_branch_where_that_and_its_rows_are_cheap(
+    own_ms: float, row_ms: float, unite: bool
+) -> None:
+    assert unites(estimates(own_ms, row_ms=row_ms), HEAD, DEPTH) == unite
+
+
+def test_the_formula_sees_what_a_quick_head_spares() -> None:
+    """Against a draft worker that is far away; and that nothing is prepared for where a head's chain holds."""
+    costs = Costs(10.0, lambda rows: 10.0, lambda depth: 30.0, lambda depth: 5.0, 0.1)
+    odds = Odds(lambda depth: 1.0 + 0.5 * depth, 0.5)
+    joint = partial(joint_rate, costs, odds, DEPTH, Odds(odds.tokens, 0.0))
+    alone = ssd_rate(costs, odds, DEPTH)
+    assert joint(1.0) > 1.2 * alone > joint(40.0)
+    every_second_hits = odds.tokens(DEPTH) / (10.0 + 0.1 + 0.5 * 20.0)
+    assert joint(20.0) < every_second_hits
+
+
+@pytest.mark.parametrize(("own_ms", "link_ms", "joint"), [(0.5, 60.0, True), (5.0, 0.2, False)])
+def test_auto_takes_both_only_where_they_promise_more(own_ms: float, link_ms: float, joint: bool) -> None:
+    """A drafter far away, so that all but SSD pays for it, and a head that is poor alone."""
+    known = estimates(own_ms, link_ms)
+    controller = Controller(known, ("ar", "sd", "ssd"), DEPTH, 16, others=(HEAD,))
+    both = Way("ssd", drafter=HEAD)
+    assert both in controller._kinds
+    forecasts = controller._forecasts(1)
+    assert controller._differs(both, forecasts) == joint
+    taken = set()
+    for _ in range(4000):
+        plan = controller.plan()
+        taken.add((plan.mode, plan.drafter))
+        controller.saw_round(plan, 3, 10.0)
+    assert (("ssd", HEAD) in taken) == joint
+
+
+def test_what_is_copied_works_ahead_of_nobody() -> None:
+    controller = Controller(Estimates(), ("ar", "sd", "ssd"), DEPTH, 16, others=("ngram",))
+    assert Way("ssd", drafter="ngram") not in controller._kinds
