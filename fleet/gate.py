@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import uvicorn
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -25,6 +24,7 @@ from outrider.protocol.messages import Stats
 from outrider.server.__main__ import DRAIN_SECONDS, config
 from outrider.server.app import application
 from outrider.server.model.served import load_served
+from outrider.server.serving import Server
 
 SESSION = "x-session-id"
 
@@ -50,7 +50,7 @@ class Behind:
 class Gate:
     """Serves HTTP from creation on, in a thread of its own."""
 
-    _server: uvicorn.Server | None = None
+    _server: Server | None = None
     """None: it could not even begin."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Gate:
         self._engines = Engines(kinds, engine.keys)
         app = application(model, Behind(self._engines, gate), gate.http)
         self._listener = Listener(gate.http)
-        self._server = server = uvicorn.Server(config(app, gate.http))
+        self._server = server = Server(config(app, gate.http))
         self._thread = threading.Thread(target=self._serve, args=(server,), daemon=True, name="http")
         self._thread.start()
 
@@ -90,9 +90,9 @@ class Gate:
     def __del__(self) -> None:
         """Ray Serve's word for the end: answers that are nearly done may finish."""
         if self._server is not None:
-            self._server.should_exit = True
+            self._server.end()
             self._thread.join(DRAIN_SECONDS)
 
-    def _serve(self, server: uvicorn.Server) -> None:
+    def _serve(self, server: Server) -> None:
         self._engines.meet()
         server.run(sockets=[self._listener.socket])

@@ -20,6 +20,7 @@ from outrider.server.app import application
 from outrider.server.callers import Callers
 from outrider.server.connection import Connection
 from outrider.server.model.served import load_served
+from outrider.server.serving import Server
 
 if TYPE_CHECKING:
     from outrider.server.tracing import Tracing
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 DRAIN_SECONDS = 3
 IDLE_SECONDS = 75
 LONGEST_HEADERS = 65_536
+FEW_COLLECTIONS = 10_000
+"""Python's 700 new things are a third of a request: each collection looks through all that is under way."""
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +41,16 @@ def main() -> None:
     model = load_served(order.model, Path(order.folder), order.settings.model_names)
     tracing = _tracing(order.settings, model.id)
     app = application(model, Callers(order.endpoint), order.settings, tracing)
-    server = uvicorn.Server(config(app, order.settings))
+    server = Server(config(app, order.settings))
 
     def end_with_parent() -> None:
         while sys.stdin.readline():  # the one word there is: no new requests
             app.state.desk.draining = True
-        server.should_exit = True
+        server.end()
 
     threading.Thread(target=end_with_parent, daemon=True, name="parent").start()
     gc.freeze()  # what is loaded by now stays: no collection has to look through it
+    gc.set_threshold(FEW_COLLECTIONS)
     server.run(sockets=[socket.socket(fileno=order.listener)])
     if tracing is not None:
         tracing.close()

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outrider.server.door import is_anthropic
 from outrider.server.half_closed import HalfClosed, go_on
+from outrider.server.pieces import offer
 from outrider.server.problems import Problem
 from outrider.server.witness import fresh_id
 
@@ -54,6 +55,12 @@ class Connection(H11Protocol):
             self._await_headers()
         else:
             self._headers_came()
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            offer(self.cycle)
 
     def pause_writing(self) -> None:
         """There is more to be read than the system holds for the reader."""

@@ -187,12 +187,12 @@ class Dialogue:
         if getattr(message, "request", None) != self.request:
             return None
         match message:
+            case messages.Chunk():
+                return self._grown(message)
             case Started():
                 self._started = message
             case Progress(done=done, total=total) if self._progress is not None:
                 self._progress(done, total)
-            case messages.Chunk():
-                return self._grown(message)
             case Done():
                 self._done, self.over = message, True
             case Failed(kind=kind, message=sentence):

@@ -60,9 +60,14 @@ class Splitter:
         self._held = ""
         self._at = self._looked = 0
         self._after_mark = state is State.THINKING
+        if state is State.SAYING and not self._marks():
+            self._state = State.SAYING_ALL
 
     def feed(self, text: str) -> list[Part]:
         """The parts that `text` completes, or goes on with."""
+        if self._state is State.SAYING_ALL and text and not (self._held or self._after_mark):
+            at, self._at = self._at, self._at + len(text)
+            return [Said(text, at)]
         self._held += text
         return list(self._parts())
 

@@ -126,7 +126,9 @@ class Run:
         found: list[News] = []
         for one in await self._line.take(patience):
             _add(found, one)
-        self._open -= {one.index for one in found if isinstance(one, Ended)}
+        for news in found:
+            if isinstance(news, Ended):
+                self._open.discard(news.index)
         return found
 
     async def end(self, index: int) -> None:

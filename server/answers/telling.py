@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -81,11 +82,12 @@ class Choice:
             self._add(part)
         if isinstance(one, Grown):
             self.tokens += one.tokens
-            self.grown += [one.extras] if one.extras is not NO_EXTRAS else []
-            self.untold += one.extras
+            if one.extras is not NO_EXTRAS:
+                self.grown.append(one.extras)
+                self.untold += one.extras
         else:
             self.result, self.finish = one.result, one.result.finish_reason
-        if self.calls and (one_call or self.finish in ("eos", "stop")):
+        if (one_call or self.finish in ("eos", "stop")) and self.calls:
             self.finish = "tool"
         return parts
 
@@ -144,10 +146,7 @@ async def whole(run: Run, splitters: Sequence[Splitter], one_call: bool = False)
 
 def sum_of(choices: Sequence[Choice]) -> Timings:
     """The numbers of all choices together."""
-    total = Timings()
-    for choice in choices:
-        total = totals.add(total, choice.timings)
-    return total
+    return reduce(totals.add, (choice.timings for choice in choices))
 
 
 def timings(times: Timings) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.server.answers import chat_events
-from outrider.server.answers.guarded import guarded
 from outrider.server.answers.parts import splitter
 from outrider.server.answers.probabilities import speller
 from outrider.server.answers.run import job
@@ -45,7 +44,7 @@ async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Respo
         return as_json(chat_events.completion(head, await desk.whole(request, jobs, splitters, box.one)))
     run = await desk.streaming(request, jobs)
     events = chat_events.chunks(head, telling(run, splitters, box.one), len(jobs), with_usage)
-    return EventStream(guarded(events, chat_events.failed), run.close)
+    return EventStream(events, chat_events.failed, run.close)
 
 
 def _most(asked: ChatRequest) -> int | None:

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.server.answers import chat_events, completion_events
-from outrider.server.answers.guarded import guarded
 from outrider.server.answers.parts import Splitter
 from outrider.server.answers.probabilities import likeliest, speller
 from outrider.server.answers.run import job
@@ -59,7 +58,7 @@ async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) ->
         return as_json(completion_events.completion(head, likeliest(told, tried, each), told))
     run = await desk.streaming(request, jobs)
     events = completion_events.chunks(head, telling(run, splitters), with_usage)
-    return EventStream(guarded(events, chat_events.failed), run.close)
+    return EventStream(events, chat_events.failed, run.close)
 
 
 def _refuse(asked: CompletionRequest) -> None:

@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.server.answers import message_events
-from outrider.server.answers.guarded import guarded
 from outrider.server.answers.parts import splitter
 from outrider.server.answers.run import Job
 from outrider.server.answers.sse import EventStream
@@ -54,7 +53,7 @@ async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Res
         return as_json(message_events.message(head, choice))
     run = await desk.streaming(request, jobs)
     events = message_events.events(head, telling(run, splitters, box.one))
-    return EventStream(guarded(events, message_events.failed), run.close)
+    return EventStream(events, message_events.failed, run.close)
 
 
 @router.post("/messages/count_tokens", response_model=None, responses=described(TokenCount, anthropic=True))

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.server.answers import response_events
-from outrider.server.answers.guarded import guarded
 from outrider.server.answers.parts import splitter
 from outrider.server.answers.probabilities import speller
 from outrider.server.answers.run import Job
@@ -73,7 +72,7 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         return as_json(response_events.response(head, choice))
     run = await desk.streaming(request, jobs)
     stream = response_events.Events(head)
-    return EventStream(guarded(stream.all(telling(run, splitters, box.one)), stream.failed), run.close)
+    return EventStream(stream.all(telling(run, splitters, box.one)), stream.failed, run.close)
 
 
 def _choice(asked: ResponsesRequest) -> str | dict[str, Any]:

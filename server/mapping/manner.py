@@ -51,6 +51,8 @@ class Manner:
 
     def another(self, index: int) -> Manner:
         """The same with the seed of choice `index`; that of choice 0 is the request's own."""
+        if index == 0:
+            return self
         return replace(self, sampling=replace(self.sampling, seed=seed_of(self.sampling.seed or 0, index)))
 
 
