@@ -1,7 +1,7 @@
 """Server-Sent Events: a response whose events are written as they come, and whose end is its reader's, too.
 
-A reader who leaves ends the run behind it; one who takes nothing for a while is made to (`connection.py`). A stream that
-fails says so in an event of its own API and ends; its status has been sent long before.
+A reader who leaves ends the run behind it; one who takes nothing for a while is made to (`connection.py`). A stream
+that fails says so in an event of its own API and ends; its status has been sent long before.
 """
 
 from __future__ import annotations

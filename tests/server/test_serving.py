@@ -1,0 +1,65 @@
+"""The server sleeps while nobody asks, and still ends when it is told to and knows what time it is."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from outrider.server import serving
+from outrider.server.serving import Server
+
+NEVER = 1e6
+
+
+async def nobody(_scope: Scope, _receive: Receive, _send: Send) -> None:
+    """Answers nothing."""
+
+
+def server() -> Server:
+    return Server(uvicorn.Config(nobody, lifespan="off", log_config=None))
+
+
+@pytest.mark.parametrize(
+    "told", [Server.end, lambda one: one.handle_exit(signal.SIGTERM, None)], ids=["word", "signal"]
+)
+def test_who_is_told_to_end_ends_without_waiting_for_the_next_look(
+    told: Callable[[Server], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "TICK_SECONDS", NEVER)
+
+    async def run() -> None:
+        one = server()
+        serves = asyncio.create_task(one.main_loop())
+        await asyncio.sleep(0)
+        threading.Thread(target=told, args=(one,)).start()
+        await serves
+
+    asyncio.run(run())
+
+
+def test_a_word_that_came_before_it_began_is_heard() -> None:
+    one = server()
+    one.end()
+    asyncio.run(one.main_loop())
+
+
+def test_the_date_is_renewed_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "TICK_SECONDS", 0.001)
+    dates = iter(["Mon", "Tue", "Wed"])
+    monkeypatch.setattr(uvicorn.server, "formatdate", lambda _now, usegmt: next(dates, "Thu"))
+
+    async def run() -> None:
+        one = server()
+        serves = asyncio.create_task(one.main_loop())
+        while one.server_state.default_headers[:1] != [(b"date", b"Thu")]:
+            await asyncio.sleep(0.001)
+        one.end()
+        await serves
+
+    asyncio.run(run())
