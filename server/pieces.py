@@ -26,7 +26,7 @@ def offer(cycle: RequestResponseCycle) -> None:
         if not cycle.disconnected:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    extensions: dict[str, object] = cycle.scope.setdefault("extensions", {})  # type: ignore[assignment, typeddict-item]
+    extensions: dict[str, object] = cycle.scope.setdefault("extensions", {})  # type: ignore[assignment]
     extensions[_NAME] = write
 
 
