@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_flat import NumpyFlat
-from outrider.engine.selfcheck import distance
+from outrider.engine.selfcheck import Own
 from outrider.engine.texts import Feed, FlatTexts
 
 _LENGTHS = (9, 3, 6)
 
 
-def agrees(model: LoadedModel, numpy: NumpyFlat | None = None) -> bool:
+def agrees(model: LoadedModel, own: Own, numpy: NumpyFlat | None = None) -> bool:
     """True if a prompt's piece, ragged chains, a rollback and a place given back leave every text its logits."""
     texts = FlatTexts(model.model, numpy=numpy)
     tokens = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_LENGTHS[n] + 4)] for n in range(3)]
@@ -24,7 +24,7 @@ def agrees(model: LoadedModel, numpy: NumpyFlat | None = None) -> bool:
         feeds = [Feed(places[n], tokens[n][places[n].length : end], 0 if cut else 1, cut) for n, end, cut in parts]
         logits = texts.forward(feeds)
         read = [(n, end) for n, end, cut in parts if not cut]
-        return all(distance(model, tokens[n][:end], logits[i]) <= 1.0 for i, (n, end) in enumerate(read))
+        return all(own.distance(tokens[n][:end], logits[i]) <= 1.0 for i, (n, end) in enumerate(read))
 
     feed((0, 5, True))
     found = feed((1, 3, False), (0, 9, True)) and feed((0, 10, False), (1, 6, False), (2, 6, False))

@@ -11,6 +11,7 @@ from outrider.engine import batchcheck, treecheck
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_flat import NumpyFlat
+from outrider.engine.selfcheck import Own
 from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
 from outrider.protocol.errors import ModelError
 from outrider.protocol.guard import first_line, named_errors
@@ -26,9 +27,10 @@ def open_texts(model: LoadedModel) -> Texts:
     able = abilities(model)
     plain = model.attention_only and able.chains and not able.own_caches
     if plain and all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)):
-        if _holds(model, "texts in one forward", batchcheck.agrees):
-            trees = _holds(model, "trees of drafts", treecheck.agrees)
-            return FlatTexts(model.model, trees, _numpy(model))
+        own = Own(model)
+        if _holds(model, own, "texts in one forward", batchcheck.agrees):
+            trees = _holds(model, own, "trees of drafts", treecheck.agrees)
+            return FlatTexts(model.model, trees, _numpy(model, own))
         return SeparateTexts(model.model)
     return SeparateTexts(model.model, able.own_caches)
 
@@ -47,21 +49,21 @@ def text_cost(texts: Texts) -> KvCost:
     return cost
 
 
-def _numpy(model: LoadedModel) -> NumpyFlat | None:
+def _numpy(model: LoadedModel, own: Own) -> NumpyFlat | None:
     """Where numpy serves the model it does so better than MLX; tried like MLX's own way."""
     made: list[NumpyFlat] = []
 
-    def agrees(model: LoadedModel) -> bool:
+    def agrees(model: LoadedModel, own: Own) -> bool:
         made.append(NumpyFlat(model))
-        return batchcheck.agrees(model, made[0]) and treecheck.agrees(model, made[0])
+        return batchcheck.agrees(model, own, made[0]) and treecheck.agrees(model, own, made[0])
 
-    return made[0] if _holds(model, "numpy's forwards", agrees) else None
+    return made[0] if _holds(model, own, "numpy's forwards", agrees) else None
 
 
-def _holds(model: LoadedModel, what: str, agrees: Callable[[LoadedModel], bool]) -> bool:
+def _holds(model: LoadedModel, own: Own, what: str, agrees: Callable[[LoadedModel, Own], bool]) -> bool:
     try:
         with named_errors(what, logging.INFO):
-            if agrees(model):
+            if agrees(model, own):
                 return True
         reason = "its logits differ"
     except ModelError as error:

@@ -45,16 +45,27 @@ def agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], promp
 
 def _check(model: LoadedModel, tree: Tree, texts: dict[int, list[int]]) -> float:
     """The largest difference between the tree's and the model's logits, in units of what is allowed."""
-    return max((distance(model, text, tree.scores(node)) for node, text in texts.items()), default=0.0)
+    own = Own(model)
+    return max((own.distance(text, tree.scores(node)) for node, text in texts.items()), default=0.0)
 
 
-def distance(model: LoadedModel, text: list[int], found: mx.array) -> float:
-    """How far logits [V] lie from the model's own after `text`, in units of what rounding explains. Waits."""
-    own = model.model(mx.array([text]), cache=make_prompt_cache(model.model))[0, -1]
-    allowed = _EXACT if own.dtype == mx.float32 else _HALF
-    own = own.astype(mx.float32)
-    difference = mx.abs(found.astype(mx.float32) - own).max() / mx.maximum(mx.std(own), 1.0)
-    return float(difference.item()) / allowed  # type: ignore[arg-type]
+class Own:
+    """The model's own logits, of each text once: several ways of holding texts are tried with the same ones."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model.model
+        self._known: dict[tuple[int, ...], mx.array] = {}
+
+    def distance(self, text: Sequence[int], found: mx.array) -> float:
+        """How far logits [V] lie from the model's own after `text`, in units of what rounding explains. Waits."""
+        key = tuple(text)
+        if key not in self._known:
+            self._known[key] = self._model(mx.array([key]), cache=make_prompt_cache(self._model))[0, -1]
+        own = self._known[key]
+        allowed = _EXACT if own.dtype == mx.float32 else _HALF
+        own = own.astype(mx.float32)
+        difference = mx.abs(found.astype(mx.float32) - own).max() / mx.maximum(mx.std(own), 1.0)
+        return float(difference.item()) / allowed  # type: ignore[arg-type]
 
 
 def agrees_in_company(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_flat import NumpyFlat
-from outrider.engine.selfcheck import distance
+from outrider.engine.selfcheck import Own
 from outrider.engine.texts import Feed, FlatTexts
 from outrider.protocol.trees import lines
 
@@ -22,15 +22,15 @@ _PATH = (0, 3)
 _LENGTHS = (9, 4)
 
 
-def agrees(model: LoadedModel, numpy: NumpyFlat | None = None) -> bool:
+def agrees(model: LoadedModel, own: Own, numpy: NumpyFlat | None = None) -> bool:
     """True if every node's logits are the model's own behind its branch, before and after one was followed."""
     texts = FlatTexts(model.model, numpy=numpy)
     tried = [_Tried.of(model, texts, number) for number in range(len(_LENGTHS))]
     first = tried[0]
-    found = _agree(model, texts, [first])
+    found = _agree(own, texts, [first])
     first.place.keep(len(first.text), [len(first.text) + node for node in _PATH])
     first.text += [first.nodes[node] for node in _PATH]
-    found = found and _agree(model, texts, tried)
+    found = found and _agree(own, texts, tried)
     for one in tried:
         texts.close(one.place)
     return found
@@ -55,9 +55,9 @@ class _Tried:
         return tried
 
 
-def _agree(model: LoadedModel, texts: FlatTexts, tried: list[_Tried]) -> bool:
+def _agree(own: Own, texts: FlatTexts, tried: list[_Tried]) -> bool:
     """Feeds each its tree; whether all logits are the model's own. Its columns stay, for a path to be followed."""
     count = len(_PARENTS)
     logits = texts.forward([Feed(one.place, one.nodes, count, parents=_PARENTS) for one in tried])
     branches = [[*one.text, *down] for one in tried for down in lines(one.nodes, _PARENTS)]
-    return all(distance(model, branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
+    return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))

@@ -11,6 +11,7 @@ import pytest
 from outrider.engine import treecheck
 from outrider.engine.loading import LoadedModel
 from outrider.engine.open_texts import open_texts
+from outrider.engine.selfcheck import Own
 from outrider.engine.slots import Slot, open_slots
 from outrider.engine.texts import FlatTexts
 from outrider.engine.verify import Ask, Reading, begin, verify
@@ -202,15 +203,15 @@ def test_the_check_at_load_sees_a_wrong_position_and_a_wrong_mask(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded("llama")
-    assert treecheck.agrees(model)
+    assert treecheck.agrees(model, Own(model))
     from outrider.engine import piece
 
     with monkeypatch.context() as patch:
         patch.setattr(piece, "depths", lambda parents: list(range(len(parents))))
-        assert not treecheck.agrees(model)
+        assert not treecheck.agrees(model, Own(model))
     with monkeypatch.context() as patch:
         patch.setattr(piece, "_ancestry", lambda parents: mx.tri(len(parents)) > 0)
-        assert not treecheck.agrees(model)
+        assert not treecheck.agrees(model, Own(model))
 
 
 def test_trees_are_described_by_their_parents() -> None:
@@ -227,3 +228,17 @@ def test_spoilt_trees_hold_nothing(loaded: Loaded) -> None:
     (slot,) = slots_of(loaded("llama"), [GREEDY], [PROMPT])
     verdict = verify(slot, spoilt(truth[:3], 0), parents=[-1, 0, 0])
     assert (verdict.accepted, verdict.path, verdict.bonus) == (0, None, truth[0])
+
+
+def test_a_model_is_asked_once_for_each_text_that_several_ways_are_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def model(tokens: mx.array, cache: None) -> mx.array:
+        asked.append(tokens.tolist())
+        return mx.arange(4.0)[None, None]
+
+    monkeypatch.setattr("outrider.engine.selfcheck.make_prompt_cache", lambda model: None)
+    own = Own(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    assert own.distance([1, 2], mx.arange(4.0)) == own.distance((1, 2), mx.arange(4.0)) == 0
+    assert own.distance([1], mx.zeros(4)) > 1
+    assert asked == [[[1, 2]], [[1]]]
