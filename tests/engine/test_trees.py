@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
