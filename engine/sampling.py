@@ -161,10 +161,11 @@ class Sampler:
             return noise[index[0] : index[0] + 1]
         return xp.take(noise, xp.array(index), axis=0)
 
-    def noise_on_host(self, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """`noise` by numpy."""
-        found: np.ndarray[Any, np.dtype[np.float32]] = np.array(self._noise_at_all(positions), copy=False)
-        return found
+    def add_noise(self, scores: np.ndarray[Any, np.dtype[np.float32]], positions: Sequence[int]) -> None:
+        """Adds `noise` to scores [P, V] in place, by numpy: row by row, for rows that are gathered are copied first."""
+        blocks = {block: np.array(self._block(block), copy=False) for block in _places(positions)[0]}
+        for row, position in zip(scores, positions, strict=True):
+            row += blocks[position // _BLOCK][position % _BLOCK]
 
     def _block(self, block: int) -> Any:
         if block not in self._blocks:
