@@ -10,7 +10,6 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from outrider.engine.forward_cost import ForwardCost
 from outrider.engine.pace import Pace, paced
 from outrider.engine.slots import PREFILL
 from outrider.engine.verify import Ask, Forward, Reading, Verdict, begin
@@ -18,15 +17,8 @@ from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.guard import named_errors
 from outrider.protocol.messages import Span
+from outrider.target_worker.pieces import Pieces
 from outrider.target_worker.running import Running, draft_together
-
-# A piece of a prompt lengthens a forward that others decode in by about this share of it, for each prompt that waits.
-READING_SHARE = 0.5
-# Where chains are verified whoever is late for a forward waits for two of them.
-READING_SHARE_BESIDE_CHAINS = 0.35
-SMALLEST_PIECE = 16
-# A piece is so many times the last one at most: what a token takes is known from few forwards, some of them disturbed.
-GROWTH = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +51,8 @@ class Batch:
         self._pace = pace
         self._flight: Flight | None = None
         self._ended_ns = 0
-        self._cost = ForwardCost()
+        self._pieces = Pieces()
         self._rows = 0  # the last forward's, of those who decode
-        self._last_piece = 0
 
     @property
     def is_busy(self) -> bool:
@@ -70,7 +61,7 @@ class Batch:
     def expected_ms(self, running: Collection[Running]) -> float:
         """How long the next forward should take at most; 0: not known yet."""
         reads = any(request.reads for request in running)
-        return self._cost(self._rows + (PREFILL if reads else 0))
+        return self._pieces.cost(self._rows + (PREFILL if reads else 0))
 
     def makes(self, running: Running) -> bool:
         """Whether a round of this request is under way."""
@@ -129,23 +120,14 @@ class Batch:
         decoding = sum(not request.unread and not request.over for request in running)
         room, found = PREFILL, []
         if len(readers) <= decoding:
-            share = READING_SHARE_BESIDE_CHAINS if rows > decoding else READING_SHARE
-            room = self._piece(share * len(readers), max(rows, decoding))
+            room = self._pieces.room(len(readers), decoding, rows)
         for request in readers:
             count = min(request.unread, room)
             if count:
                 found.append((request, Reading(request.slot, count)))
                 room -= count
-        self._last_piece = sum(reading.count for _, reading in found)
+        self._pieces.last = sum(reading.count for _, reading in found)
         return found
-
-    def _piece(self, share: float, rows: int) -> int:
-        """How much of prompts lengthens a forward over `rows` of those that decode by this share of it."""
-        if not self._cost.seen:
-            return SMALLEST_PIECE
-        fixed, each = self._cost.line
-        fits = share * (fixed + each * rows) / each
-        return int(min(max(min(fits, GROWTH * self._last_piece), SMALLEST_PIECE), PREFILL))
 
     def _followers(self, flight: Flight, running: Collection[Running]) -> list[Running]:
         """Who of a plain forward's members goes on plainly, if nobody else has anything to feed."""
@@ -173,7 +155,8 @@ class Batch:
         self._ended_ns = clock.now()
         work = Span(begun_ns, self._ended_ns)
         self._rows = _rows(forward.asks)
-        self._cost.add(forward.rows, (self._ended_ns - begun_ns) / clock.MILLISECOND_NS)
+        took_ms = (self._ended_ns - begun_ns) / clock.MILLISECOND_NS
+        self._pieces.saw(len(forward.asks), self._rows, forward.rows, took_ms)
         return [
             Settled(member, verdict, work, forward.rows)
             for member, verdict in zip(flight.members, verdicts, strict=True)

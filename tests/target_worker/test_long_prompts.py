@@ -19,7 +19,7 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker import batch
-from outrider.target_worker.batch import SMALLEST_PIECE
+from outrider.target_worker.pieces import SMALLEST_PIECE
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov

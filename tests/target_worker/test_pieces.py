@@ -1,29 +1,36 @@
-"""How much of a newcomer's prompt is read beside others: a share of their forward, a smaller one beside chains."""
+"""How much of a newcomer's prompt is read beside others: a share of a usual forward, a smaller one beside chains."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 
-from outrider.target_worker.batch import READING_SHARE, READING_SHARE_BESIDE_CHAINS, Batch
+from outrider.target_worker.pieces import READING_SHARE, READING_SHARE_BESIDE_CHAINS, SMALLEST_PIECE, Pieces
 
 DECODING, FIXED_MS, ROW_MS = 8, 10.0, 0.5
 
 
-def lengthened(rows: int) -> float:
-    """By what share of it a forward over so many rows takes longer for the newcomer's piece."""
-    batch = Batch(None)
+def lengthened(rows: int, usual: int) -> float:
+    """By what share of a forward over the usual rows one over so many and the newcomer's piece takes longer."""
+    pieces = Pieces()
     for seen in (8, 16, 32, 64):
-        batch._cost.add(seen, FIXED_MS + ROW_MS * seen)
-    batch._last_piece = 1000
-    others = [SimpleNamespace(reads=False, over=False, unread=0) for _ in range(DECODING)]
-    newcomer = SimpleNamespace(reads=True, over=False, unread=900, slot=None)
-    ((_, reading),) = batch._readings(cast(Any, [*others, newcomer]), rows)
-    return reading.count * ROW_MS / (FIXED_MS + ROW_MS * rows)
+        pieces.saw(0, 0, seen, FIXED_MS + ROW_MS * seen)
+    pieces.saw(DECODING, usual, usual, FIXED_MS + ROW_MS * usual)
+    pieces.last = 1000
+    read = pieces.room(1, DECODING, rows)
+    return (rows - usual + read) * ROW_MS / (FIXED_MS + ROW_MS * usual)
 
 
-@pytest.mark.parametrize(("rows", "share"), [(8, READING_SHARE), (60, READING_SHARE_BESIDE_CHAINS)])
-def test_a_newcomers_piece_lengthens_a_forward_by_a_share_of_it_and_less_beside_chains(rows: int, share: float) -> None:
-    assert lengthened(rows) == pytest.approx(max(share, 16 * ROW_MS / (FIXED_MS + ROW_MS * rows)), rel=0.1)
+@pytest.mark.parametrize(
+    ("rows", "usual", "share"),
+    [(8, 8, READING_SHARE), (60, 60, READING_SHARE_BESIDE_CHAINS), (30, 50, READING_SHARE_BESIDE_CHAINS)],
+)
+def test_with_a_newcomers_piece_a_forward_takes_by_a_share_longer_than_usual(
+    rows: int, usual: int, share: float
+) -> None:
+    """A smaller share beside chains; whose forward has few rows has room for a longer piece."""
+    assert lengthened(rows, usual) == pytest.approx(share, abs=ROW_MS / FIXED_MS)
+
+
+def test_beside_more_chains_than_usual_little_is_read() -> None:
+    more = (SMALLEST_PIECE + 60 - 30) * ROW_MS / (FIXED_MS + ROW_MS * 30)
+    assert lengthened(60, usual=30) == pytest.approx(more)
