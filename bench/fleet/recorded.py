@@ -14,7 +14,7 @@ from outrider.bench.fleet.service import Pace, Service
 from outrider.bench.virtual.remembered import Remembered
 from outrider.bench.virtual.world import World
 from outrider.engine.slots import PREFILL
-from outrider.target_worker.batch import SMALLEST_PIECE
+from outrider.target_worker.pieces import SMALLEST_PIECE
 
 NEARLY = 1e-6
 

@@ -15,7 +15,7 @@ from outrider.bench.virtual.drafter import VOCAB
 from outrider.bench.virtual.world import World
 from outrider.orchestrator.core.tuning import Tuning
 from outrider.protocol.profile import Profile
-from outrider.target_worker.batch import READING_SHARE, READING_SHARE_BESIDE_CHAINS
+from outrider.target_worker.pieces import READING_SHARE, READING_SHARE_BESIDE_CHAINS
 
 # Seconds of each load that are not counted, and that are.
 LEARNING, COUNTED = 10.0, 20.0

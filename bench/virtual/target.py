@@ -11,7 +11,7 @@ from outrider.bench.virtual.world import World
 from outrider.engine.slots import PREFILL
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prefilled, Prepare, Span, Verify
 from outrider.protocol.profile import Profile
-from outrider.target_worker.batch import READING_SHARE, READING_SHARE_BESIDE_CHAINS, SMALLEST_PIECE
+from outrider.target_worker.pieces import READING_SHARE, READING_SHARE_BESIDE_CHAINS, SMALLEST_PIECE
 
 # How long the target waits for a word about those who can't go on by themselves, seconds.
 GRACE = 0.001
@@ -128,7 +128,7 @@ class PacedTarget:
         self._world.after(seconds, lambda: self._end(flight))
 
     def _pieces(self, readers: Sequence[Playing], rows: int, decoding: int) -> list[tuple[Playing, int]]:
-        """The next pieces of prompts, first come first served, as `target_worker.batch` has it."""
+        """The next pieces of prompts, first come first served, as `target_worker.pieces` has it for usual rows."""
         room, found = PREFILL, []
         if len(readers) <= decoding:
             share = READING_SHARE_BESIDE_CHAINS if rows > decoding else READING_SHARE
