@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,13 @@ from outrider.protocol.sampling import SamplingParams
 TURNS = 12
 
 
-def times(model: LoadedModel, texts: int, columns: int, drafts: list[int]) -> dict[str, Any]:
+def times(
+    model: LoadedModel,
+    texts: int,
+    columns: int,
+    drafts: Sequence[int],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
     store, random = open_texts(model), np.random.default_rng(0)
     prompts = random.integers(0, model.vocab_size, (texts, columns)).tolist()
     slots = [Slot(model, store, prompt, SamplingParams(temp=0.8, seed=seed)) for seed, prompt in enumerate(prompts)]
@@ -35,10 +42,10 @@ def times(model: LoadedModel, texts: int, columns: int, drafts: list[int]) -> di
         for count in drafts:
             # Nothing of a chain of such tokens holds, so each text stays about as long as it was.
             chains = random.integers(0, model.vocab_size, (texts, count)).tolist()
-            begun = time.perf_counter()
+            begun = clock()
             begin([Ask(slot, tuple(chain)) for slot, chain in zip(slots, chains, strict=True)]).verdicts()
             if turn:
-                taken[count].append(1000 * (time.perf_counter() - begun))
+                taken[count].append(1000 * (clock() - begun))
     for slot in slots:
         slot.close()
     return {"ms": [statistics.median(taken[count]) for count in drafts]}

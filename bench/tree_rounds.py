@@ -5,7 +5,8 @@ What is drafted, how odds are learned and how drafts merge is the product's own;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.drafting.begin import begin
@@ -20,6 +21,7 @@ from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.tree import LARGEST, Drafts, Grown, grown
 from outrider.protocol.errors import OutriderError
+from outrider.protocol.heads import DRAFT_MODEL
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import DraftTree, depths, line, spine, walk
@@ -31,14 +33,15 @@ EVERYTHING, CHAIN = 0.001, 0.999  # which tokens are told beside a chain's: near
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Who drafts, and how large trees are: `most` nodes, or by `cost` as many as pay."""
+    """Who drafts, chains of up to `depth`, and how large trees are: `most` nodes, or by `cost` as many as pay."""
 
     name: str
-    model: bool = True
+    drafters: tuple[str, ...] = (DRAFT_MODEL,)
     beside: bool = False
     copies: bool = False
     most: int = LARGEST
     cost: Cost = lambda rows: 1.0
+    depth: int = DEPTH
 
 
 @dataclass(slots=True)
@@ -63,19 +66,20 @@ class Found:
 
 
 class Learned:
-    """What rounds have taught of a drafter and of copies."""
+    """What rounds have taught of each drafter and of copies."""
 
     def __init__(self) -> None:
-        self.calibration, self.estimates = Calibration(), Estimates()
+        self.calibrations: dict[str, Calibration] = defaultdict(Calibration)
+        self.estimates = Estimates()
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt, how it goes on, and what a drafter `said` at each place of that."""
+    """A prompt, how it goes on, and what each drafter `said` at each place of that."""
 
     prompt: tuple[int, ...]
     rest: tuple[int, ...]
-    said: tuple[Said, ...]
+    said: Mapping[str, Sequence[Said]]
 
 
 def thoughts(prompt: Sequence[int], rest: Sequence[int], sampling: SamplingParams, drafter: Drafter) -> list[Said]:
@@ -95,41 +99,44 @@ def in_rounds(text: Text, way: Way, learned: Learned, found: Found) -> None:
     """The whole text in rounds of `way`; adds up what they brought."""
     tokens, at = list(text.prompt), 0
     ngrams = NgramIndex(tokens)
-    while at < len(text.said):
-        said, rest = text.said[at], text.rest[at:]
-        drafts = DraftTree()
-        if way.model:
-            drafts = with_others(said.chain, said.places, learned.calibration, EVERYTHING if way.beside else CHAIN)
+    while at < len(text.rest) - DEPTH:
+        said, rest = {name: _first(text.said[name][at], way.depth) for name in way.drafters}, text.rest[at:]
+        least = EVERYTHING if way.beside else CHAIN
+        drafts = [with_others(one.chain, one.places, learned.calibrations[name], least) for name, one in said.items()]
         copy = ngrams.lookup(LONGEST_COPY) if way.copies else Copy()
         tree = merged(drafts, copy, way, learned)
         parents = tree.parents or line(len(tree.tokens))
         path = walk(tree.tokens, parents, [rest[0], *(rest[depth + 1] for depth in depths(parents))])
         new = rest[: len(path) + 1]
         _add(found, tree, path, way)
-        _learn(learned, said, copy, new, way)
+        _learn(learned, said, copy, new)
         at += len(new)
         ngrams.extend(new)
 
 
-def _learn(learned: Learned, said: Said, copy: Copy, new: Sequence[int], way: Way) -> None:
-    if way.model:
-        said.teach(learned.calibration, new)
+def _first(said: Said, depth: int) -> Said:
+    return Said(said.chain[:depth], said.places[:depth])
+
+
+def _learn(learned: Learned, said: Mapping[str, Said], copy: Copy, new: Sequence[int]) -> None:
+    for name, one in said.items():
+        one.teach(learned.calibrations[name], new)
     learned.estimates.saw_copy(copy, new)
-    if way.model and copy.chain and said.chain[0] != copy.chain[0]:
+    if said and copy.chain and all(one.chain[0] != copy.chain[0] for one in said.values()):
         learned.estimates.saw_beside(copy, new)
 
 
-def merged(drafted: DraftTree, copy: Copy, way: Way, learned: Learned) -> Grown:
+def merged(all_drafted: Sequence[DraftTree], copy: Copy, way: Way, learned: Learned) -> Grown:
     """The tree of this round, as the orchestrator would make it of these."""
     drafts = Drafts()
-    if drafted.tokens:
+    for drafted in all_drafted:
         count = len(spine(drafted.parents)) or len(drafted.tokens)
         drafts.add(drafted.tokens[:count], drafted.odds[:count], Origin.DRAFTED)
         drafts.add(drafted.tokens, drafted.odds, Origin.GUESSED, drafted.parents)
     if copy.chain:
         shared = drafts.shared(copy.chain)
         estimates = learned.estimates
-        other = estimates.beside(copy.matched) if drafted.tokens and not shared else estimates.copied(copy.matched)
+        other = estimates.beside(copy.matched) if all_drafted and not shared else estimates.copied(copy.matched)
         places = range(len(copy.chain))
         drafts.add(copy.chain, [other.rate(max(place - shared, 0)) for place in places], Origin.COPIED)
     return grown(drafts, way.cost, most=way.most)

@@ -25,12 +25,13 @@ from outrider.engine.slots import open_slots
 from outrider.engine.verify import verify
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.protocol.heads import DRAFT_MODEL
 from outrider.protocol.sampling import SamplingParams
 
 BUDGETS = (4, 8, 16, 32)
 MODEL = Way("chain")
 TREE = Way("tree", beside=True)
-COPIES = Way("copies", model=False, copies=True)
+COPIES = Way("copies", (), copies=True)
 UNION = Way("union", beside=True, copies=True)
 WAYS = (MODEL, TREE, COPIES, UNION)
 WARM_UP = 3  # texts from which odds are learned before anything counts
@@ -67,7 +68,7 @@ def decode(model: LoadedModel, drafter: MlxDrafter, prompt: tuple[int, ...], sam
     (slot,) = open_slots(model, [prompt], [sampling])
     rest = tuple(verify(slot).bonus for _ in range(sampling.max_tokens))
     slot.close()
-    return Text(prompt, rest, tuple(thoughts(prompt, rest, sampling, drafter)))
+    return Text(prompt, rest, {DRAFT_MODEL: thoughts(prompt, rest, sampling, drafter)})
 
 
 def through(texts: Sequence[Text], ways: Iterable[Way]) -> dict[Way, Found]:
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     found = through(texts, fixed)
     _show(found)
     curves = {
-        Way(name, way.model, way.beside, way.copies, cost=by): name for name, by in CURVES.items() for way in WAYS
+        Way(name, way.drafters, way.beside, way.copies, cost=by): name for name, by in CURVES.items() for way in WAYS
     }
     _show_curves(curves, through(texts, curves))
     if options.out is not None:
