@@ -14,7 +14,7 @@ import argparse
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from outrider.bench.contest.statistics import bootstrap
@@ -59,11 +59,12 @@ class Machine:
         if plan.mode == "ar":
             return 1, PLAIN_MS
         depth = COPIED if plan.drafter == NGRAM else plan.depth
-        held = self._held(HOLDS[kind][plan.drafter], depth)
-        took_ms, hit = verify_ms(depth + 1), plan.mode == "ssd" and self.rng.random() < HITS
-        drafting_ms = depth * STEP_MS[plan.drafter]
-        link_ms = 0.0 if plan.drafter else LINK_MS
-        self._teach(kind, plan, depth, held, hit, took_ms, text)
+        hit = plan.mode == "ssd" and self.rng.random() < HITS
+        who = WORKER if hit else plan.drafter
+        held, took_ms = self._held(HOLDS[kind][who], depth), verify_ms(depth + 1)
+        drafting_ms = depth * STEP_MS[who]
+        link_ms = 0.0 if who else LINK_MS
+        self._teach(kind, replace(plan, drafter=who), depth, held, hit, took_ms, text)
         return held + 1, took_ms + (TURNAROUND_MS if hit else drafting_ms + link_ms)
 
     def _held(self, chance: float, depth: int) -> int:
@@ -83,15 +84,15 @@ class Machine:
         if plan.drafter == NGRAM:
             return
         texts.saw_chain(text, plan.drafter, depth, held)
+        if plan.mode == "ssd":
+            estimates.saw_lookup(hit, plan.branches)
+            estimates.saw_depth(plan.branches, STEP_MS[WORKER])
         if plan.drafter:
             estimates.saw_own(plan.drafter, depth, held, depth * STEP_MS[plan.drafter])
             return
         estimates.saw_chain(depth, held)
         estimates.saw_draft(depth, depth * STEP_MS[WORKER])
         estimates.saw_link(LINK_MS)
-        if plan.mode == "ssd":
-            estimates.saw_lookup(hit, plan.branches)
-            estimates.saw_depth(plan.branches, STEP_MS[WORKER])
 
 
 def best_of(kind: str) -> float:
@@ -102,8 +103,8 @@ def best_of(kind: str) -> float:
 
 
 def _ways() -> Iterator[tuple[str, str]]:
-    yield "ssd", WORKER
     for who in (WORKER, ONE, OTHER):
+        yield "ssd", who
         yield "sd", who
 
 
@@ -143,7 +144,7 @@ def _text(planner: Planner, machine: Machine, admit: Admit, kind: str, tokens: i
     said, took_ms = 0, 0.0
     text = planner.texts.begun(told, greedy=True)
     while said < tokens:
-        controller = planner._controller(admit, planner._means(admit, 1), text.kind)
+        controller = planner._controller(admit, planner._means(admit, 1), text.kind, text.odds)
         plan = controller.plan()
         brought, ms = machine.round(kind, plan, text)
         if plan.mode == "ar":

@@ -10,6 +10,8 @@ from outrider.orchestrator.core.averages import FADE
 PRIOR_WEIGHT = 8.0
 PRIOR_ACCEPTANCE = 0.7
 MAX_POSITIONS = 64
+# Nothing holds more seldom than this, whatever was seen, nor breaks more seldom.
+SELDOM = 0.02
 
 
 class Acceptance:
@@ -25,7 +27,7 @@ class Acceptance:
         positions: int = MAX_POSITIONS,
         fade: float = FADE,
     ) -> None:
-        self._prior, self._weight, self._fade = prior, weight, fade
+        self.prior, self._weight, self._fade = prior, weight, fade
         self._tried = [0.0] * positions
         self._held = [0.0] * positions
 
@@ -47,14 +49,14 @@ class Acceptance:
 
     def rate(self, position: int) -> float:
         position = min(position, len(self._tried) - 1)
-        prior = self._prior.rate(position) if isinstance(self._prior, Acceptance) else self._prior
+        prior = self.prior.rate(position) if isinstance(self.prior, Acceptance) else self.prior
         return (self._held[position] + self._weight * prior) / (self._tried[position] + self._weight)
 
     def likelihood(self, chain_length: int, accepted: int) -> float:
         """The logarithm of the chance that so many tokens of a chain hold, and no more."""
-        accepted = min(accepted, chain_length)
-        broke = math.log(1.0 - self.rate(accepted)) if accepted < chain_length else 0.0
-        return broke + sum(math.log(self.rate(position)) for position in range(accepted))
+        rates = [min(max(self.rate(place), SELDOM), 1.0 - SELDOM) for place in range(min(accepted + 1, chain_length))]
+        broke = math.log(1.0 - rates[accepted]) if accepted < chain_length else 0.0
+        return broke + sum(map(math.log, rates[:accepted]))
 
     def reach(self, position: int) -> float:
         """Probability that chain token `position` and all before it hold."""

@@ -68,13 +68,15 @@ ALONE, TOGETHER = Trying(1, 4, 0.9, 0.6, 1.1), Trying(2, 2, 0.95, 0.8, 0.95)
 
 @dataclass(slots=True)
 class Record:
-    """What a way was measured to bring, old episodes fading; `retry` grows each time trying it was no use.
+    """What a way was measured to bring, and what the formula had `promised` meanwhile, old episodes fading; `retry`
+    grows each time trying it was no use.
 
     `source` says where the numbers are from.
     """
 
     tokens: float = 0.0
     milliseconds: float = 0.0
+    promised: float = 0.0
     last_episode: int = 0
     retry: int = FIRST_RETRY
     source: str = "measured"
@@ -93,12 +95,17 @@ class Record:
         rate = self.tokens / self.milliseconds
         return math.sqrt(max(tokens - 2 * rate * mixed + rate**2 * milliseconds, 0.0)) / self.milliseconds
 
-    def add(self, tokens: float, milliseconds: float, episode: int, each: bool) -> None:
+    def rate_here(self, formula: float) -> float | None:
+        """What it should bring where the formula says this: as much more or less as it was wrong before."""
+        return formula * self.tokens / self.promised if self.promised > 0 else self.rate
+
+    def add(self, tokens: float, milliseconds: float, promised: float, episode: int, each: bool) -> None:
         """`each`: what is known fades with each episode since, else once however long ago it was."""
         age = episode - self.last_episode
         fade = FADE ** (age if each else min(age, 1))
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
+        self.promised = self.promised * fade + promised
         new = (tokens**2, tokens * milliseconds, milliseconds**2)
         self._squares = tuple(fade * known + more for known, more in zip(self._squares, new, strict=True))
         self.last_episode = episode
@@ -137,6 +144,7 @@ class Controller:
     _active: int = 1
     _plan: Plan | None = None
     _way: Way | None = None
+    _promised: float = 0.0
     _home: Way | None = None
     _tuned: dict[Way, Way] = field(default_factory=dict)
     _by_load: dict[int, dict[Way, Record]] = field(default_factory=dict)
@@ -214,7 +222,8 @@ class Controller:
         self._rounds += 1
         if self._rounds > self._trying.warm_up * self._active and milliseconds > 0:
             brought = tokens * self._active
-            self._records.setdefault(self._way, Record()).add(brought, milliseconds, self._episode, self._active > 1)
+            record, promised = self._records.setdefault(self._way, Record()), self._promised * milliseconds
+            record.add(brought, milliseconds, promised, self._episode, self._active > 1)
             if self._trial is not None:
                 self._trial.tokens += brought
                 self._trial.milliseconds += milliseconds
@@ -236,7 +245,7 @@ class Controller:
     def _choose(self) -> Plan:
         forecasts = self._forecasts(self._active)
         guesses = self._guesses(forecasts)
-        rates = _rates(self._records)
+        rates = self._rates_here(forecasts)
         self._trial, self._is_first = None, False
         if not rates and self._active > 1 and Way("ar") in guesses:
             self._is_first = True
@@ -254,6 +263,13 @@ class Controller:
             return self._take(overdue, forecasts, self._why_try(overdue, rates))
         source = self._records[best].source
         return self._take(best, forecasts, f"{rates[best] * 1000:.0f} tokens/s, {source}, the best")
+
+    def _rates_here(self, forecasts: dict[Way, Forecast]) -> dict[Way, float]:
+        """Of what was measured at this load; alone, what that means for this text."""
+        if self._active > 1:
+            return _rates(self._records)
+        known = {way: record.rate_here(forecasts[way][1]) for way, record in self._records.items() if way in forecasts}
+        return {way: rate for way, rate in known.items() if rate is not None}
 
     def _why_try(self, way: Way, rates: dict[Way, float]) -> str:
         if way in rates:
@@ -300,7 +316,7 @@ class Controller:
         return plan.depth != known.depth and rate > OTHER_DEPTH_MARGIN * usual
 
     def _take(self, way: Way, forecasts: dict[Way, Forecast], why: str) -> Plan:
-        plan, _ = forecasts[way]
+        plan, self._promised = forecasts[way]
         settings = {"ar": "", "sd": f", K = {plan.depth}"}.get(plan.mode, f", K = {plan.depth}, B = {plan.branches}")
         by = f" by {plan.drafter}" if plan.drafter else ""
         self._way, self.why = way, f"{plan.mode}{by}{settings}: {why}"

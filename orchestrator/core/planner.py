@@ -16,6 +16,7 @@ from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.kinds import FREE
 from outrider.orchestrator.core.proposal import Lookup, Proposal
 from outrider.orchestrator.core.request import Foretold, Request, Round, RoundSettings, Waiting
+from outrider.orchestrator.core.text_odds import TextOdds
 from outrider.orchestrator.core.texts import Texts
 from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
@@ -245,9 +246,9 @@ class Planner:
         return Means(self._settings.drafters, (*others, NGRAM) if others and self._settings.ngrams else others)
 
     def _controller_of(self, request: Request) -> Controller:
-        return self._controller(request.admit, self._means_of(request), request.text.kind)
+        return self._controller(request.admit, self._means_of(request), request.text.kind, request.text.odds)
 
-    def _controller(self, admit: Admit, means: Means, kind: str = FREE) -> Controller:
+    def _controller(self, admit: Admit, means: Means, kind: str = FREE, odds: TextOdds | None = None) -> Controller:
         """One for each set of means and class of temperature: what was learned with others would mislead. So it would
         of other kinds of text; in company all follow one plan, whatever they are about."""
         kind = kind if self.estimates.active == 1 else FREE
@@ -257,8 +258,7 @@ class Planner:
             modes = ("ar", "sd", "ssd") if means.workers else ("ar", "sd") if copies else ("ar",)
             fixed = admit.branches is not None
             branches = self._branches(admit, means.workers)
-            odds = self.texts.odds(kind, admit.sampling.temp == 0)
-            controller = Controller(self.estimates, modes, self._depth(admit), branches, fixed, means.others, odds)
+            controller = Controller(self.estimates, modes, self._depth(admit), branches, fixed, means.others)
             controller.turn_to(self.estimates.active, self._reading)
             for known in (self._tunings, self._memory) if means.workers or means.others else ():
                 record = nearest(known, admit.sampling.temp)
@@ -268,6 +268,7 @@ class Planner:
             if kind and (like := self._controllers.get((*key[:-1], FREE))) is not None and not controller.knows:
                 controller.start_from(sorted(like.learned(), key=lambda choice: -choice.tokens_per_second))
             self._controllers[key] = controller
+        self._controllers[key].odds = odds or self.texts.odds(kind, admit.sampling.temp == 0)
         return self._controllers[key]
 
     def _depth(self, admit: Admit) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.drift import Drift
+from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.forecasts import Plan
 from outrider.orchestrator.core.kinds import FREE
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
@@ -18,6 +19,7 @@ from outrider.orchestrator.core.part import Part
 from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
+from outrider.orchestrator.core.text_odds import TextOdds
 from outrider.orchestrator.core.texts import Text
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Outcome
@@ -100,7 +102,7 @@ class Request:
     plan: Plan
     tokens: list[int]
     ngrams: NgramIndex
-    text: Text = field(default_factory=lambda: Text(FREE, False, {}))
+    text: Text = field(default_factory=lambda: Text(FREE, False, {}, TextOdds(Estimates())))
     drafters: dict[str, Part] = field(default_factory=dict)
     epoch: int = 0
     round: int = 0

@@ -1,7 +1,7 @@
-"""How well drafts hold in texts of one kind: what all texts taught, moved by what its own rounds bring.
+"""How well drafts hold in one text, or in texts of one kind: what is believed above it, moved by its own rounds.
 
-So a kind that nothing is known of begins as all others are, and where a drafter never drafted for it, it is believed to
-do as well as elsewhere. Knows counts only.
+So a text begins as its kind is and a kind as all others are, and where a drafter never drafted, it is believed to do as
+well as elsewhere. Knows counts only.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from outrider.protocol.heads import NGRAM
 
 
 class TextOdds:
-    """Those of one kind; `everywhere`: what is believed of all. `rounds`: so many drafts it has seen."""
+    """`above`: of the kind, or of everything. `rounds`: so many drafts it has seen."""
 
-    def __init__(self, everywhere: Estimates) -> None:
+    def __init__(self, above: Estimates | TextOdds) -> None:
+        self.above = above
         self.rounds = 0
-        self._everywhere = everywhere
         self._drafted: dict[str, Acceptance] = {}
         self._copied = Acceptance(prior=0.3, positions=2)
         self._tokens, self._rows = Average(COPIED_SMOOTHING), Average(COPIED_SMOOTHING)
 
     def holding(self, drafter: str = "") -> Acceptance:
         """How well its tokens hold."""
-        if drafter not in self._drafted:
-            self._drafted[drafter] = Acceptance(self._everywhere.holding(drafter))
-        return self._drafted[drafter]
+        own = self._drafted.setdefault(drafter, Acceptance())
+        own.prior = self.above.holding(drafter)
+        return own
 
     def copied_a_round(self) -> tuple[float, float]:
         """Of what the text says comes next: how many tokens held in a round, and how many there were."""
-        tokens, rows = self._everywhere.copied_a_round()
+        tokens, rows = self.above.copied_a_round()
         return (
             tokens if self._tokens.value is None else self._tokens.value,
             rows if self._rows.value is None else self._rows.value,
@@ -42,7 +42,7 @@ class TextOdds:
 
     def saw_copy(self, copied: int, held: int) -> None:
         if self._tokens.value is None:
-            tokens, rows = self._everywhere.copied_a_round()
+            tokens, rows = self.above.copied_a_round()
             self._tokens.add(tokens)
             self._rows.add(rows)
         self._tokens.add(held)

@@ -30,6 +30,7 @@ class Text:
     kind: str
     greedy: bool
     scores: dict[str, float]
+    odds: TextOdds
 
     def explained(self, chances: Mapping[str, float]) -> None:
         """By kind: the logarithm of the chance that what was seen would be seen there."""
@@ -55,19 +56,23 @@ class Texts:
     def begun(self, looks: str, greedy: bool) -> Text:
         """A text that looks like one of this kind."""
         others = [kind for kind in LOOKS if looks in LOOKS and self.odds(kind, greedy).rounds >= KNOWN]
-        return Text(looks, greedy, dict.fromkeys(others, -DOUBT) | {looks: 0.0})
+        scores = dict.fromkeys(others, -DOUBT) | {looks: 0.0}
+        return Text(looks, greedy, scores, TextOdds(self.odds(looks, greedy)))
 
     def saw_chain(self, text: Text, drafter: str, drafted: int, accepted: int) -> None:
         """A chain by this drafter, verified in this text."""
         self._judge(text, drafter, drafted, accepted)
-        self.odds(text.kind, text.greedy).saw_chain(drafter, drafted, accepted)
+        for odds in (text.odds, self.odds(text.kind, text.greedy)):
+            odds.saw_chain(drafter, drafted, accepted)
 
     def saw_copy(self, text: Text, copied: int, held: int) -> None:
         """What the text said would come, verified or not."""
         self._judge(text, NGRAM, copied, held)
-        self.odds(text.kind, text.greedy).saw_copy(copied, held)
+        for odds in (text.odds, self.odds(text.kind, text.greedy)):
+            odds.saw_copy(copied, held)
 
     def _judge(self, text: Text, drafter: str, drafted: int, accepted: int) -> None:
         if drafted:
             kinds = {kind: self.odds(kind, text.greedy) for kind in text.scores}
             text.explained({kind: odds.likelihood(drafter, drafted, accepted) for kind, odds in kinds.items()})
+            text.odds.above = self.odds(text.kind, text.greedy)

@@ -77,6 +77,29 @@ def test_a_kind_that_nothing_is_known_of_takes_no_text() -> None:
     assert text.kind != REPEATING
 
 
+@pytest.mark.parametrize(("agreement", "held"), [(0.0, DEPTH), (1.0, 0), (1.0, DEPTH), (0.0, 0)])
+def test_what_was_thought_impossible_may_be_seen(agreement: float, held: int) -> None:
+    estimates = Estimates()
+    estimates.meet([OwnDrafter("mtp", agreement=agreement)])
+    texts = Texts(estimates)
+    text = texts.begun(CODE, greedy=True)
+    for _ in range(40):
+        texts.saw_chain(text, "mtp", DEPTH, held)
+    again = texts.begun(FREE, greedy=True)
+    texts.saw_chain(again, "mtp", DEPTH, held)
+    assert 0 <= again.odds.holding("mtp").rate(0) <= 1
+
+
+def test_a_text_is_believed_to_be_as_its_kind_until_its_own_rounds_say_otherwise() -> None:
+    texts, rng = learned(), random.Random(3)
+    text = texts.begun(CODE, greedy=True)
+    kind = texts.odds(CODE, greedy=True).holding("mtp").rate(0)
+    assert text.odds.holding("mtp").rate(0) == pytest.approx(kind)
+    for _ in range(20):
+        texts.saw_chain(text, "mtp", DEPTH, chain(rng, 0.6))
+    assert text.odds.holding("mtp").rate(0) == pytest.approx(0.6, abs=0.15)
+
+
 def test_auto_is_near_the_best_of_each_class_where_prompts_deceive() -> None:
     found = [auto(seed, 100, 256, wrong=0.2) for seed in (1, 2)]
     assert fmean(one[kind] / best_of(kind) for one in found for kind in ("code", "prose")) > 0.95
