@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         import ray
         from ray import serve
         from ray.cluster_utils import Cluster
+        from ray.exceptions import RayError
 
         head = {"num_cpus": 2, "include_dashboard": False, "labels": {LABEL: PACKAGE_VERSION}}
         cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -41,7 +43,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             cluster.add_node(num_cpus=1, resources=resources)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
-        serve.shutdown()
+        with suppress(RayError):  # a test has ended Serve itself
+            serve.shutdown()
         ray.shutdown()
         cluster.shutdown()
 

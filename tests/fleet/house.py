@@ -30,7 +30,7 @@ PROMPT = "def find_all(pattern, text):\n"
 SAMPLING = SamplingParams(max_tokens=240, temp=0.8, seed=7, ignore_eos=True)
 BODY = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0.8, "seed": 7, "ignore_eos": True}
 """The same as the API has it."""
-PATIENCE = 120.0
+PATIENCE = 240.0
 STRIKE = 6
 """A stream is struck after so many chunks."""
 

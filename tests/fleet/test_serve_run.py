@@ -39,4 +39,3 @@ def test_it_answers_by_http_and_leaves_nothing_behind(hosts: Any, alone: str, tm
         assert run.wait(PATIENCE) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/live")
-    assert not serve.status().applications
