@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import make_dataclass, replace
 
 import msgpack
@@ -28,13 +29,16 @@ from outrider.protocol.messages import (
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ
 
+EACH = int(os.environ.get("OUTRIDER_FUZZ", "20"))
 SPAN = Span(1, 2)
 VERIFY = Verify("r", 1, 2, 30, (4, 5, 6))
 OUTCOME = Outcome("r", 1, 2, 30, 0, 4, SPAN)
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=int(os.environ.get("OUTRIDER_FUZZ", "20")), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_every_message_survives_the_wire(cls, random_message, same_message, data):
     message = data.draw(random_message(cls))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tracemalloc
 
 import msgpack
@@ -18,6 +19,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import fields_of
 from outrider.protocol.version import PROTOCOL_VERSION
 
+EACH = int(os.environ.get("OUTRIDER_FUZZ", "12"))
 QUIET = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OUTCOME = Outcome("r", 1, 2, 30, 2, 7, Span(5, 6))
 FEATURES = Features("r", 1, 7, np.zeros((1, 2), np.float16))
@@ -67,7 +69,7 @@ def test_random_frames_are_refused(frames):
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
-@settings(QUIET, max_examples=25)
+@settings(QUIET, max_examples=EACH)
 @given(data=st.data())
 def test_a_flipped_bit_or_a_lost_byte_never_escapes(cls, random_message, data):
     frames = [bytes(frame) for frame in encode(data.draw(random_message(cls)))]
@@ -84,7 +86,7 @@ def test_a_flipped_bit_or_a_lost_byte_never_escapes(cls, random_message, data):
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
-@settings(QUIET, max_examples=25)
+@settings(QUIET, max_examples=EACH)
 @given(data=st.data())
 def test_anything_in_place_of_a_field_never_escapes(cls, random_message, data):
     header, *raw = [bytes(frame) for frame in encode(data.draw(random_message(cls)))]

@@ -12,6 +12,7 @@ import pytest
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.grammar import Grammar
 from outrider.protocol.sampling import SamplingParams
+from tests.covering import matrix
 from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.same import check_same
 
@@ -50,9 +51,7 @@ def disturb(cluster: Cluster, seed: int, share: float = 0.2) -> list[str]:
     return replaced
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("memory", [0, 10**7], ids=["forgetful", "prompt cache"])
+@matrix(mode=MODES, sampling=SAMPLINGS, memory=[0, 10**7])
 def test_no_token_tells_that_workers_were_replaced(
     make_cluster: Make, small_pair: Small, plain: Plain, mode: str, sampling: str, memory: int
 ) -> None:
