@@ -14,7 +14,7 @@ from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings
-from tests.fleet.house import KEY, PROMPT, Fleet, kill, running, server_of, until
+from tests.fleet.house import KEY, PATIENCE, PROMPT, Fleet, kill, running, server_of, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
 SHARDS = (1, 2)
@@ -55,7 +55,8 @@ def test_a_text_goes_on_elsewhere_when_its_server_is_killed_and_without_any_ther
     assert fleet.stream(lambda: kill(server_of(fleet.busy()[1]))) == alone
     ((_, last),) = fleet.stats()
     kill(server_of(last))
-    answer = httpx.post(f"{fleet.url}/v1/completions", json={"prompt": PROMPT}, headers={"x-api-key": KEY}, timeout=60)
+    asked, headers = {"prompt": PROMPT}, {"x-api-key": KEY}
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=asked, headers=headers, timeout=PATIENCE)
     assert answer.status_code == 503 and answer.headers["retry-after"]
     assert "no engine of the fleet answers" in answer.json()["error"]["message"]
     assert httpx.get(f"{fleet.url}/ready").status_code == 503
