@@ -10,7 +10,7 @@ from http.client import HTTPConnection
 
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
@@ -39,8 +39,8 @@ async def closed() -> None:
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    async def watched(message: dict[str, object]) -> None:
-        passed.append(len(message.get("body", b"")))  # type: ignore[arg-type]
+    async def watched(message: Message) -> None:
+        passed.append(len(message.get("body", b"")))
         await send(message)
 
     await EventStream(events(), failed, closed)(scope, receive, watched)
