@@ -8,7 +8,7 @@ from outrider.orchestrator.cli.screen import Screen
 
 
 def test_broken_connections_and_a_killed_server_change_no_text() -> None:
-    found, cuts = broken(8, 3, Screen())
+    found, cuts = broken(5, 3, Screen())
     assert not [str(one) for one in found if one.verdict == DIFFERENT] and cuts > 2
     waits, others = kills(1, 3, Screen())
     assert len(waits) == 1 and others == 0
