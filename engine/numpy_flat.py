@@ -7,6 +7,7 @@ so that a long piece of a prompt, rollback and the prompt cache are `engine.flat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -51,9 +52,15 @@ def spans(layers: Sequence[Layer], pieces: Sequence[Piece], caches: Sequence[Fla
     ends = np.cumsum([piece.count for piece in pieces]).tolist()
     reach = max(piece.row for piece in pieces) + 1, max(piece.end for piece in pieces)
     masks = [hidden(piece.seen(piece.end, None)) for piece in pieces]
-    for layer, cache in zip(layers, caches, strict=True):
-        keys, values = cache.on_host(*reach, mx.zeros((1, layer.kv_heads, 1, layer.width)))
+    for layer, own in zip(layers, caches, strict=True):
+        keys, values = own.on_host(*reach, _like(layer.kv_heads, layer.width))
         yield [
             Span(slice(end - piece.count, end), keys[piece.row], values[piece.row], piece.start, piece.end, mask)
             for piece, end, mask in zip(pieces, ends, masks, strict=True)
         ]
+
+
+@cache
+def _like(kv_heads: int, width: int) -> mx.array:
+    """Keys of one column, for what buffers are to be like."""
+    return mx.zeros((1, kv_heads, 1, width))

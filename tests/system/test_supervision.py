@@ -142,8 +142,8 @@ def test_who_asks_while_there_is_no_target_waits_for_the_next(
 
 def test_chaos_for_a_moment(cluster: LocalCluster) -> None:
     course = Course(cluster.client(timeout=LIMIT), 4, seed=3)
-    course.run([Strike(("draft", "target"), signal.SIGKILL, 8)], Screen())
-    assert len(course.strikes) == 1 and len(course.found) >= 4
+    course.run([Strike(("draft", "target"), signal.SIGKILL, 8), Strike(("draft",), signal.SIGSTOP, 3)], Screen())
+    assert len(course.strikes) == 2 and len(course.found) >= 4
     assert not [one for one in course.found if one.verdict == DIFFERENT]
 
 
@@ -153,12 +153,12 @@ def test_mixed_load_for_a_moment(cluster: LocalCluster) -> None:
     with ThreadPoolExecutor(AT_ONCE) as threads:
         load.begin(threads)
         try:
-            for _ in range(3):
+            for _ in range(5):
                 faults.one()
         finally:
             load.end()
     until_ready(client)
-    assert not load.failed and len(load.found) >= AT_ONCE and faults.happened.total() == 3
+    assert not load.failed and len(load.found) >= AT_ONCE and faults.happened.total() == 5
     assert not [one for one in load.found if one.verdict == DIFFERENT]
     assert settled(cluster).kv.reserved == 0
 
