@@ -115,13 +115,13 @@ class WorkerLink:
             KeyFault: its key is not let in any more.
         """
         self._arrived.clear()
-        polls, pings, most = 0, self._pings, WELCOME_BACK_POLLS if self._entered else WELCOME_POLLS
+        polls, most = 0, WELCOME_BACK_POLLS if self._entered else WELCOME_POLLS
         while not (self._by_hand and polls >= most):
             if polls == 0 or (self._entered and polls % HELLO_POLLS == 0):
                 self._try_the_door()
                 self.send(hello)
             polls += 1
-            if self._pings != pings:
+            if self._pings != self._pings_known:
                 return
             match self._polled():
                 case Welcome(name=name, ping_ms=ping_ms):
@@ -189,6 +189,7 @@ class WorkerLink:
         if isinstance(message, Shutdown) and message.reason:
             log.error("sent away: %s", message.reason)
             if self._by_hand:
+                self._pings_known = self._pings
                 raise OrchestratorGone(f"the cluster has given this worker up: {message.reason}")
         return message
 

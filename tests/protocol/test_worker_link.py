@@ -139,7 +139,8 @@ def test_an_orchestrator_that_is_gone_is_noticed_and_the_next_one_hears_hello(en
     second.close()
 
 
-def test_an_orchestrator_that_had_only_stopped_still_knows_its_worker(endpoint: str) -> None:
+@pytest.mark.parametrize("before", [False, True], ids=["while it says HELLO", "before it says HELLO"])
+def test_an_orchestrator_that_had_only_stopped_still_knows_its_worker(endpoint: str, before: bool) -> None:
     orchestrator, link = entered(endpoint)
     with link:
         orchestrator.ping(1)
@@ -147,6 +148,8 @@ def test_an_orchestrator_that_had_only_stopped_still_knows_its_worker(endpoint: 
             link.receive(wait=True)
         asking = threading.Thread(target=orchestrator.ping, args=(2,))
         asking.start()
+        if before:
+            asking.join()
         link.enter(HELLO)
         asking.join()
     orchestrator.close()
