@@ -15,7 +15,7 @@ import numpy as np
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import MESSAGES, encode
 from outrider.protocol.fields import MAX_FRAME
-from outrider.protocol.messages import Chunk, Close, Message
+from outrider.protocol.messages import Close, Features, Message
 from outrider.protocol.patience import ASK_AGAIN_NS, FORGET_NS
 from outrider.protocol.schema import MAX_CHARACTERS, MAX_ITEMS, Many, Maybe, Record, Shape, fields_of, words
 from outrider.protocol.version import PROTOCOL_VERSION
@@ -48,8 +48,8 @@ say and hear one message at a time. A bundle with a message that is refused is r
 - **One frame an array**, in field order. The array's field holds `[dtype, shape]` in the header; the frame holds its
   items, little-endian, last axis fastest. An array field that is nil has no frame.
 
-As JSON would write it, `Close("r1")` is the single frame `{_header(Close("r1"))}`; a `Chunk` with two tokens is
-`{_header(Chunk("r1", "if", np.zeros(2, np.int32)))}` and a frame of 8 bytes.
+As JSON would write it, `Close("r1")` is the single frame `{_header(Close("r1"))}`; a `Features` with a row of two
+numbers is `{_header(Features("r1", 1, 7, np.zeros((1, 2), np.float16)))}` and a frame of 4 bytes.
 
 Whole numbers are never booleans, numbers are finite, and sizes have limits: {MAX_ITEMS:,} items and {MAX_CHARACTERS:,}
 characters where the field states no smaller one, {MAX_FRAME // 2**20} MiB a frame. `encode` holds the sender to all of

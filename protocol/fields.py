@@ -72,6 +72,8 @@ Path = Annotated[tuple[Annotated[int, Range(0, MAX_CHAIN - 1)], ...], Size(MAX_C
 Final = Annotated[tuple[Token, ...], Size(MAX_CHAIN + 1)]
 """What an outcome makes final: the accepted tokens of a chain, then the bonus."""
 Committed = Annotated[tuple[Token, ...], Size(MAX_COMMIT)]
+Told = Annotated[tuple[Token, ...], Size(2**16)]
+"""Those of a chunk, in the header: to a process that has slept an array costs as much as all the rest of it."""
 Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)]
 Bytes = Annotated[np.ndarray[Any, np.dtype[np.uint8]], Array("uint8", 1)]
 Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]

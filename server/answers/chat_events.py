@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ from outrider.server.answers.naming import FINGERPRINT, about
 from outrider.server.answers.parts import Part, Said, Thought
 from outrider.server.answers.probabilities import Speller
 from outrider.server.answers.stencil import Stencil
-from outrider.server.answers.telling import Choice, Told, Waited, sum_of, timings
+from outrider.server.answers.telling import Choice, Told, Waited, Words, sum_of, timings
 from outrider.server.answers.thoughts import Count
 from outrider.server.answers.usage import usage
 from outrider.server.model.tool_format import ToolCall
@@ -71,46 +71,51 @@ def completion(head: Head, choices: Sequence[Choice]) -> ChatCompletion:
     )
 
 
-async def chunks(
-    head: Head, told: AsyncIterator[Waited | Told | Choice], choices: int, include_usage: bool
-) -> AsyncIterator[bytes]:
-    """The stream's events: each choice begins with its role and ends with its reason and its timings."""
-    for index in range(choices):
-        yield _chunk(head, ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
+class Events:
+    """A stream's: each choice begins with its role and ends with its reason and its timings."""
 
-    @cache
-    def stencil(index: int, is_thought: bool) -> Stencil:
-        kind = Thought if is_thought else Said
-        return Stencil(lambda text: _chunk(head, ChunkChoice(index=index, delta=_delta(kind(text), 0))))
+    def __init__(self, head: Head, choices: int, include_usage: bool) -> None:
+        self._head = head
+        self._include_usage = include_usage
+        self._calls = [0] * choices
+        self._ended: list[Choice] = []
+        self._stencil = cache(self._written)
 
-    calls = [0] * choices
-    ended: list[Choice] = []
-    async for one in told:
+    def begin(self) -> bytes:
+        first = Delta(role="assistant", content="")
+        return b"".join(_chunk(self._head, ChunkChoice(index=n, delta=first)) for n in range(len(self._calls)))
+
+    def of(self, one: Words) -> bytes:
         match one:
-            case Waited(note=note):
-                yield sse.comment(note)
             case Told(index=index, part=Said() | Thought() as part, extras=extras) if extras is NO_EXTRAS:
-                yield stencil(index, isinstance(part, Thought)).filled(part.text)
+                return self._stencil(index, isinstance(part, Thought)).filled(part.text)
             case Told(index=index, part=part, extras=extras):
-                delta = _delta(part, calls[index])
-                yield _chunk(head, ChunkChoice(index=index, delta=delta, **head.beside(extras)))
-                calls[index] += isinstance(part, ToolCall)
+                delta = _delta(part, self._calls[index])
+                self._calls[index] += isinstance(part, ToolCall)
+                return _chunk(self._head, ChunkChoice(index=index, delta=delta, **self._head.beside(extras)))
+            case Waited(note=note):
+                return sse.comment(note)
             case Choice():
-                ended.append(one)
-                yield _end(head, one)
-    if include_usage:
+                self._ended.append(one)
+                return _end(self._head, one)
+
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return sse.DONE
+        head, ended = self._head, self._ended
         last = ChatChunk(
             id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[],
             usage=usage(head.prompt_tokens, ended, head.thoughts), timings=timings(sum_of(ended)),
             outrider=about(ended[0].result, head.seed),
         )  # fmt: skip
-        yield sse.event(last.model_dump_json())
-    yield sse.DONE
+        return sse.event(last.model_dump_json()) + sse.DONE
 
+    def failed(self, problem: Problem) -> bytes:
+        return sse.failed(problem)
 
-def failed(problem: Problem) -> bytes:
-    """An error in the middle of a stream."""
-    return sse.event(problem.body(anthropic=False, request_id="").decode())
+    def _written(self, index: int, is_thought: bool) -> Stencil:
+        kind = Thought if is_thought else Said
+        return Stencil(lambda text: _chunk(self._head, ChunkChoice(index=index, delta=_delta(kind(text), 0))))
 
 
 def call_id(call: ToolCall) -> str:

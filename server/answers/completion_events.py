@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,8 +15,9 @@ from outrider.server.answers.naming import FINGERPRINT, about
 from outrider.server.answers.parts import Said
 from outrider.server.answers.probabilities import Listing, Speller
 from outrider.server.answers.stencil import Stencil
-from outrider.server.answers.telling import Choice, Told, Waited, sum_of, timings
+from outrider.server.answers.telling import Choice, Told, Waited, Words, sum_of, timings
 from outrider.server.answers.usage import usage
+from outrider.server.problems import Problem
 from outrider.server.shapes.completions import Completion, CompletionChoice
 
 
@@ -56,31 +57,45 @@ def completion(head: Head, choices: Sequence[Choice], made: Sequence[Choice]) ->
     return head.shape(texts, **numbers, usage=usage(head.prompt_tokens, made))
 
 
-async def chunks(head: Head, told: AsyncIterator[Waited | Told | Choice], include_usage: bool) -> AsyncIterator[bytes]:
-    """The stream's events; a choice's last has its reason and its timings."""
-    for index, echo in enumerate(head.echoes):
-        if echo:
-            yield _event(head.shape([CompletionChoice(index=index, text=echo)]))
-    ended: list[Choice] = []
-    stencil = cache(lambda index: Stencil(lambda text: _event(head.shape([CompletionChoice(index=index, text=text)]))))
-    listings = [Listing(head.speller) if head.speller is not None else None for _ in head.echoes]
-    async for one in told:
+class Events:
+    """A stream's; a choice's last has its reason and its timings."""
+
+    def __init__(self, head: Head, include_usage: bool) -> None:
+        self._head = head
+        self._include_usage = include_usage
+        self._ended: list[Choice] = []
+        self._listings = [Listing(head.speller) if head.speller is not None else None for _ in head.echoes]
+        self._stencil = cache(lambda index: Stencil(lambda text: self._event(index, text)))
+
+    def begin(self) -> bytes:
+        return b"".join(self._event(index, echo) for index, echo in enumerate(self._head.echoes) if echo)
+
+    def of(self, one: Words) -> bytes:
         match one:
-            case Waited(note=note):
-                yield sse.comment(note)
-            case Told(index=index, part=Said(text=text), extras=extras) if extras is NO_EXTRAS:
-                yield stencil(index).filled(text)
             case Told(index=index, part=Said(text=text), extras=extras):
-                more = CompletionChoice(index=index, text=text, **_beside(listings[index], extras))
-                yield _event(head.shape([more]))
+                if extras is NO_EXTRAS:
+                    return self._stencil(index).filled(text)
+                return self._event(index, text, **_beside(self._listings[index], extras))
+            case Waited(note=note):
+                return sse.comment(note)
             case Choice():
-                ended.append(one)
-                rest = _beside(listings[one.index], one.untold)
+                self._ended.append(one)
+                rest = _beside(self._listings[one.index], one.untold)
                 last = CompletionChoice(index=one.index, text="", finish_reason=_finish(one), **rest)
-                yield _event(head.shape([last], **_numbers(head, [one])))
-    if include_usage:
-        yield _event(head.shape([], **_numbers(head, ended), usage=usage(head.prompt_tokens, ended)))
-    yield sse.DONE
+                return _event(self._head.shape([last], **_numbers(self._head, [one])))
+        return b""
+
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return sse.DONE
+        told = usage(self._head.prompt_tokens, self._ended)
+        return _event(self._head.shape([], **_numbers(self._head, self._ended), usage=told)) + sse.DONE
+
+    def failed(self, problem: Problem) -> bytes:
+        return sse.failed(problem)
+
+    def _event(self, index: int, text: str, **beside: Any) -> bytes:
+        return _event(self._head.shape([CompletionChoice(index=index, text=text, **beside)]))
 
 
 def _numbers(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:

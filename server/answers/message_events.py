@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.server.answers import sse
 from outrider.server.answers.naming import about
 from outrider.server.answers.parts import Part, Said, Thought
-from outrider.server.answers.telling import Choice, Told, Waited, timings
+from outrider.server.answers.telling import Choice, Told, Waited, Words, timings
 from outrider.server.answers.usage import messages_usage
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
@@ -53,51 +53,63 @@ def message(head: Head, choice: Choice) -> MessageAnswer:
     )
 
 
-async def events(head: Head, told: AsyncIterator[Waited | Told | Choice]) -> AsyncIterator[bytes]:
-    """message_start, blocks, message_delta with the reason and the numbers, message_stop."""
-    begun = MessageAnswer(id=head.id, model=head.model, content=[], usage=messages_usage(head.prompt_tokens, None))
-    yield _event("message_start", message=begun.model_dump())
-    at, now = -1, ""
-    async for one in told:
+class Events:
+    """A stream's: message_start, blocks, message_delta with the reason and the numbers, message_stop."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._at, self._now = -1, ""
+
+    def begin(self) -> bytes:
+        head = self._head
+        begun = MessageAnswer(id=head.id, model=head.model, content=[], usage=messages_usage(head.prompt_tokens, None))
+        return _event("message_start", message=begun.model_dump())
+
+    def of(self, one: Words) -> bytes:
         match one:
             case Waited():
-                yield PING
+                return PING
             case Told(part=part):
-                if _kind(part) != now or isinstance(part, ToolCall):
-                    for data in _ended(at, now):
-                        yield data
-                    at, now = at + 1, _kind(part)
-                    yield _event("content_block_start", index=at, content_block=_begun(part).model_dump())
-                yield _event("content_block_delta", index=at, delta=_delta(part))
+                return self._turn(part) + _event("content_block_delta", index=self._at, delta=_delta(part))
             case Choice():
-                for data in _ended(at, now):
-                    yield data
-                reason, stop = _reason(head, one)
-                yield _event(
-                    "message_delta",
-                    delta={"stop_reason": reason, "stop_sequence": stop},
-                    usage=messages_usage(head.prompt_tokens, one).model_dump(),
-                    timings=timings(one.timings),
-                    outrider=about(one.result, head.seed).model_dump(),
-                )
-                yield _event("message_stop")
+                return _ended(self._at, self._now) + self._last(one)
 
+    def end(self) -> bytes:
+        return _event("message_stop")
 
-def failed(problem: Problem) -> bytes:
-    """An error in the middle of a stream."""
-    return sse.event(problem.body(anthropic=True, request_id="").decode(), "error")
+    def failed(self, problem: Problem) -> bytes:
+        return sse.event(problem.body(anthropic=True, request_id="").decode(), "error")
+
+    def _turn(self, part: Part) -> bytes:
+        """To the block that `part` is of, if that is a new one."""
+        if _kind(part) == self._now and not isinstance(part, ToolCall):
+            return b""
+        before = _ended(self._at, self._now)
+        self._at, self._now = self._at + 1, _kind(part)
+        return before + _event("content_block_start", index=self._at, content_block=_begun(part).model_dump())
+
+    def _last(self, choice: Choice) -> bytes:
+        reason, stop = _reason(self._head, choice)
+        return _event(
+            "message_delta",
+            delta={"stop_reason": reason, "stop_sequence": stop},
+            usage=messages_usage(self._head.prompt_tokens, choice).model_dump(),
+            timings=timings(choice.timings),
+            outrider=about(choice.result, self._head.seed).model_dump(),
+        )
 
 
 def _event(name: str, **fields: Any) -> bytes:
     return sse.event(json.dumps({"type": name, **fields}, ensure_ascii=False), name)
 
 
-def _ended(at: int, kind: str) -> Iterator[bytes]:
+def _ended(at: int, kind: str) -> bytes:
     """The end of block `at`, if there is one. A thought's signature is empty: there is nobody who checks it."""
-    if kind == Thought.__name__:
-        yield _event("content_block_delta", index=at, delta={"type": "signature_delta", "signature": ""})
-    if kind:
-        yield _event("content_block_stop", index=at)
+    if not kind:
+        return b""
+    signed = {"type": "signature_delta", "signature": ""}
+    before = _event("content_block_delta", index=at, delta=signed) if kind == Thought.__name__ else b""
+    return before + _event("content_block_stop", index=at)
 
 
 def _kind(part: Part) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from outrider.server.answers.naming import about
 from outrider.server.answers.parts import Part, Said
 from outrider.server.answers.probabilities import Speller, Wording
 from outrider.server.answers.response_items import Item
-from outrider.server.answers.telling import Choice, Told, Waited, timings
+from outrider.server.answers.telling import Choice, Told, Waited, Words, timings
 from outrider.server.answers.thoughts import Count
 from outrider.server.answers.usage import responses_usage
 from outrider.server.model.tool_format import ToolCall
@@ -94,42 +94,44 @@ class Events:
         self._wording = Wording(head.speller) if head.speller is not None else None
         self._number = -1
         self._items: list[Output] = []
+        self._item: Item | None = None
 
-    async def all(self, told: AsyncIterator[Waited | Told | Choice]) -> AsyncIterator[bytes]:
-        """response.created, items, and response.completed or response.incomplete with the whole answer."""
+    def begin(self) -> bytes:
+        """response.created; items follow, and response.completed or response.incomplete with the whole answer."""
         begun = self._head.shape([], status="in_progress").model_dump()
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
-        item: Item | None = None
-        async for one in told:
-            match one:
-                case Waited(note=note):
-                    yield sse.comment(note)
-                case Told(part=part, extras=extras):
-                    if self._wording is not None:
-                        self._wording.take(extras.logprobs)
-                    if item is None or type(item.part) is not type(part) or isinstance(part, ToolCall):
-                        for data in self._closed(item, "completed"):
-                            yield data
-                        item = Item(part, "in_progress", self._wording)
-                        rows = item.rows
-                        for data in self._begun(item):
-                            yield data
-                    else:
-                        rows = item.grow(part)
-                    yield self._delta(item, part, rows)
-                case Choice():
-                    state = "incomplete" if one.finish == "length" else "completed"
-                    for data in self._closed(item, state):
-                        yield data
-                    answer = response(self._head, one, self._items)
-                    yield self._event(f"response.{answer.status}", response=answer.model_dump())
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def of(self, one: Words) -> bytes:
+        match one:
+            case Waited(note=note):
+                return sse.comment(note)
+            case Told(part=part, extras=extras):
+                if self._wording is not None:
+                    self._wording.take(extras.logprobs)
+                return b"".join(self._grown(part))
+            case Choice():
+                before = b"".join(self._closed("incomplete" if one.finish == "length" else "completed"))
+                answer = response(self._head, one, self._items)
+                return before + self._event(f"response.{answer.status}", response=answer.model_dump())
+
+    def end(self) -> bytes:
+        return b""
 
     def failed(self, problem: Problem) -> bytes:
         """An error in the middle of the stream: the whole answer is one that failed."""
         error = {"code": problem.code or "server_error", "message": problem.message}
         answer = self._head.shape(self._items, status="failed", error=error)
         return self._event("response.failed", response=answer.model_dump())
+
+    def _grown(self, part: Part) -> Iterator[bytes]:
+        if self._item is None or type(self._item.part) is not type(part) or isinstance(part, ToolCall):
+            yield from self._closed("completed")
+            self._item = Item(part, "in_progress", self._wording)
+            rows = self._item.rows
+            yield from self._begun(self._item)
+        else:
+            rows = self._item.grow(part)
+        yield self._delta(self._item, part, rows)
 
     def _begun(self, item: Item) -> Iterator[bytes]:
         at = len(self._items)
@@ -146,7 +148,8 @@ class Events:
         more = {"logprobs": _plain(rows)} if isinstance(part, Said) else {}
         return self._event(f"response.{item.word}.delta", **at, content_index=0, delta=part.text, **more)
 
-    def _closed(self, item: Item | None, state: str) -> Iterator[bytes]:
+    def _closed(self, state: str) -> Iterator[bytes]:
+        item = self._item
         if item is None:
             return
         item.status = state

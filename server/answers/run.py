@@ -70,6 +70,8 @@ class Ended:
 
 
 News = Grown | Reading | Ended
+AtOnce = Callable[[News | Exception], bool]
+"""Is offered what comes while nothing waits; whether it took it."""
 Watching = Callable[[int, Job], Watch]
 """What watches a choice, by its index."""
 
@@ -114,8 +116,8 @@ class Run:
         """
         self._first = await self.news(patience)
 
-    async def news(self, patience: float) -> list[News]:
-        """What there is, in order; empty after `patience` seconds of silence.
+    async def news(self, patience: float, at_once: AtOnce | None = None) -> list[News]:
+        """What there is, in order, but for what `at_once` took; empty after `patience` seconds of silence.
 
         Raises:
             OutriderError: a choice failed; the others are of no use then.
@@ -124,7 +126,7 @@ class Run:
             first, self._first = self._first, []
             return first
         found: list[News] = []
-        for one in await self._line.take(patience):
+        for one in await self._line.take(patience, at_once):
             _add(found, one)
         for news in found:
             if isinstance(news, Ended):
@@ -134,7 +136,7 @@ class Run:
     async def end(self, index: int) -> None:
         """Choice `index` is wanted no further; its end will come at once, with its numbers."""
         if index in self._streams:
-            await self._streams[index].end()
+            await self._streams.pop(index).end()
 
     async def close(self) -> None:
         """Cancels what is not finished, and returns when it is cancelled."""

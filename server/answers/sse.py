@@ -7,14 +7,16 @@ that fails says so in an event of its own API and ends; its status has been sent
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.protocol.errors import OutriderError
-from outrider.server.pieces import Write, straight
+from outrider.server.answers.run import News
+from outrider.server.answers.telling import Telling, Words
+from outrider.server.pieces import Pieces, Straight, pieces
 from outrider.server.problems import Problem, Refused, problem_of
 
 DONE = b"data: [DONE]\n\n"
@@ -25,30 +27,49 @@ def event(data: str, name: str | None = None) -> bytes:
     return (f"event: {name}\n" if name is not None else "").encode() + f"data: {data}\n\n".encode()
 
 
+def failed(problem: Problem) -> bytes:
+    """An error in the middle of a stream, as OpenAI's two older APIs have it."""
+    return event(problem.body(anthropic=False, request_id="").decode())
+
+
 def comment(text: str) -> bytes:
     """What keeps a connection alive and means nothing to its reader."""
     return f": {text}\n\n".encode()
 
 
-class EventStream(Response):
-    """`events` are written one after the other, and where they end with an error, that as `failed` writes it.
+class Events(Protocol):
+    """An API's way to write what is told; an event or several, or none."""
 
-    `close` is awaited in the end, however it came.
+    def begin(self) -> bytes:
+        """What comes before all else."""
+
+    def of(self, one: Words) -> bytes:
+        """What tells this."""
+
+    def end(self) -> bytes:
+        """What comes when all choices are at their end."""
+
+    def failed(self, problem: Problem) -> bytes:
+        """An error in the middle."""
+
+
+class EventStream(Response):
+    """What is told, as `events` write it; closes `telling` in the end, however it came.
+
+    Text is written in the very turn of the loop that brings it, with no task between, as long as nothing waits to be
+    written; all else, and text for a reader who is late, by the task that runs this.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncIterator[bytes], failed: Callable[[Problem], bytes], close: Callable[[], Awaitable[Any]]
-    ) -> None:
+    def __init__(self, telling: Telling, events: Events) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
+        self._telling = telling
         self._events = events
-        self._failed = failed
-        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        telling = asyncio.create_task(self._tell(straight(scope, send), send))
+        telling = asyncio.create_task(self._tell(pieces(scope, send), send))
         leaving = asyncio.create_task(gone(receive))
         try:
             await asyncio.wait({telling, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -57,22 +78,33 @@ class EventStream(Response):
             for task in (telling, leaving):
                 task.cancel()
             await asyncio.gather(telling, leaving, return_exceptions=True)
-            await self._close()
+            await self._telling.close()
         if was_told:
             telling.result()
 
-    async def _tell(self, write: Write, send: Send) -> None:
+    async def _tell(self, to: Pieces, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async for data in self._events:
-                await write(data)
+            await to.write(self._events.begin())
+            at_once = partial(self._at_once, to) if isinstance(to, Straight) else None
+            while not self._telling.over:
+                for one in await self._telling.next(at_once):
+                    await to.write(self._events.of(one))
+            await to.write(self._events.end())
         except (OutriderError, Refused) as error:
-            await write(self._failed(problem_of(error)))
+            await to.write(self._events.failed(problem_of(error)))
         except Exception as error:
-            await write(self._failed(problem_of(error)))
+            await to.write(self._events.failed(problem_of(error)))
             await self._end(send)
             raise
         await self._end(send)
+
+    def _at_once(self, to: Straight, news: News | Exception) -> bool:
+        """Whether there was room for it, and it is more text."""
+        told = self._telling.text(news) if to.is_free else None
+        for one in told or ():
+            to.put(self._events.of(one))
+        return told is not None
 
     async def _end(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -14,7 +14,7 @@ from outrider.orchestrator.front import totals
 from outrider.protocol.messages import Timings
 from outrider.server.answers.extras import NO_EXTRAS, Extras, joined
 from outrider.server.answers.parts import Part, Said, Splitter, Thought
-from outrider.server.answers.run import Ended, Grown, Reading, Run
+from outrider.server.answers.run import AtOnce, Ended, Grown, News, Reading, Run
 from outrider.server.model.tool_format import ToolCall
 
 SILENCE_SECONDS = 5.0
@@ -41,11 +41,12 @@ class Told:
 class Choice:
     """All that is known of choice `index`. `finish` is eos, stop, length, cancelled or tool; empty: not finished.
 
-    `grown`: what its tokens have beside their text; `untold`: the last of it, which no part came after.
+    `pieces`: its parts as they came; `grown`: what its tokens have beside their text; `untold`: the last of it, which
+    no part came after.
     """
 
     index: int
-    parts: list[Part] = field(default_factory=list)
+    pieces: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     grown: list[Extras] = field(default_factory=list)
     untold: Extras = NO_EXTRAS
@@ -53,16 +54,30 @@ class Choice:
     result: GenerationResult | None = None
 
     @property
+    def parts(self) -> list[Part]:
+        """Words that follow on words, and thoughts on thoughts, are one part."""
+        found: list[Part] = []
+        for piece in self.pieces:
+            last = found[-1] if found else None
+            if isinstance(piece, Said) and isinstance(last, Said):
+                found[-1] = Said(last.text + piece.text, last.at)
+            elif isinstance(piece, Thought) and isinstance(last, Thought):
+                found[-1] = Thought(last.text + piece.text)
+            else:
+                found.append(piece)
+        return found
+
+    @property
     def said(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Said))
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Said))
 
     @property
     def thought(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Thought))
 
     @property
     def calls(self) -> list[ToolCall]:
-        return [part for part in self.parts if isinstance(part, ToolCall)]
+        return [piece for piece in self.pieces if isinstance(piece, ToolCall)]
 
     @property
     def extras(self) -> Extras:
@@ -78,8 +93,7 @@ class Choice:
         if one_call:
             first = next((place for place, part in enumerate(parts, 1) if isinstance(part, ToolCall)), len(parts))
             parts = parts[:first]
-        for part in parts:
-            self._add(part)
+        self.pieces += parts
         if isinstance(one, Grown):
             self.tokens += one.tokens
             if one.extras is not NO_EXTRAS:
@@ -91,47 +105,59 @@ class Choice:
             self.finish = "tool"
         return parts
 
-    def _add(self, part: Part) -> None:
-        last = self.parts[-1] if self.parts else None
-        if isinstance(part, Said) and isinstance(last, Said):
-            self.parts[-1] = Said(last.text + part.text, last.at)
-        elif isinstance(part, Thought) and isinstance(last, Thought):
-            self.parts[-1] = Thought(last.text + part.text)
-        else:
-            self.parts.append(part)
+
+Words = Waited | Told | Choice
 
 
-async def telling(
-    run: Run, splitters: Sequence[Splitter], one_call: bool = False
-) -> AsyncIterator[Waited | Told | Choice]:
-    """Parts as they come, and each choice at its end. `one_call`: a choice ends with its first call of a tool.
+class Telling:
+    """Parts as they come, and each choice at its end. `one_call`: a choice ends with its first call of a tool."""
 
-    Raises:
-        OutriderError: a choice failed.
-    """
-    choices = [Choice(index) for index in range(len(splitters))]
-    while not run.over:
-        news = await run.news(SILENCE_SECONDS)
-        if not news:
-            yield Waited("still here")
+    def __init__(self, run: Run, splitters: Sequence[Splitter], one_call: bool = False) -> None:
+        self._run = run
+        self._splitters = splitters
+        self._one_call = one_call
+        self._choices = [Choice(index) for index in range(len(splitters))]
+
+    @property
+    def over(self) -> bool:
+        """Whether all has been told."""
+        return self._run.over
+
+    async def next(self, at_once: AtOnce | None = None) -> list[Words]:
+        """What there is to tell, but for what `at_once` took.
+
+        Raises:
+            OutriderError: a choice failed.
+        """
+        news = await self._run.news(SILENCE_SECONDS, at_once)
+        found: list[Words] = [] if news else [Waited("still here")]
         for one in news:
-            if isinstance(one, Reading):
-                yield Waited(f"prompt {one.done}/{one.total}")
-                continue
-            choice = choices[one.index]
-            if choice.finish:
-                if isinstance(one, Ended):
-                    choice.result = one.result
-                    yield choice
-                continue
-            for part in choice.take(one, splitters[one.index], one_call):
+            found += self._of(one)
+            if isinstance(one, Grown) and self._choices[one.index].finish:
+                await self._run.end(one.index)
+        return found
+
+    def text(self, news: News | Exception) -> Iterator[Words] | None:
+        """What more text has for a reader; None: it is something else, or may end its choice."""
+        return self._of(news) if isinstance(news, Grown) and not self._one_call else None
+
+    def _of(self, one: News) -> Iterator[Words]:
+        if isinstance(one, Reading):
+            yield Waited(f"prompt {one.done}/{one.total}")
+            return
+        choice = self._choices[one.index]
+        if not choice.finish:
+            for part in choice.take(one, self._splitters[one.index], self._one_call):
                 yield Told(choice.index, part, choice.untold)
                 choice.untold = NO_EXTRAS
-            if choice.finish:
-                if isinstance(one, Grown):
-                    await run.end(choice.index)
-                else:
-                    yield choice
+        elif isinstance(one, Ended):
+            choice.result = one.result
+        if isinstance(one, Ended):
+            yield choice
+
+    async def close(self) -> None:
+        """Cancels what is not finished."""
+        await self._run.close()
 
 
 async def whole(run: Run, splitters: Sequence[Splitter], one_call: bool = False) -> list[Choice]:
@@ -140,8 +166,11 @@ async def whole(run: Run, splitters: Sequence[Splitter], one_call: bool = False)
     Raises:
         OutriderError: one failed.
     """
-    told = [one async for one in telling(run, splitters, one_call) if isinstance(one, Choice)]
-    return sorted(told, key=lambda choice: choice.index)
+    telling = Telling(run, splitters, one_call)
+    told: list[Words] = []
+    while not telling.over:
+        told += await telling.next()
+    return sorted((one for one in told if isinstance(one, Choice)), key=lambda choice: choice.index)
 
 
 def sum_of(choices: Sequence[Choice]) -> Timings:

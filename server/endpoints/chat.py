@@ -10,7 +10,7 @@ from outrider.server.answers.parts import splitter
 from outrider.server.answers.probabilities import speller
 from outrider.server.answers.run import job
 from outrider.server.answers.sse import EventStream
-from outrider.server.answers.telling import telling
+from outrider.server.answers.telling import Telling
 from outrider.server.answers.thoughts import counter
 from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import chunks, described, typed
@@ -43,8 +43,7 @@ async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Respo
     if not asked.stream:
         return as_json(chat_events.completion(head, await desk.whole(request, jobs, splitters, box.one)))
     run = await desk.streaming(request, jobs)
-    events = chat_events.chunks(head, telling(run, splitters, box.one), len(jobs), with_usage)
-    return EventStream(events, chat_events.failed, run.close)
+    return EventStream(Telling(run, splitters, box.one), chat_events.Events(head, len(jobs), with_usage))
 
 
 def _most(asked: ChatRequest) -> int | None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.server.answers import chat_events, completion_events
+from outrider.server.answers import completion_events
 from outrider.server.answers.parts import Splitter
 from outrider.server.answers.probabilities import likeliest, speller
 from outrider.server.answers.run import job
 from outrider.server.answers.sse import EventStream
-from outrider.server.answers.telling import telling
+from outrider.server.answers.telling import Telling
 from outrider.server.desk import Desk, TheDesk, as_json
 from outrider.server.endpoints.described import chunks, described, typed
 from outrider.server.mapping.asked import choices, usage_wanted
@@ -57,8 +57,7 @@ async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) ->
         told = await desk.whole(request, jobs, splitters)
         return as_json(completion_events.completion(head, likeliest(told, tried, each), told))
     run = await desk.streaming(request, jobs)
-    events = completion_events.chunks(head, telling(run, splitters), with_usage)
-    return EventStream(events, chat_events.failed, run.close)
+    return EventStream(Telling(run, splitters), completion_events.Events(head, with_usage))
 
 
 def _refuse(asked: CompletionRequest) -> None:

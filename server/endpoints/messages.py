@@ -10,7 +10,7 @@ from outrider.server.answers.parts import splitter
 from outrider.server.answers.run import Job
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.stopping import stop_that_ended
-from outrider.server.answers.telling import Choice, telling
+from outrider.server.answers.telling import Choice, Telling
 from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, named_events, typed
 from outrider.server.mapping import messages
@@ -52,8 +52,7 @@ async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Res
         (choice,) = await desk.whole(request, jobs, splitters, box.one)
         return as_json(message_events.message(head, choice))
     run = await desk.streaming(request, jobs)
-    events = message_events.events(head, telling(run, splitters, box.one))
-    return EventStream(events, message_events.failed, run.close)
+    return EventStream(Telling(run, splitters, box.one), message_events.Events(head))
 
 
 @router.post("/messages/count_tokens", response_model=None, responses=described(TokenCount, anthropic=True))

@@ -12,7 +12,7 @@ from outrider.server.answers.parts import splitter
 from outrider.server.answers.probabilities import speller
 from outrider.server.answers.run import Job
 from outrider.server.answers.sse import EventStream
-from outrider.server.answers.telling import telling
+from outrider.server.answers.telling import Telling
 from outrider.server.answers.thoughts import counter
 from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, named_events, typed
@@ -71,8 +71,7 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         (choice,) = await desk.whole(request, jobs, splitters, box.one)
         return as_json(response_events.response(head, choice))
     run = await desk.streaming(request, jobs)
-    stream = response_events.Events(head)
-    return EventStream(stream.all(telling(run, splitters, box.one)), stream.failed, run.close)
+    return EventStream(Telling(run, splitters, box.one), response_events.Events(head))
 
 
 def _choice(asked: ResponsesRequest) -> str | dict[str, Any]:

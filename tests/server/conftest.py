@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import anthropic
-import openai
 import pytest
 
 from outrider.orchestrator import LocalCluster
@@ -16,6 +15,10 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from tests.server.collector import Collector, collecting
 from tests.server.house import KEY, STREAMS, House, command, serving
 from tests.server.scripted import write_scripted
+
+if TYPE_CHECKING:  # a second each: they are imported by whoever uses them
+    import anthropic
+    import openai
 
 
 @pytest.fixture(scope="session")
@@ -64,18 +67,24 @@ def pair(houses: tuple[House, House]) -> House:
 
 @pytest.fixture(scope="module")
 def ai(chat: House) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def other_ai(pair: House) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def claude(chat: House) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=chat.url, api_key="none", max_retries=0) as client:
         yield client
 

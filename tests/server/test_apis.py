@@ -10,11 +10,9 @@ import socket
 import time
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from outrider.orchestrator import EndpointError, Grammar, SamplingParams, WorkerError
@@ -24,6 +22,10 @@ from outrider.orchestrator.machine.http_process import Listener
 from outrider.server.mapping.manner import seed_of
 from tests.server.house import STREAMS, House, wait_until_up
 from tests.server.scripted import ANSWER, PLAIN, text_of
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 PROMPT = "def fibonacci(n):"
 PLAIN_PROMPT: Any = [{"role": "user", "content": PROMPT}]
@@ -520,18 +522,22 @@ def test_models_tokens_and_health(ai: openai.OpenAI, claude: anthropic.Anthropic
 
 
 def test_what_the_orchestrator_refuses_has_its_status_in_a_stream_too(pair: House, ai: openai.OpenAI) -> None:
+    from openai import BadRequestError
+
     for stream in (False, True):
         refused = post(pair, "/v1/completions", prompt=[5] * 1024, stream=stream)
         assert refused.status_code == 400 and "the prompt has 1024 tokens" in refused.json()["error"]["message"]
         assert refused.json()["error"]["code"] == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match=r"speculation\.mode"):
+    with pytest.raises(BadRequestError, match=r"speculation\.mode"):
         ai.chat.completions.create(model="chatty", messages=HELLO, extra_body={"speculation": {"mode": "fast"}})
 
 
 def test_a_template_that_refuses_is_told(claude: anthropic.Anthropic, chat: House) -> None:
+    from anthropic import NotFoundError
+
     answer = post(chat, "/v1/chat/completions", messages=HELLO, chat_template_kwargs={"messages": []})
     assert answer.status_code == 400 and "keyword of the chat template" in answer.json()["error"]["message"]
-    with pytest.raises(anthropic.NotFoundError, match="'other' is not served here"):
+    with pytest.raises(NotFoundError, match="'other' is not served here"):
         claude.messages.create(model="other", max_tokens=5, messages=HELLO)
 
 

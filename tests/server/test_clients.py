@@ -11,7 +11,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 from pydantic import BaseModel
 
@@ -95,8 +94,10 @@ class Sure(BaseModel):
 
 
 def test_anthropics_client_parses_json_by_a_schema(chat: House, pair: House) -> None:
+    from anthropic import Anthropic
+
     for house in (chat, pair):
-        with anthropic.Anthropic(base_url=house.url, api_key="none", max_retries=0) as claude:
+        with Anthropic(base_url=house.url, api_key="none", max_retries=0) as claude:
             name = claude.models.list().data[0].id
             answer = claude.messages.parse(model=name, max_tokens=64, messages=HELLO, output_format=Sure)
         assert isinstance(answer.parsed_output, Sure)

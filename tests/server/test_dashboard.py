@@ -62,6 +62,13 @@ def test_each_panel_has_a_title_a_unit_words_and_a_place_of_its_own() -> None:
         assert any(apart) and one["x"] + one["w"] <= 24
 
 
+def test_what_its_variables_may_be_is_there(known: dict[str, set[str]]) -> None:
+    asked = [variable["query"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
+    for query in asked:
+        (name, label), *others = re.findall(r"label_values\((outrider:\w+), (\w+)\)", query["query"])
+        assert label in known[name] and not others
+
+
 def test_the_variables_that_are_asked_with_are_declared() -> None:
     declared = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD["panels"])))

@@ -73,3 +73,41 @@ def test_who_stops_waiting_loses_nothing() -> None:
         return await line.take(LATE)
 
     assert asyncio.run(read()) == [1, 2]
+
+
+def test_what_comes_while_somebody_waits_is_offered_at_once_and_kept_if_it_is_refused() -> None:
+    offered: list[int] = []
+
+    def is_even(one: int) -> bool:
+        offered.append(one)
+        return one % 2 == 0
+
+    async def read() -> list[list[int]]:
+        line = Line[int]()
+        line.put(0)  # nobody waits
+        found = [await line.take(LATE, is_even)]
+        waiting = asyncio.create_task(line.take(LATE, is_even))
+        await asyncio.sleep(0)
+        for one in (2, 4, 5, 6):  # behind 5, which waits to be taken, 6 has to wait
+            line.put(one)
+        found.append(await waiting)
+        waiting = asyncio.create_task(line.take(LATE))
+        await asyncio.sleep(0)
+        line.put(8)
+        return [*found, await waiting]
+
+    assert asyncio.run(read()) == [[0], [5, 6], [8]]
+    assert offered == [2, 4, 5]
+
+
+def test_what_was_taken_at_once_begins_the_silence_anew() -> None:
+    async def read() -> tuple[list[int], int]:
+        line, loop = Line[int](), asyncio.get_running_loop()
+        set_alarms, call_at = [], loop.call_at
+        loop.call_at = lambda *told: set_alarms.append(told) or call_at(*told)  # type: ignore
+        waiting = asyncio.create_task(line.take(SOON, lambda _: True))
+        await asyncio.sleep(0)
+        line.put(1)
+        return await waiting, len(set_alarms)
+
+    assert asyncio.run(read()) == ([], 2)

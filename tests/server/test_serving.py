@@ -1,8 +1,9 @@
-"""The server sleeps while nobody asks, and still ends when it is told to and knows what time it is."""
+"""The server sleeps while nobody asks, and still ends when it is told to and knows what time it is; its memory."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from outrider.orchestrator.machine.http_process import GLIBC, LARGE_PAGES, large_pages
 from outrider.server import serving
 from outrider.server.serving import Server
 
@@ -63,3 +65,20 @@ def test_the_date_is_renewed_at_each_look(monkeypatch: pytest.MonkeyPatch) -> No
         await serves
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("system", "asked"),
+    [("glibc 2.35", LARGE_PAGES), ("glibc 2.41.9000", LARGE_PAGES), ("glibc 2.34", {}), (None, {}), ("musl 3.0", {})],
+)
+def test_large_pages_are_asked_for_where_the_systems_allocator_has_them(
+    system: str | None, asked: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "confstr_names", {GLIBC: 2})
+    monkeypatch.setattr(os, "confstr", lambda _: system)
+    assert large_pages() == asked
+
+
+def test_a_system_that_names_no_c_library_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "confstr_names", {})
+    assert large_pages() == {}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import jsonschema
-import openai
 import pytest
 
 from tests.server.house import House
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 CITY: dict[str, Any] = {

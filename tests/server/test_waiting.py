@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
 
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.server.answers import chat_events, completion_events, message_events, telling
 from outrider.server.answers.parts import Splitter
-from outrider.server.answers.run import News, Reading
+from outrider.server.answers.run import AtOnce, News, Reading
+from outrider.server.answers.sse import Events
 from outrider.server.problems import problem_of
 
 
@@ -23,39 +22,38 @@ class Prompt:
     def __init__(self) -> None:
         self._news: list[list[News]] = [[Reading(0, 512, 4096)], [], [Reading(0, 4096, 4096)]]
 
-    async def news(self, patience: float) -> list[News]:
+    async def news(self, patience: float, at_once: AtOnce | None = None) -> list[News]:
         assert patience == telling.SILENCE_SECONDS
         self.over = len(self._news) == 1
         return self._news.pop(0)
 
 
-Tells = Callable[[AsyncIterator[Any]], AsyncIterator[bytes]]
-HEADS: dict[str, Tells] = {
-    "chat": lambda told: chat_events.chunks(chat_events.Head("m", 1, 5, len), told, 1, False),  # type: ignore[arg-type]
-    "completions": lambda told: completion_events.chunks(completion_events.Head("m", 1, 5, [""]), told, False),
+APIS: dict[str, Events] = {
+    "chat": chat_events.Events(chat_events.Head("m", 1, 5, len), 1, False),  # type: ignore[arg-type]
+    "completions": completion_events.Events(completion_events.Head("m", 1, 5, [""]), False),
 }
 
 
-def events(tells: Tells) -> list[bytes]:
+def written(events: Events) -> list[bytes]:
     """All that is told of such a run."""
 
     async def read() -> list[bytes]:
-        told = telling.telling(Prompt(), [Splitter()])  # type: ignore[arg-type]
-        return [event async for event in tells(told)]
+        told, found = telling.Telling(Prompt(), [Splitter()]), list[bytes]()  # type: ignore[arg-type]
+        while not told.over:
+            found += map(events.of, await told.next())
+        return found
 
     return asyncio.run(read())
 
 
-@pytest.mark.parametrize("api", HEADS)
+@pytest.mark.parametrize("api", APIS)
 def test_comments_tell_how_much_is_read_and_that_silence_is_no_end(api: str) -> None:
-    comments = [event for event in events(HEADS[api]) if event.startswith(b":")]
-    assert comments == [b": prompt 512/4096\n\n", b": still here\n\n", b": prompt 4096/4096\n\n"]
+    assert written(APIS[api]) == [b": prompt 512/4096\n\n", b": still here\n\n", b": prompt 4096/4096\n\n"]
 
 
 def test_anthropics_readers_are_sent_pings() -> None:
     head = message_events.Head("m", 1, 5, lambda choice: None)
-    pings = [event for event in events(lambda told: message_events.events(head, told)) if b"message_start" not in event]
-    assert pings == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
+    assert written(message_events.Events(head)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
 
 
 @pytest.mark.parametrize(
