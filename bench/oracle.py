@@ -14,9 +14,10 @@ from typing import Any
 from outrider.bench.helper import answer_all
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.growth import Ready
 from outrider.drafting.mlx import MlxDrafter
 from outrider.drafting.together import Together
-from outrider.drafting.work_ahead import Ready, WorkAhead
+from outrider.drafting.work_ahead import WorkAhead
 from outrider.engine.loading import load
 from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.sampling import SamplingParams

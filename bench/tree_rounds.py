@@ -1,23 +1,24 @@
 """Texts that are known, gone through by rounds of trees: of a size, or of what a cost curve says is best.
 
-What is drafted, how odds are learned and how drafts merge is the product's own; verifying is comparing with the text.
+What is drafted, how odds are learned and how copies merge with it is the product's own; verifying is comparing with the
+text. Beyond the product several draft models may say something at once, and each token of a chain has odds of its own.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.drafting.begin import begin
-from outrider.drafting.beside import with_others
+from outrider.drafting.beside import Said, with_others
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.drafter import Drafter
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.together import Together
-from outrider.drafting.work_ahead import Said
 from outrider.orchestrator.core.copies import LONGEST_COPY
 from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.merging import put_copy
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.tree import LARGEST, Drafts, Grown, grown
 from outrider.protocol.errors import OutriderError
@@ -33,7 +34,10 @@ EVERYTHING, CHAIN = 0.001, 0.999  # which tokens are told beside a chain's: near
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Who drafts, chains of up to `depth`, and how large trees are: `most` nodes, or by `cost` as many as pay."""
+    """Who drafts, chains of up to `depth`, and how large trees are: `most` nodes, or by `cost` as many as pay.
+
+    Of the drafters those in `brief` say a single token a round.
+    """
 
     name: str
     drafters: tuple[str, ...] = (DRAFT_MODEL,)
@@ -42,11 +46,15 @@ class Way:
     most: int = LARGEST
     cost: Cost = lambda rows: 1.0
     depth: int = DEPTH
+    brief: tuple[str, ...] = ()
+
+    def depth_of(self, drafter: str) -> int:
+        return 1 if drafter in self.brief else self.depth
 
 
 @dataclass(slots=True)
 class Found:
-    """What a way brought: sums over `rounds`."""
+    """What a way brought: sums over `rounds`; `rows[M]` of them verified M tokens."""
 
     rounds: int = 0
     tokens: int = 0
@@ -54,6 +62,7 @@ class Found:
     nodes: int = 0
     forks: int = 0
     cost: float = 0.0
+    rows: Counter[int] = field(default_factory=Counter)
     by: dict[Origin, int] = field(default_factory=dict)
 
     @property
@@ -100,11 +109,11 @@ def in_rounds(text: Text, way: Way, learned: Learned, found: Found) -> None:
     tokens, at = list(text.prompt), 0
     ngrams = NgramIndex(tokens)
     while at < len(text.rest) - DEPTH:
-        said, rest = {name: _first(text.said[name][at], way.depth) for name in way.drafters}, text.rest[at:]
+        said, rest = {name: _first(text.said[name][at], way.depth_of(name)) for name in way.drafters}, text.rest[at:]
         least = EVERYTHING if way.beside else CHAIN
         drafts = [with_others(one.chain, one.places, learned.calibrations[name], least) for name, one in said.items()]
         copy = ngrams.lookup(LONGEST_COPY) if way.copies else Copy()
-        tree = merged(drafts, copy, way, learned)
+        tree = merged(drafts, copy, way, learned.estimates)
         parents = tree.parents or line(len(tree.tokens))
         path = walk(tree.tokens, parents, [rest[0], *(rest[depth + 1] for depth in depths(parents))])
         new = rest[: len(path) + 1]
@@ -122,23 +131,25 @@ def _learn(learned: Learned, said: Mapping[str, Said], copy: Copy, new: Sequence
     for name, one in said.items():
         one.teach(learned.calibrations[name], new)
     learned.estimates.saw_copy(copy, new)
-    if said and copy.chain and all(one.chain[0] != copy.chain[0] for one in said.values()):
+    if contradicted(copy, [one.chain for one in said.values()]):
         learned.estimates.saw_beside(copy, new)
 
 
-def merged(all_drafted: Sequence[DraftTree], copy: Copy, way: Way, learned: Learned) -> Grown:
-    """The tree of this round, as the orchestrator would make it of these."""
+def contradicted(copy: Copy, chains: Sequence[Sequence[int]]) -> bool:
+    """Whether all drafters say another first token."""
+    return bool(chains and copy.chain) and all(chain[0] != copy.chain[0] for chain in chains)
+
+
+def merged(all_drafted: Sequence[DraftTree], copy: Copy, way: Way, estimates: Estimates) -> Grown:
+    """The tree of this round."""
     drafts = Drafts()
     for drafted in all_drafted:
         count = len(spine(drafted.parents)) or len(drafted.tokens)
         drafts.add(drafted.tokens[:count], drafted.odds[:count], Origin.DRAFTED)
         drafts.add(drafted.tokens, drafted.odds, Origin.GUESSED, drafted.parents)
     if copy.chain:
-        shared = drafts.shared(copy.chain)
-        estimates = learned.estimates
-        other = estimates.beside(copy.matched) if all_drafted and not shared else estimates.copied(copy.matched)
-        places = range(len(copy.chain))
-        drafts.add(copy.chain, [other.rate(max(place - shared, 0)) for place in places], Origin.COPIED)
+        beside = contradicted(copy, [drafted.tokens for drafted in all_drafted])
+        put_copy(drafts, copy, estimates.beside(copy.matched) if beside else estimates.copied(copy.matched))
     return grown(drafts, way.cost, most=way.most)
 
 
@@ -147,6 +158,7 @@ def _add(found: Found, tree: Grown, path: Sequence[int], way: Way) -> None:
     found.tokens += len(path) + 1
     found.expected += tree.expects
     found.nodes += len(tree.tokens)
+    found.rows[len(tree.tokens) + 1] += 1
     found.forks += bool(tree.parents)
     found.cost += way.cost(len(tree.tokens) + 1)
     for node in path:

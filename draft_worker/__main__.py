@@ -8,14 +8,16 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from outrider.draft_worker.inbox import Link
 from outrider.draft_worker.slow_link import SlowLink
-from outrider.draft_worker.worker import DraftWorker, Link
+from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.backends import NAMES, make
 from outrider.drafting.drafter import HearingDrafter
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.paced import PacedDrafter
 from outrider.drafting.replay import ReplayDrafter
-from outrider.engine.memory import Peak
+from outrider.engine.memory import Held
+from outrider.engine.models_only import models_only
 from outrider.engine.pace import Pace
 from outrider.grammar.compiler import TOKENIZER, Compiler
 from outrider.protocol import logs, worker_process
@@ -37,6 +39,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWo
         link.send(Loading("draft", stage))
 
     tell(f"starting the {options.backend} drafter")
+    models_only()
     drafter = make(options.backend, options.model, tell, options.prefill, options.target)
     far: Link = link
     if options.simulate:
@@ -62,7 +65,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWo
         vocabulary=options.vocabulary,
         features=drafter.features if isinstance(drafter, HearingDrafter) else "",
     )
-    memory = Peak() if options.backend == "mlx" else None
+    memory = Held() if options.backend == "mlx" else None
     folder = Path(options.target or options.model)
     compiler = Compiler(folder) if (folder / TOKENIZER).is_file() else None
     return hello, DraftWorker(far, drafter, POLICIES[options.fan_out], memory, compiler)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from outrider.draft_worker.inbox import Inbox, Link, Unwanted
+from outrider.draft_worker.running import Running
 from outrider.draft_worker.usual import Operation, Usual
 from outrider.drafting.begin import begin, check_known
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.drafter import Drafter
 from outrider.drafting.fan_out import FanOut
 from outrider.drafting.together import Together
-from outrider.drafting.work_ahead import WorkAhead
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
@@ -27,11 +26,9 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.guard import named_errors
 from outrider.protocol.kv import CacheUse
 from outrider.protocol.messages import (
-    Branches,
     CacheReport,
     Close,
     Commit,
-    Drafted,
     Fault,
     Features,
     KvMemory,
@@ -48,43 +45,14 @@ log = logging.getLogger(__name__)
 _FORWARDS_BETWEEN = 8  # for others, at most, between two pieces of a prompt
 
 
-class Link(Protocol):
-    """The wire as the worker sees it: `protocol.worker_link.WorkerLink`, or something that stands for it."""
-
-    @property
-    def name(self) -> str: ...
-
-    def send(self, message: Message) -> None: ...
-
-    def receive(self, wait: bool) -> Message | None: ...
-
-    def expect(self, milliseconds: float) -> None:
-        """What is done next should take so long at most; 0: nobody knows."""
-        ...
-
-
-class _Unwanted(Exception):
-    """Nobody waits any more for what is being read."""
-
-
 class Memory(Protocol):
-    """The most bytes held since `restart` (see `engine.memory.Peak`)."""
+    """The most bytes held since `restart`; it hears of texts that have `ended` (see `engine.memory.Held`)."""
 
     def restart(self) -> None: ...
 
     def bytes(self) -> int: ...
 
-
-@dataclass(slots=True)
-class Drafting:
-    """A request on this drafter. `newest` is the commit its work belongs to, which came at `committed_ns`; `owed`: that
-    commit awaits DRAFTED."""
-
-    work: WorkAhead
-    epoch: int
-    newest: Commit
-    owed: bool = False
-    committed_ns: int = 0
+    def ended(self, idle: bool) -> None: ...
 
 
 class DraftWorker:
@@ -107,8 +75,8 @@ class DraftWorker:
         self._compiler = compiler
         self._calibration = Calibration()
         self._together = Together(drafter, self._calibration)
-        self._drafting: dict[str, Drafting] = {}
-        self._kept: deque[Message] = deque()  # looked at while a prompt was read
+        self._inbox = Inbox(link)
+        self._running: dict[str, Running] = {}
         self._stale = 0
         self._usual = Usual()
         self._told_use = CacheUse()
@@ -120,14 +88,14 @@ class DraftWorker:
 
     def forget(self) -> None:
         """Nobody wants any of its requests any more; what was read of them stays in the prompt cache."""
-        for request in list(self._drafting):
+        for request in list(self._running):
             self._drop(request)
-        self._kept.clear()
+        self._inbox.clear()
 
     def turn(self) -> bool:
         """Handles one message if there is one, else makes one forward for all requests; False: shut down."""
         working = self._working()
-        message = self._kept.popleft() if self._kept else self._link.receive(wait=not working)
+        message = self._inbox.next(wait=not working)
         if isinstance(message, Shutdown):
             return False
         if message is None:
@@ -136,8 +104,8 @@ class DraftWorker:
             self._take(message)
         return True
 
-    def _working(self) -> list[Drafting]:
-        return [drafting for drafting in self._drafting.values() if drafting.owed or drafting.work.busy]
+    def _working(self) -> list[Running]:
+        return [running for running in self._running.values() if running.owed or running.work.busy]
 
     def _take(self, message: Message) -> None:
         try:
@@ -148,8 +116,8 @@ class DraftWorker:
 
     def _fault(self, request: str | None, error: OutriderError) -> None:
         """A drafter that fails loses that request, never the worker."""
-        drafting = self._drafting.get(request or "")
-        about = {"request": request, "round": drafting.newest.round if drafting is not None else None}
+        running = self._running.get(request or "")
+        about = {"request": request, "round": running.newest.round if running is not None else None}
         log.warning("request %s failed: %s", request, error, extra=about)
         self._drop(request or "", spoilt=True)
         self._link.send(Fault(name=self._link.name, request=request, message=str(error)))
@@ -171,14 +139,14 @@ class DraftWorker:
                 log.warning("a drafter has no use for %s", type(message).__name__)
 
     def _open(self, message: Open) -> None:
-        known = self._drafting.get(message.request)
-        if known is not None and (message.epoch, message.round) < (known.epoch, known.newest.round):
+        known = self._running.get(message.request)
+        if known is not None and known.is_beyond(message):
             self._is_stale("open", message)
             return
         self._drop(message.request)
         self._forget_silent()
         check_known(self._drafter, message.verifying or ())
-        if self._memory is not None and not self._drafting:
+        if self._memory is not None and not self._running:
             self._memory.restart()
 
         self._link.expect(self._usual.expected_ms(Operation.READ))
@@ -204,7 +172,7 @@ class DraftWorker:
                 progress=progress,
                 constraint=self._constraint(message),
             )
-        except _Unwanted:
+        except Unwanted:
             return
         if work.tree.cached:
             total = len(message.tokens)
@@ -218,20 +186,7 @@ class DraftWorker:
                 )
             )
         self._report()
-        work.commit((), message.verifying, message.depth, message.branches, message.skip, message.least)
-        newest = Commit(
-            request=message.request,
-            epoch=message.epoch,
-            round=message.round,
-            base_len=len(message.tokens),
-            tokens=(),
-            verifying=message.verifying,
-            depth=message.depth,
-            branches=message.branches,
-            skip=message.skip,
-            least=message.least,
-        )
-        self._drafting[message.request] = Drafting(work, message.epoch, newest, committed_ns=clock.now())
+        self._running[message.request] = Running.opened(message, work, clock.now())
 
     def _is_stale(self, word: str, message: Open | Commit) -> None:
         self._stale += 1
@@ -241,8 +196,8 @@ class DraftWorker:
     def _forget_silent(self) -> None:
         """Closes what nobody has spoken of for long: that it is over may have been lost. If not, COMMIT finds a gap."""
         since_ns = clock.now() - FORGET_NS
-        for request, drafting in list(self._drafting.items()):
-            if drafting.committed_ns < since_ns:
+        for request, running in list(self._running.items()):
+            if running.committed_ns < since_ns:
                 self._drop(request)
 
     def _constraint(self, message: Open) -> Constraint | None:
@@ -254,79 +209,46 @@ class DraftWorker:
         """Between two pieces of this request's prompt: the trees of others grow until they are done.
 
         Raises:
-            _Unwanted: see `_end_if_unwanted`.
+            Unwanted: nobody waits for it any more.
         """
         for _ in range(_FORWARDS_BETWEEN):
-            self._end_if_unwanted(request)
-            self._take_what_others_say(request)
+            self._inbox.look(request)
+            for message in self._inbox.of_others(request):
+                self._take(message)
             working = self._working()
             if not working:
                 return
             self._forward(working)
 
-    def _take_what_others_say(self, request: str) -> None:
-        """Handles what was said of other requests that are open; what waits for an OPEN waits on."""
-        waiting, news = {request}, list(self._kept)
-        self._kept.clear()
-        for message in news:
-            if isinstance(message, Commit | Close) and message.request not in waiting:
-                self._take(message)
-                continue
-            self._kept.append(message)
-            if isinstance(message, Open):
-                waiting.add(message.request)
-
-    def _end_if_unwanted(self, request: str) -> None:
-        """Looks through what arrived while a prompt was read, keeping it for later.
-
-        Raises:
-            _Unwanted: the request was closed or opened anew; what was said of it before that is forgotten.
-        """
-        while (message := self._link.receive(wait=False)) is not None:
-            self._kept.append(message)
-        for index, message in enumerate(self._kept):
-            if isinstance(message, Shutdown):
-                raise _Unwanted
-            if isinstance(message, Open | Close) and message.request == request:
-                news = list(self._kept)
-                others = [earlier for earlier in news[:index] if getattr(earlier, "request", None) != request]
-                self._kept = deque([*others, *news[index:]])
-                raise _Unwanted
-
     def _commit(self, message: Commit) -> None:
-        drafting = self._drafting.get(message.request)
-        if drafting is None or message.epoch > drafting.epoch:
+        running = self._running.get(message.request)
+        if running is None or message.epoch > running.epoch:
             self._link.send(Resync(request=message.request, epoch=message.epoch))
             return
-        expected = drafting.work.committed_len + len(message.tokens)
-        if message.epoch < drafting.epoch or message.round < drafting.newest.round or message.base_len < expected:
+        gap = running.gap(message)
+        if running.is_beyond(message) or gap < 0:
             self._is_stale("commit", message)
             return
-        if message.base_len > expected:
+        if gap > 0:
             self._drop(message.request)
             self._link.send(Resync(request=message.request, epoch=message.epoch))
             return
         check_known(self._drafter, (*message.tokens, *(message.verifying or ())))
         now_ns = clock.now()
-        if message.verifying is not None and drafting.newest.verifying and message.round == drafting.newest.round + 1:
-            self._together.capacity.round((now_ns - drafting.committed_ns) / clock.MILLISECOND_NS)
-        drafting.committed_ns = now_ns
-        drafting.work.commit(
-            message.tokens, message.verifying, message.depth, message.branches, message.skip, message.least
-        )
-        drafting.newest = message
-        drafting.owed = message.verifying is None and message.depth > 0
+        if running.is_next(message):
+            self._together.capacity.round((now_ns - running.committed_ns) / clock.MILLISECOND_NS)
+        running.commit(message, now_ns)
 
     def _hear(self, message: Features) -> None:
-        drafting = self._drafting.get(message.request)
-        if drafting is not None and message.epoch == drafting.epoch:
-            drafting.work.hear(message.position, message.rows)
+        running = self._running.get(message.request)
+        if running is not None and message.epoch == running.epoch:
+            running.work.hear(message.position, message.rows)
 
-    def _forward(self, working: Sequence[Drafting]) -> None:
+    def _forward(self, working: Sequence[Running]) -> None:
         """Drafts what is waited for, then grows all trees by one forward; of long texts one is read on by a piece."""
-        reading = [drafting for drafting in working if drafting.work.far_behind]
-        owed = [drafting for drafting in working if drafting.owed and not drafting.work.far_behind]
-        growing = [drafting for drafting in working if not drafting.owed and not drafting.work.far_behind]
+        reading = [running for running in working if running.work.far_behind]
+        owed = [running for running in working if running.owed and not running.work.far_behind]
+        growing = [running for running in working if not running.owed and not running.work.far_behind]
         if owed:
             self._link.expect(self._usual.expected_ms(Operation.CHAIN))
             self._draft(owed)
@@ -337,64 +259,40 @@ class DraftWorker:
     def _took(self, operation: Operation, started_ns: int) -> None:
         self._usual.took(operation, (clock.now() - started_ns) / clock.MILLISECOND_NS)
 
-    def _draft(self, owed: Sequence[Drafting]) -> None:
+    def _draft(self, owed: Sequence[Running]) -> None:
         started_ns = clock.now()
         found = self._together.continuations([d.work for d in owed], [d.newest.depth for d in owed])
         span = clock.since(started_ns)
         self._took(Operation.CHAIN, started_ns)
-        for drafting, drafted in zip(owed, found, strict=True):
-            newest, drafting.owed = drafting.newest, False
+        for running, drafted in zip(owed, found, strict=True):
+            running.owed = False
             if isinstance(drafted, OutriderError):
-                self._fault(newest.request, drafted)
-                continue
-            self._link.send(
-                Drafted(
-                    request=newest.request,
-                    epoch=newest.epoch,
-                    round=newest.round,
-                    base_len=newest.base_len,
-                    chain=drafted.line,
-                    work=span,
-                    q=drafted.q,
-                    peak_bytes=self._peak_bytes(),
-                    beside=drafted.beside,
-                )
-            )
+                self._fault(running.newest.request, drafted)
+            else:
+                self._link.send(running.drafted(drafted, span, self._peak_bytes()))
 
-    def _grow(self, growing: Sequence[Drafting]) -> None:
+    def _grow(self, growing: Sequence[Running]) -> None:
         started_ns = clock.now()
-        active = sum(drafting.newest.verifying is not None for drafting in self._drafting.values())
-        found = self._together.advance([drafting.work for drafting in growing], active)
+        active = sum(running.newest.verifying is not None for running in self._running.values())
+        found = self._together.advance([running.work for running in growing], active)
         span = clock.since(started_ns)
         self._took(Operation.GROW, started_ns)
-        for drafting, ready in zip(growing, found, strict=True):
-            newest = drafting.newest
+        for running, ready in zip(growing, found, strict=True):
             if isinstance(ready, OutriderError):
-                self._fault(newest.request, ready)
+                self._fault(running.newest.request, ready)
             elif ready is not None:
-                self._link.send(
-                    Branches(
-                        request=newest.request,
-                        epoch=newest.epoch,
-                        round=newest.round,
-                        base_len=newest.base_len,
-                        depth=ready.depth,
-                        entries=ready.entries,
-                        work=span,
-                        final=ready.final,
-                        q=ready.q,
-                        peak_bytes=self._peak_bytes(),
-                    )
-                )
+                self._link.send(running.branches(ready, span, self._peak_bytes()))
 
     def _peak_bytes(self) -> int:
         return self._memory.bytes() if self._memory is not None else 0
 
     def _drop(self, request: str, spoilt: bool = False) -> None:
-        drafting = self._drafting.pop(request, None)
-        if drafting is not None:
-            drafting.work.tree.close(spoilt)
+        running = self._running.pop(request, None)
+        if running is not None:
+            running.work.tree.close(spoilt)
             self._report()
+            if self._memory is not None:
+                self._memory.ended(idle=not self._running)
 
     def _report(self) -> None:
         """Says how the prompt cache is used, if that has changed."""

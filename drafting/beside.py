@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from outrider.drafting.calibration import Calibration, Point
 from outrider.engine.candidate import Candidate
@@ -59,3 +60,32 @@ def with_others(chain: Sequence[int], places: Sequence[Place], calibration: Cali
                 odds.append(share)
         mass *= holds
     return DraftTree(tuple(tokens), tuple(parents) if len(tokens) > len(chain) else (), tuple(odds))
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A chain, and what was thought at each of its places."""
+
+    chain: tuple[int, ...]
+    places: Sequence[Place]
+
+    def tree(self, calibration: Calibration, least: float) -> DraftTree:
+        """See `with_others`."""
+        return with_others(self.chain, self.places, calibration, least)
+
+    def teach(self, calibration: Calibration, tokens: Sequence[int]) -> None:
+        """What became final instead."""
+        accepted = common(self.chain, tokens[:-1])
+        points = [place.point for place in self.places[: accepted + 1]]
+        others = self.places[accepted].others if accepted < len(self.places) else ()
+        calibration.learn(points, len(self.chain), accepted, rank(others, tokens[accepted]))
+
+
+def common(chain: Sequence[int], tokens: Sequence[int]) -> int:
+    """With how many of the same tokens both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, tokens, strict=False)))
+
+
+def rank(tokens: Sequence[int], token: int) -> int | None:
+    """Where it stands among them; None: it is not there."""
+    return tokens.index(token) if token in tokens else None

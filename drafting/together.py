@@ -11,9 +11,12 @@ from typing import Generic, TypeVar
 
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.capacity import Capacity
+from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import Drafter, JoiningDrafter, TokenTree, TreeFeed
 from outrider.drafting.fan_out import Wish, shares
-from outrider.drafting.work_ahead import Continuation, Ready, Result, Steps, WorkAhead
+from outrider.drafting.growth import Ready
+from outrider.drafting.steps import Result, Steps
+from outrider.drafting.work_ahead import WorkAhead
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.guard import named_errors

@@ -15,8 +15,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, load_model
@@ -137,20 +135,26 @@ def find(path_or_repo: str, tell: Callable[[str], None]) -> Path:
     if path_or_repo.startswith((".", "/", "~")) or path_or_repo.count("/") != 1:
         raise ModelError(f"no model at {path}: give an existing directory or a Hugging Face id such as org/name")
     tell(f"fetching {path_or_repo}")
+    return _fetched(path_or_repo)
+
+
+def _fetched(repo: str) -> Path:
+    from huggingface_hub import errors, snapshot_download  # deferred: a local model needs none of it
+
     try:
-        return Path(snapshot_download(path_or_repo, allow_patterns=_FILES))
-    except LocalEntryNotFoundError as error:
+        return Path(snapshot_download(repo, allow_patterns=_FILES))
+    except errors.LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{path_or_repo} is neither a directory here nor a model in the Hugging Face cache, and the hub can't be "
+            f"{repo} is neither a directory here nor a model in the Hugging Face cache, and the hub can't be "
             "reached: give an existing directory, or download the model first"
         ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ModelError(
-            f"{path_or_repo} is neither a directory here nor a model on Hugging Face: check the spelling, and log in "
+            f"{repo} is neither a directory here nor a model on Hugging Face: check the spelling, and log in "
             "if it is private"
         ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"{path_or_repo} can't be downloaded ({first_line(error)}): try again later") from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise ModelError(f"{repo} can't be downloaded ({first_line(error)}): try again later") from error
 
 
 def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:

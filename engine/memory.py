@@ -1,12 +1,15 @@
 """How much memory this process may wire and keep cached. Only Metal has such limits; elsewhere this does nothing.
 
 MLX-LM would wire three quarters of the machine in each process; two workers must share it, so each asks for what it
-needs. Nobody checks the sum; `outrider doctor` shows what may be wired. And how much it did hold, anywhere.
+needs. Nobody checks the sum; `outrider doctor` shows what may be wired. And how much it did hold, anywhere, and when
+what it freed goes back to the system.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -16,16 +19,37 @@ log = logging.getLogger(__name__)
 _KV_BUDGET = 2 * 2**30
 _MARGIN = 2**29
 _CACHE = 2**30
+# What is free goes back after so many texts that have ended, once none runs; after so many in any case.
+_WHERE_IDLE, _AT_THE_LATEST = 16, 64
 
 
-class Peak:
-    """The most bytes that MLX has held in this process since `restart`, weights included."""
+def give_back() -> None:
+    """Gives the system what is free: glibc, which by itself keeps all but the heap's end, a hole between any two texts
+    that were remembered; and MLX. It takes a millisecond or two."""
+    mx.clear_cache()
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class Held:
+    """What this process holds: the most bytes that MLX has held since `restart`, weights included, and what is free."""
+
+    def __init__(self) -> None:
+        self._ended = 0
 
     def restart(self) -> None:
         mx.reset_peak_memory()
 
     def bytes(self) -> int:
         return mx.get_peak_memory()
+
+    def ended(self, idle: bool) -> None:
+        """A text has ended; `idle`: none runs now."""
+        self._ended += 1
+        if self._ended >= (_WHERE_IDLE if idle else _AT_THE_LATEST):
+            self._ended = 0
+            give_back()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from outrider.engine.flat import FlatCache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_net import Layer, Span, Tell, hidden, net_of
+from outrider.engine.numpy_net import Ear, Layer, Span, hidden, net_of
 from outrider.engine.piece import Ints, Piece
 from outrider.protocol.errors import ModelError
 
@@ -39,11 +39,11 @@ class NumpyFlat:
         pieces: Sequence[Piece],
         caches: Sequence[FlatCache],
         wanted: Sequence[int] | None,
-        tell: Tell | None = None,
+        ear: Ear | None = None,
     ) -> mx.array:
-        """Feeds tokens [T], piece after piece; logits of the `wanted`, or of all: [R, V]. `tell`: see `Net.rows`."""
+        """Feeds tokens [T], piece after piece; logits of the `wanted`, or of all: [R, V]. `ear`: see `Net.rows`."""
         positions = np.concatenate([piece.positions for piece in pieces])
-        rows = self._net.rows(tokens, positions, spans(self._net.layers, pieces, caches), tell)
+        rows = self._net.rows(tokens, positions, spans(self._net.layers, pieces, caches), ear)
         return self._net.logits(rows if wanted is None else rows[np.array(wanted, np.int32)])
 
 

@@ -7,8 +7,9 @@ rows cost half as much (docs/log.md). Knows rows, and where keys and values lie;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,9 +23,6 @@ from outrider.engine.positions import Ints, RopeTable
 from outrider.engine.taps import AFTER_NORM, BEFORE_NORM
 from outrider.protocol.errors import ModelError
 
-Tell = Callable[[object, Floats], None]
-"""Is given what passes a place of the model (`engine.taps`), [T, H]."""
-
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Beyond this the weights no longer stay in a cache, and MLX's forwards are no longer mostly bookkeeping.
 _MOST_BYTES = 512 * 2**20
@@ -32,6 +30,18 @@ _MASKED = np.float32(-1e30)
 # What is so far below the highest score weighs nothing beside it. Its exponential may be a subnormal number, and a CPU
 # takes a hundred times as long to multiply those: a third of a forward over long texts (docs/log.md).
 _FARTHEST = np.float32(-60)
+
+
+class Ear(Protocol):
+    """Who listens to what passes places of a model (`engine.taps`)."""
+
+    def hears(self, key: object) -> bool:
+        """Whether rows of this place are wanted."""
+        ...
+
+    def told(self, key: object, rows: Floats) -> None:
+        """What passes there, [T, H]; what is not wanted is dropped."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +151,22 @@ class Net:
         self.head = Dense([unwrapped(model.lm_head if "lm_head" in model else body.embed_tokens)])
         self.rope = rope_of(body.layers[0])
 
-    def rows(self, tokens: Ints, positions: Ints, spans: Iterable[Sequence[Span]], tell: Tell | None = None) -> Floats:
+    def rows(self, tokens: Ints, positions: Ints, spans: Iterable[Sequence[Span]], ear: Ear | None = None) -> Floats:
         """The last layer's output for tokens [T] at these positions, [T, H]; `spans`: each layer's, text by text.
 
-        `tell` hears what each layer puts out, by its number, and what goes into and comes out of the norm behind them.
+        `ear` hears what each layer puts out, by its number, and what goes into and comes out of the norm behind them.
         """
         x: Floats = self.embedding[tokens]
         angles = self.rope.on_host(positions)
         with np.errstate(over="ignore"):  # exp(-gate) of a closed gate
             for number, (layer, own) in enumerate(zip(self.layers, spans, strict=True)):
                 x = layer(x, angles, own)
-                if tell is not None:
-                    tell(number, x)
-        if tell is not None:
-            tell(BEFORE_NORM, x)
-            tell(AFTER_NORM, self.norm(x))
+                if ear is not None:
+                    ear.told(number, x)
+        if ear is not None:
+            ear.told(BEFORE_NORM, x)
+            if ear.hears(AFTER_NORM):
+                ear.told(AFTER_NORM, self.norm(x))
         return x
 
     def logits(self, rows: Floats) -> mx.array:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
@@ -22,17 +24,38 @@ log = logging.getLogger(__name__)
 _LONGER = 256
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What a model's texts may be. `together`: they share forwards; else `own_caches` says whose caches they have."""
+
+    together: bool = False
+    trees: bool = False
+    numpy: NumpyFlat | None = None
+    own_caches: bool = False
+
+
+_known: WeakKeyDictionary[LoadedModel, _Way] = WeakKeyDictionary()
+
+
 def open_texts(model: LoadedModel) -> Texts:
-    """No texts yet, for a target that serves several."""
+    """No texts yet, for a target that serves several. Their way is found the first time, then remembered."""
+    if model not in _known:
+        _known[model] = _find(model)
+    way = _known[model]
+    if way.together:
+        return FlatTexts(model.model, way.trees, way.numpy)
+    return SeparateTexts(model.model, way.own_caches)
+
+
+def _find(model: LoadedModel) -> _Way:
     able = abilities(model)
     plain = model.attention_only and able.chains and not able.own_caches
-    if plain and all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)):
-        own = Own(model)
-        if _holds(model, own, "texts in one forward", batchcheck.agrees):
-            trees = _holds(model, own, "trees of drafts", treecheck.agrees)
-            return FlatTexts(model.model, trees, _numpy(model, own))
-        return SeparateTexts(model.model)
-    return SeparateTexts(model.model, able.own_caches)
+    if not plain or not all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)):
+        return _Way(own_caches=able.own_caches)
+    own = Own(model)
+    if not _holds(model, own, "texts in one forward", batchcheck.agrees):
+        return _Way()
+    return _Way(True, _holds(model, own, "trees of drafts", treecheck.agrees), _numpy(model, own))
 
 
 def text_cost(texts: Texts) -> KvCost:

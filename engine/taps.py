@@ -85,8 +85,12 @@ class Taps:
         finally:
             self._seen = None
 
+    def hears(self, key: object) -> bool:
+        """Whether a forward that is not the model's own is to tell what passes there."""
+        return self._seen is not None and key in self._points.keys
+
     def told(self, key: object, rows: Floats) -> None:
-        """A forward that is not the model's own tells rows [T, D] of its tokens."""
+        """Such a forward tells rows [T, D] of its tokens."""
         if self._seen is not None and key in self._points.keys:
             self._seen[key] = mx.array(rows)[None]
 

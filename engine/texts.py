@@ -152,9 +152,9 @@ class FlatTexts(FlatRows):
         pieces: Sequence[Piece],
         wanted: Sequence[int] | None,
     ) -> mx.array:
-        tell = self._taps.told if self._taps is not None and any(feed.hidden for feed in feeds) else None
+        ear = self._taps if any(feed.hidden for feed in feeds) else None
         host = np.array(tokens)
-        return _tapped(lambda: numpy.forward(host, pieces, self._caches, wanted, tell), feeds, self._taps)
+        return _tapped(lambda: numpy.forward(host, pieces, self._caches, wanted, ear), feeds, self._taps)
 
     def _by_mlx(self, tokens: mx.array, feeds: Sequence[Feed], wanted: Sequence[int] | None) -> mx.array:
         rows = None if wanted is None else mx.array(list(wanted) or [0], mx.int32)

@@ -6,17 +6,32 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from outrider.prefill_worker.mlx_reader import MlxReader
-from outrider.prefill_worker.package_reader import CoreMLReader
-from outrider.prefill_worker.reader import Reader, Tell
-from outrider.prefill_worker.worker import PrefillWorker
+from outrider.engine.models_only import models_only
 from outrider.protocol import logs, worker_process
 from outrider.protocol.digest import digest
 from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.worker_link import WorkerLink
 
-READERS: dict[str, Callable[[str, Tell], Reader]] = {"mlx": MlxReader.load, "coreml": CoreMLReader.load}
+if TYPE_CHECKING:
+    from outrider.prefill_worker.reader import Reader, Tell
+    from outrider.prefill_worker.worker import PrefillWorker
+
+
+def _mlx(model: str, tell: Tell) -> Reader:
+    from outrider.prefill_worker.mlx_reader import MlxReader
+
+    return MlxReader.load(model, tell)
+
+
+def _coreml(model: str, tell: Tell) -> Reader:
+    from outrider.prefill_worker.package_reader import CoreMLReader
+
+    return CoreMLReader.load(model, tell)
+
+
+READERS: dict[str, Callable[[str, Tell], Reader]] = {"coreml": _coreml, "mlx": _mlx}
 
 
 def main() -> int:
@@ -26,6 +41,9 @@ def main() -> int:
 
 
 def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, PrefillWorker]:
+    models_only()
+    from outrider.prefill_worker.worker import PrefillWorker
+
     reader = READERS[options.backend](options.model, lambda stage: link.send(Loading("prefill", stage)))
     hello = Hello(
         role="prefill",

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.engine.models_only import models_only
 from outrider.protocol import logs, worker_process
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
@@ -53,6 +54,7 @@ def _as_rank(options: argparse.Namespace) -> int:
             inherited = [options.log_fd] if options.log_fd is not None else []
             local = LocalRanks(options.shards, [*sys.argv[1:], "--shard"], inherited)
             stack.callback(local.kill)
+        models_only()
         from outrider.engine.ranks import join
         from outrider.target_worker.ranks.follow import follow
         from outrider.target_worker.ranks.rank_zero import RankZero
@@ -71,6 +73,7 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
 
 def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
     link.send(Loading("target", "importing MLX"))
+    models_only()
     from outrider.drafting.heads import load as heads
     from outrider.engine import memory
     from outrider.engine.abilities import abilities

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 from outrider.drafting.begin import begin, check_known
 from outrider.drafting.calibration import Calibration
+from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import Drafter, DrafterFault
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.together import Together
-from outrider.drafting.work_ahead import Continuation, WorkAhead
+from outrider.drafting.work_ahead import WorkAhead
 from outrider.engine.slots import Slot
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafting.work_ahead import Continuation
+from outrider.drafting.continuation import Continuation
 from outrider.engine.slots import Slot
 from outrider.engine.verify import Ask, Verdict
 from outrider.protocol import clock

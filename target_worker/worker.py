@@ -86,6 +86,7 @@ class TargetWorker:
         self._prompts = Prompts(PromptCache(text_cost(self._texts)), model.context_length)
         self._told_use = CacheUse()
         self._compiler = Compiler(model.folder)
+        self._held = memory.Held()
         self._running: dict[str, Running] = {}
         self._stale = 0
         self._forwards = 0
@@ -264,6 +265,7 @@ class TargetWorker:
             running.close(spoilt)
             self._prompts.close(running, spoilt)
             self._report()
+            self._held.ended(idle=not self._running)
 
     def _allow(self, message: KvMemory) -> None:
         """So much memory for all texts, from now on; own drafters have their shares, by what a text takes there."""

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 
-from outrider.drafting.beside import WIDTH, Place, with_others
+from outrider.drafting.beside import WIDTH, Place, Said
 from outrider.drafting.calibration import Calibration
+from outrider.drafting.continuation import Continuation
 from outrider.drafting.heads.line import Followed, Line
-from outrider.drafting.work_ahead import Continuation
 
 
 class BesideLine(Line):
     """A line whose continuation is a tree where others may hold, too, with a probability of more than `least`."""
 
-    __slots__ = ("_begin", "_calibration", "_least", "_places")
+    __slots__ = ("_begin", "_calibration", "_least", "_said")
 
     def __init__(self, follower: Followed, tokens: Sequence[int], calibration: Calibration, least: float) -> None:
         super().__init__(follower, tokens, WIDTH)
         self._calibration, self._least, self._begin = calibration, least, len(tokens)
-        self._places: list[Place] = []
+        self._said: Said | None = None
 
     @property
     def continuation(self) -> Continuation:
         chain = self.chain
-        self._places = [Place.of(token, found) for token, found in zip(chain, self.candidates, strict=True)]
-        tree = with_others(chain, self._places, self._calibration, self._least)
-        return Continuation(tree.tokens, None, tree.parents, tree.odds)
+        places = [Place.of(token, found) for token, found in zip(chain, self.candidates, strict=True)]
+        self._said = Said(chain, places)
+        return Continuation.of(self._said.tree(self._calibration, self._least))
 
     def learn(self, committed: Sequence[int]) -> None:
         """What became final behind its text: the calibration counts what held."""
-        new, chain = committed[self._begin :], self.chain
-        if not new or not self._places:
-            return
-        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, new[:-1], strict=False)))
-        others = self._places[accepted].others if accepted < len(self._places) else ()
-        rank = others.index(new[accepted]) if new[accepted] in others else None
-        self._calibration.learn([place.point for place in self._places[: accepted + 1]], len(chain), accepted, rank)
+        new = committed[self._begin :]
+        if new and self._said is not None and self._said.places:
+            self._said.teach(self._calibration, new)
 
 
 class Turns:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -71,6 +72,51 @@ def rope_of(sizes: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     both = sizes.get("rope_parameters") or {}
     scaling = sizes.get("rope_scaling") or (dict(both) if both.get("rope_type", "default") != "default" else None)
     return float(sizes.get("rope_theta") or both.get("rope_theta") or 10000.0), scaling
+
+
+class Sizes(TypedDict):
+    """What all heads of transformer layers have."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    context_length: int
+    qk_norm: bool
+    attention_bias: bool
+
+
+def sizes_of(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> Sizes:
+    """Sizes by the config of its layers, switches by the weights that are there; to be read where it is `complete`."""
+    hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
+    theta, scaling = rope_of(layer)
+    return Sizes(
+        hidden_size=hidden,
+        intermediate_size=int(layer["intermediate_size"]),
+        num_attention_heads=heads,
+        num_key_value_heads=int(layer.get("num_key_value_heads") or heads),
+        head_dim=int(layer.get("head_dim") or hidden // heads),
+        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        # Positions count from where it begins to read, and the target has its own end.
+        context_length=int(target.get("max_position_embeddings") or layer.get("max_position_embeddings") or 32768),
+        qk_norm="layers.0.self_attn.q_norm.weight" in weights,
+        attention_bias="layers.0.self_attn.q_proj.bias" in weights,
+    )
+
+
+@contextmanager
+def complete(name: str, what: str = "a head's sizes") -> Iterator[None]:
+    """Raises CannotDraft where what is read from a config.json is not there, or no number."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise CannotDraft(f"{name}: config.json lacks {error}; expected {what}") from error
 
 
 def check_taps(taps: Sequence[int], layers: int, name: str) -> None:

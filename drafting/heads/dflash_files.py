@@ -17,11 +17,12 @@ from outrider.drafting.heads.checkpoint import (
     Weights,
     check_taps,
     check_width,
+    complete,
     fill,
     read_config,
     read_weights,
     refuse_quantised,
-    rope_of,
+    sizes_of,
 )
 from outrider.drafting.heads.dflash import DFlash, DFlashConfig
 from outrider.drafting.heads.vocabulary import DraftVocabulary
@@ -67,11 +68,9 @@ def build(
     refuse_quantised(config, weights, name)
     weights = {_renamed(key): value for key, value in weights.items()}
     target = target.get("text_config") or target
-    try:
+    with complete(name):
         settings = _settings(_flat(config), weights, target, name)
         count = int(config.get("draft_vocab_size") or vocab_size)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CannotDraft(f"{name}: config.json lacks {error}; expected a head's sizes") from error
     _check_target(_flat(config), settings, target, vocab_size, name)
     d2t = weights.pop("d2t", None)
     vocabulary = DraftVocabulary.read(d2t, count if d2t is not None else vocab_size, vocab_size, name)
@@ -98,31 +97,18 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str) -> DFlashConfig:
     """Sizes by the config, switches by the config or by the weights that are there."""
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    theta, scaling = rope_of(config)
     block, from_anchor = int(config.get("block_size") or _BLOCK), _from_anchor(config)
     markov = int(config.get("markov_rank") or 0)
     kind = str(config.get("markov_head_type") or "vanilla").lower()
     if markov and kind not in ("vanilla", "gated", "rnn"):
         raise CannotDraft(f"{name} links its tokens by {kind!r}, which is not known here")
     return DFlashConfig(
-        hidden_size=hidden,
-        intermediate_size=int(config["intermediate_size"]),
-        num_attention_heads=heads,
-        num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        **sizes_of(config, weights, target),
         taps=_taps(config, int(target["num_hidden_layers"]), name),
         windows=_windows(config, name),
         mask_token=int(config["mask_token_id"]),
         depth=block if from_anchor else block - 1,
         from_anchor=from_anchor,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        # Positions count from where it begins to read, and the target has its own end.
-        context_length=int(target.get("max_position_embeddings") or config.get("max_position_embeddings") or 32768),
-        qk_norm="layers.0.self_attn.q_norm.weight" in weights,
-        attention_bias="layers.0.self_attn.q_proj.bias" in weights,
         own_output="d2t" in weights,
         multiplier=float(config.get("output_multiplier") or 1.0),
         softcap=float(config.get("final_logit_softcapping") or 0.0),

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from outrider.drafting.calibration import Calibration
+from outrider.drafting.continuation import Continuation
 from outrider.drafting.heads.follower import Follower
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.line import Line
 from outrider.drafting.heads.pairs import Reader
 from outrider.drafting.heads.way import Way
 from outrider.drafting.heads.ways import way_of
-from outrider.drafting.work_ahead import Continuation
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint

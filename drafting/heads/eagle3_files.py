@@ -16,11 +16,12 @@ from outrider.drafting.heads.checkpoint import (
     Weights,
     check_taps,
     check_width,
+    complete,
     fill,
     read_config,
     read_weights,
     refuse_quantised,
-    rope_of,
+    sizes_of,
 )
 from outrider.drafting.heads.eagle3 import Eagle3, Eagle3Config, PEagle
 from outrider.drafting.heads.vocabulary import DraftVocabulary
@@ -78,35 +79,21 @@ def _settings(
 ) -> tuple[Eagle3Config, int]:
     """Sizes by the config, switches by the config or by the weights that are there; and how many tokens it has."""
     layer = config.get("transformer_layer_config") or config
-    try:
-        hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
+    with complete(name):
+        sizes = sizes_of(layer, weights, target)
         layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
-        theta, scaling = rope_of(layer)
         settings = Eagle3Config(
-            hidden_size=hidden,
-            target_hidden_size=int(config.get("target_hidden_size") or hidden),
-            intermediate_size=int(layer["intermediate_size"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(layer.get("num_key_value_heads") or heads),
-            head_dim=int(layer.get("head_dim") or hidden // heads),
+            **sizes,
+            target_hidden_size=int(config.get("target_hidden_size") or sizes["hidden_size"]),
             taps=_taps(config, int(target["num_hidden_layers"]), name),
             num_hidden_layers=max(layers, 1),
-            rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            # Positions count from where it begins to read, and the target has its own end.
-            context_length=int(target.get("max_position_embeddings") or layer.get("max_position_embeddings") or 32768),
             embeds="embed_tokens.weight" in weights,
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             norm_output=bool(config.get("norm_output", False)),
             fc_norm="fc_norm.0.weight" in weights,
             input_norm="input_norm.weight" in weights,
-            qk_norm="layers.0.self_attn.q_norm.weight" in weights,
-            attention_bias="layers.0.self_attn.q_proj.bias" in weights,
         )
         return settings, int(config.get("draft_vocab_size") or layer["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CannotDraft(f"{name}: config.json lacks {error}; expected a head's sizes") from error
 
 
 def _masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, int]:

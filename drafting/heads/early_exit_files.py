@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.drafting.heads.checkpoint import fill, read_config, read_weights, refuse_quantised, stranger
+from outrider.drafting.heads.checkpoint import complete, fill, read_config, read_weights, refuse_quantised, stranger
 from outrider.drafting.heads.early_exit import AdapterConfig, EarlyExit, ExitAdapter
 from outrider.drafting.heads.exit_drafter import ExitDrafter
 from outrider.drafting.heads.exit_trial import agreements, reproduces, speedup
@@ -88,7 +88,7 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
 
 
 def _settings(config: Mapping[str, Any], name: str) -> AdapterConfig:
-    try:
+    with complete(name, "an adapter's sizes"):
         return AdapterConfig(
             exit_layer=int(config["exit_layer"]),
             rank=int(config["rank"]),
@@ -98,8 +98,6 @@ def _settings(config: Mapping[str, Any], name: str) -> AdapterConfig:
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
             target=str(config.get("target", "")),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CannotDraft(f"{name}: config.json lacks {error}; expected an adapter's sizes") from error
 
 
 def _check(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
+from outrider.drafting.continuation import Continuation
 from outrider.drafting.heads.pairs import PairFeed
-from outrider.drafting.work_ahead import Continuation
 from outrider.engine.candidate import Candidate
 from outrider.engine.flat_rows import FlatText
 from outrider.engine.sampling import Sampler

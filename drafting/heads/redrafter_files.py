@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from outrider.drafting.heads.checkpoint import Weights, fill, read_config, read_weights, refuse_quantised
+from outrider.drafting.heads.checkpoint import Weights, complete, fill, read_config, read_weights, refuse_quantised
 from outrider.drafting.heads.redrafter import Redrafter, RedrafterConfig
 from outrider.engine.loading import LoadedModel
 from outrider.engine.parts import backbone_of, embedding
@@ -55,7 +55,7 @@ def build(
 
 
 def _settings(config: Mapping[str, Any], name: str) -> RedrafterConfig:
-    try:
+    with complete(name):
         return RedrafterConfig(
             hidden_size=int(config["hidden_size"]),
             vocab_size=int(config["vocab_size"]),
@@ -63,5 +63,3 @@ def _settings(config: Mapping[str, Any], name: str) -> RedrafterConfig:
             num_draft_layers=int(config["num_draft_layers"]),
             rnn=bool(config.get("rnn", False)),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CannotDraft(f"{name}: config.json lacks {error}; expected a head's sizes") from error

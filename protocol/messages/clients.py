@@ -17,6 +17,7 @@ from outrider.protocol.fields import (
     Serial,
     Text,
     Tokens,
+    Told,
 )
 from outrider.protocol.kv import CacheUse, KvCost, KvUse
 from outrider.protocol.logprobs import Logprobs
@@ -121,7 +122,7 @@ class Chunk:
 
     request: RequestId
     text: Text
-    token_ids: Tokens
+    token_ids: Told
     logprobs: Logprobs | None = None
     origins: Origins | None = None
     rounds: tuple[RoundRecord, ...] | None = None

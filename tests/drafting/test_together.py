@@ -9,12 +9,14 @@ import pytest
 
 from outrider.drafting.calibration import Calibration, Point
 from outrider.drafting.capacity import ENOUGH, Capacity
+from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import Drafter
 from outrider.drafting.fan_out import POLICIES, Wish, shares
+from outrider.drafting.growth import Ready
 from outrider.drafting.mlx import MlxDrafter
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.drafting.together import Together
-from outrider.drafting.work_ahead import Continuation, Ready, WorkAhead
+from outrider.drafting.work_ahead import WorkAhead
 from outrider.engine.loading import load
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams

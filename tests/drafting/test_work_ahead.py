@@ -8,8 +8,9 @@ import pytest
 
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.growth import Ready
 from outrider.drafting.replay import ReplayDrafter, Script
-from outrider.drafting.work_ahead import Ready, WorkAhead
+from outrider.drafting.work_ahead import WorkAhead
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import advanced, continued
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from scipy.stats import chisquare
+import scipy
 
 from outrider.engine.draws import Draws, Keys, draw
 from outrider.engine.loading import LoadedModel
@@ -77,7 +77,7 @@ def test_draws_have_the_probabilities_they_tell_of(saguaro: float) -> None:
     drawn = draw(np, Draws(1, 5, saguaro, 2), keys(count), np.repeat(row, count, axis=0))
     tokens = drawn.ids[0]
     seen, expected = [(drawn.chosen == token).sum() for token in tokens], drawn.probs[0].astype(np.float64)
-    assert chisquare(seen, expected * count / expected.sum()).pvalue > 1e-3
+    assert scipy.stats.chisquare(seen, expected * count / expected.sum()).pvalue > 1e-3
 
 
 # --- in a tree ------------------------------------------------------------------------------------------------------

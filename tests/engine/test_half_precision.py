@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
+import scipy
 from mlx_lm.sample_utils import make_sampler
-from scipy import stats
 
 from outrider.engine.draws import Draws
 from outrider.engine.residual import target_sampler
@@ -51,7 +51,7 @@ def p_value(counts: np.ndarray, p: np.ndarray) -> float:
     common = expected >= 5
     cells = np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())
     seen, wanted = (cell[:-1] if cells[1][-1] < 5 else cell for cell in cells)
-    return float(stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue)
+    return float(scipy.stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue)
 
 
 def drawn(logits: mx.array, temp: float, rule: str, seeds: Sequence[int]) -> np.ndarray:
@@ -143,4 +143,4 @@ def test_the_least_temperature_still_shares_between_equals(kind: str) -> None:
     logits = mx.full((1, V), 16.0, getattr(mx, kind))
     logits[:, [20, 40]] = mx.array(31.0, getattr(mx, kind))
     counts = drawn(logits, 1e-3, "coupled", range(400))
-    assert counts[20] + counts[40] == 400 and stats.binomtest(int(counts[20]), 400).pvalue > 1e-3
+    assert counts[20] + counts[40] == 400 and scipy.stats.binomtest(int(counts[20]), 400).pvalue > 1e-3

@@ -12,7 +12,9 @@ import pytest
 from outrider.engine import numpy_flat
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_flat import MOST_ROWS, NumpyFlat
+from outrider.engine.numpy_net import net_of
 from outrider.engine.open_texts import open_texts
+from outrider.engine.taps import TapPoints, Taps
 from outrider.engine.texts import Feed, FlatTexts
 from outrider.protocol.errors import ModelError
 from tests.engine.test_texts import walk
@@ -72,9 +74,24 @@ def test_only_few_tokens_go_to_numpy(loaded: Loaded) -> None:
     assert counted.made == begun + 2
 
 
+@pytest.mark.parametrize("points", [TapPoints((1,)), TapPoints(before_norm=True), TapPoints((1,), after_norm=True)])
+def test_the_norm_is_made_for_a_reader_of_it_alone(loaded: Loaded, points: TapPoints) -> None:
+    model = loaded("llama")
+    net, made = net_of(model), []
+    texts = FlatTexts(model.model, numpy=NumpyFlat(model))
+    texts.tap(Taps(model.model, points))
+    places, norm, heard = opened(model, texts), net.norm, []
+    try:
+        net.norm = lambda rows: made.append(len(rows)) or norm(rows)
+        texts.forward([Feed(place, told(9, 3), 3, hidden=heard.append) for place in places])
+    finally:
+        net.norm = norm
+    assert made == [9] * (1 + points.after_norm) and len(heard) == len(places)
+
+
 def test_a_text_that_sees_what_comes_after_it_is_caught(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """At load, and by the walk of every other test."""
-    model = loaded("llama")
+    model = loaded("llama", seed=8)  # of which nothing is known yet
     monkeypatch.setattr(numpy_flat, "hidden", lambda seen: None)
     assert walk(model, FlatTexts(model.model, numpy=NumpyFlat(model)), 20) > 1e-2
     texts = open_texts(model)

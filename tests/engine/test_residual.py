@@ -14,7 +14,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 import pytest
-from scipy.stats import chi2
+import scipy
 
 from outrider.engine import residual
 from outrider.engine.draws import Draws, Keys, draw
@@ -110,7 +110,7 @@ def _p_value(counted: Counter, expected: dict) -> float:
             cells.append(rare)
         statistic += sum((s - e) ** 2 / e for s, e in cells)
         freedom += max(len(cells) - 1, 0)
-    return float(chi2.sf(statistic, freedom))
+    return float(scipy.stats.chi2.sf(statistic, freedom))
 
 
 # --- exact, whatever is proposed ------------------------------------------------------------------------------------

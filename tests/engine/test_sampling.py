@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+import scipy
 from mlx_lm.sample_utils import make_logits_processors
-from scipy import stats
 
 from outrider.engine.noise import gumbel_numpy
 from outrider.engine.sampling import Sampler, warp
@@ -137,7 +137,7 @@ def test_choices_are_distributed_as_warp_says(logits: mx.array, changes: dict) -
     expected = np.append(expected[big], expected[~big].sum())
     if expected[-1] < 5:
         observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
-    assert stats.chisquare(observed, expected).pvalue > 1e-4
+    assert scipy.stats.chisquare(observed, expected).pvalue > 1e-4
 
 
 def test_filters_are_not_compiled_for_each_value(logits: mx.array, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outrider.engine import flat
+from outrider.engine import batchcheck, flat
 from outrider.engine.loading import LoadedModel
 from outrider.engine.open_texts import open_texts
 from outrider.engine.slots import open_slots
@@ -64,6 +64,13 @@ def test_each_text_gets_the_logits_it_gets_alone(loaded: Loaded, family: str) ->
     texts = open_texts(model)
     assert isinstance(texts, FlatTexts)
     assert walk(model, texts, 40) < 1e-3
+
+
+def test_a_models_way_is_tried_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_texts(loaded("llama"))
+    monkeypatch.setattr(batchcheck, "agrees", lambda *_: False)
+    again = open_texts(loaded("llama"))
+    assert isinstance(again, FlatTexts) and again is not first and again.trees and not any(again.state())
 
 
 def test_layers_make_room_one_after_the_other(loaded: Loaded) -> None:

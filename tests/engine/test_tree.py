@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from outrider.engine.columns import OneRow
 from outrider.engine.joint_row import JointRow
@@ -358,7 +358,7 @@ def test_two_tokens_are_distributed_as_the_target_says(loaded: Loaded, path: str
             verify(slot)
         counts[8 * slot.tokens[3] + slot.tokens[4]] += 1
     wanted = exact_joint(model, prompt) * counts.sum()
-    assert stats.chisquare(counts.reshape(8, 8).sum(1), wanted.reshape(8, 8).sum(1)).pvalue > 1e-4
+    assert scipy.stats.chisquare(counts.reshape(8, 8).sum(1), wanted.reshape(8, 8).sum(1)).pvalue > 1e-4
     big = wanted >= 5
     observed, expectation = np.append(counts[big], counts[~big].sum()), np.append(wanted[big], wanted[~big].sum())
-    assert stats.chisquare(observed, expectation * observed.sum() / expectation.sum()).pvalue > 1e-4
+    assert scipy.stats.chisquare(observed, expectation * observed.sum() / expectation.sum()).pvalue > 1e-4

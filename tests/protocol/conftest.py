@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def of_shape(shape: Shape) -> st.SearchStrategy[Any]:
             return of_class(cls) if narrow is None else narrow()
 
 
+@cache  # what is drawn from again need not be made again
 def of_class(cls: type[Any]) -> st.SearchStrategy[Any]:
     return st.builds(cls, **{name: of_shape(shape) for name, shape in fields_of(cls).items()})
 

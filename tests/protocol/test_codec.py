@@ -16,7 +16,6 @@ from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import (
     Branch,
     Branches,
-    Chunk,
     Close,
     Commit,
     Drafted,
@@ -35,6 +34,11 @@ VERIFY = Verify("r", 1, 2, 30, (4, 5, 6))
 OUTCOME = Outcome("r", 1, 2, 30, 0, 4, SPAN)
 
 
+def prompt(tokens):
+    """A message with one array."""
+    return Generate("r", None, tokens, SamplingParams())
+
+
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
 @settings(
     max_examples=int(os.environ.get("OUTRIDER_FUZZ", "20")), deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -48,10 +52,10 @@ def test_every_message_survives_the_wire(cls, random_message, same_message, data
 
 
 def test_arrays_travel_as_raw_little_endian_frames_and_come_back_read_only():
-    header, raw = encode(Chunk("r", "ab", np.array([1, 258], np.int32)))
+    header, raw = encode(prompt(np.array([1, 258], np.int32)))
     assert bytes(raw) == bytes([1, 0, 0, 0, 2, 1, 0, 0])
-    assert msgpack.unpackb(header)[2][:3] == ["r", "ab", ["int32", [2]]]
-    assert not decode([header, bytes(raw)]).token_ids.flags.writeable
+    assert msgpack.unpackb(header)[2][:3] == ["r", None, ["int32", [2]]]
+    assert not decode([header, bytes(raw)]).tokens.flags.writeable
 
 
 def test_two_arrays_keep_their_places_and_an_absent_one_takes_no_frame():
@@ -75,7 +79,7 @@ def test_a_coupled_rounds_messages_are_one_frame_each():
 
 def test_a_strided_array_is_sent_in_its_own_order():
     tokens = np.arange(10, dtype=np.int32)[::-3]
-    assert decode(encode(Chunk("r", "", tokens))).token_ids.tolist() == [9, 6, 3, 0]
+    assert decode(encode(prompt(tokens))).tokens.tolist() == [9, 6, 3, 0]
 
 
 def test_a_whole_number_stands_for_the_float_of_its_value():
@@ -92,10 +96,10 @@ UNSAYABLE = {
     "too long": (replace(VERIFY, chain=(1,) * 65), "expected at most 64 of: a whole number"),
     "no word": (replace(VERIFY, kind="guess"), "Verify.kind is 'guess'; expected one of coupled, one-hot, sparse"),
     "name too long": (Close("r" * 65), "at most 64 characters"),
-    "missing array": (Chunk("r", "", None), "Chunk.token_ids is None; expected an array of int32"),
-    "other dtype": (Chunk("r", "", np.zeros(2, np.int64)), "Chunk.token_ids"),
-    "other axes": (Chunk("r", "", np.zeros((1, 2), np.int32)), "Chunk.token_ids"),
-    "negative token": (Chunk("r", "", np.array([3, -1], np.int32)), "Chunk.token_ids holds -1"),
+    "missing array": (Features("r", 1, 7, None), "Features.rows is None; expected an array of float16"),
+    "other dtype": (prompt(np.zeros(2, np.int64)), "Generate.tokens"),
+    "other axes": (prompt(np.zeros((1, 2), np.int32)), "Generate.tokens"),
+    "negative token": (prompt(np.array([3, -1], np.int32)), "Generate.tokens holds -1"),
     "not finite": (
         Features("r", 1, 7, np.array([[np.inf]], np.float16)),
         "Features.rows holds a number that is not finite",
@@ -134,7 +138,7 @@ def test_what_leaves_together_arrives_as_it_was_said_in_its_order():
 
 
 def test_of_messages_that_came_together_none_is_taken_when_one_is_refused():
-    header, raw = encode(Chunk("r", "", np.array([1], np.int32)))
+    header, raw = encode(prompt(np.array([1], np.int32)))
     for frames in ([], [*encode(VERIFY), header], [*encode(VERIFY), raw], [header, *encode(VERIFY)]):
         with pytest.raises(ProtocolError):
             decode_all(frames)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.protocol.codec import MESSAGES, decode, encode, request_of
 from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest
-from outrider.protocol.messages import Branch, Branches, Chunk, Features, Generate, Outcome, Span, Timings
+from outrider.protocol.messages import Branch, Branches, Features, Generate, Outcome, Span, Timings
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import fields_of
 from outrider.protocol.version import PROTOCOL_VERSION
@@ -25,7 +25,7 @@ OUTCOME = Outcome("r", 1, 2, 30, 2, 7, Span(5, 6))
 FEATURES = Features("r", 1, 7, np.zeros((1, 2), np.float16))
 BRANCHES = Branches("r", 1, 2, 30, 2, (Branch((1,), (2, 3)), Branch((1, 4), (5, 6))), Span(5, 6))
 GENERATE = Generate("r", "p", None, SamplingParams())
-CHUNK = Chunk("r", "ab", np.array([1, 2], np.int32))
+PROMPT = Generate("r", None, np.array([1, 2], np.int32), SamplingParams())
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
@@ -143,12 +143,12 @@ REFUSED = {
     "entry": (BRANCHES, {"entries": [7]}, r"Branches.entries\[\] is 7; expected a Branch: committed, chain"),
     "word": (GENERATE, {"mode": "fast"}, "Generate.mode is 'fast'; expected one of auto, ar, sd, ssd"),
     "int for bool": (GENERATE, {"chat_template": 1}, "Generate.chat_template is 1; expected true or false"),
-    "no array": (CHUNK, {"token_ids": [1, 2]}, "Chunk.token_ids is .* expected an array of int32"),
-    "dtype": (CHUNK, {"token_ids": ["object", [2]]}, "Chunk.token_ids"),
-    "axes": (CHUNK, {"token_ids": ["int32", [1, 2]]}, "Chunk.token_ids"),
-    "size": (CHUNK, {"token_ids": ["int32", [3]]}, "Chunk.token_ids has 8 bytes"),
-    "negative length": (CHUNK, {"token_ids": ["int32", [-2]]}, "Chunk.token_ids"),
-    "overflowing length": (CHUNK, {"token_ids": ["int32", [2**62]]}, "Chunk.token_ids"),
+    "no array": (PROMPT, {"tokens": [1, 2]}, "Generate.tokens is .* expected an array of int32"),
+    "dtype": (PROMPT, {"tokens": ["object", [2]]}, "Generate.tokens"),
+    "axes": (PROMPT, {"tokens": ["int32", [1, 2]]}, "Generate.tokens"),
+    "size": (PROMPT, {"tokens": ["int32", [3]]}, "Generate.tokens has 8 bytes"),
+    "negative length": (PROMPT, {"tokens": ["int32", [-2]]}, "Generate.tokens"),
+    "overflowing length": (PROMPT, {"tokens": ["int32", [2**62]]}, "Generate.tokens"),
     "long for nothing": (FEATURES, {"rows": ["float16", [0, 2**62]]}, "2 axes of at most 16,777,216"),
 }
 
@@ -171,13 +171,13 @@ def test_numbers_that_are_not_finite_are_refused(value):
 
 
 def test_negative_tokens_in_an_array_are_refused():
-    with pytest.raises(ProtocolError, match=r"Chunk.token_ids holds -1"):
-        decode(framed("Chunk", fields_sent(CHUNK), np.array([-1, 2], "<i4").tobytes()))
+    with pytest.raises(ProtocolError, match=r"Generate.tokens holds -1"):
+        decode(framed("Generate", fields_sent(PROMPT), np.array([-1, 2], "<i4").tobytes()))
 
 
 def test_frames_missing_or_left_over_are_refused():
-    with pytest.raises(ProtocolError, match=r"Chunk.token_ids has no frame"):
-        decode(framed("Chunk", fields_sent(CHUNK)))
+    with pytest.raises(ProtocolError, match=r"Generate.tokens has no frame"):
+        decode(framed("Generate", fields_sent(PROMPT)))
     with pytest.raises(ProtocolError, match=r"Close has 2 frames too many"):
         decode(framed("Close", ["r"], b"", b"x"))
 

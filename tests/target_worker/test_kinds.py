@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.protocol.messages import Fault, Message, Open, Outcome, Verify
+from outrider.protocol.messages import Fault, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ, one_hot
 from outrider.target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
 
 TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
@@ -20,35 +21,12 @@ COUPLED = SamplingParams(temp=1.0, seed=3)
 PROMPT = np.array([1, 4, 2], np.int32)
 
 
-class Wire:
-    name = "target-0"
-
-    def __init__(self) -> None:
-        self.inbox: list[Message] = []
-        self.sent: list[Any] = []
-
-    def send(self, *messages: Message) -> None:
-        self.sent += messages
-
-    def receive(self, wait: bool) -> Message | None:
-        return self.inbox.pop(0) if self.inbox else None
-
-    def poll(self, milliseconds: float) -> None:
-        """Nothing comes of itself."""
-
-    def expect(self, milliseconds: float) -> None:
-        """Nobody watches over it."""
-
-
-def answered(sampling: SamplingParams, verify: Verify) -> Any:
+def answer(sampling: SamplingParams, verify: Verify) -> Any:
     """What the target says to this verify, whose base_len and request are filled in."""
-    wire = Wire()
-    worker = TargetWorker(wire, markov(TABLE))  # type: ignore[arg-type]
-    for message in (Open("r", 0, 0, PROMPT, sampling), replace(verify, request="r", base_len=len(PROMPT) + 1)):
-        wire.inbox.append(message)
-        for _ in range(3):
-            worker.turn()
-    return wire.sent[-1]
+    link = FakeLink("target-0")
+    worker = TargetWorker(link, markov(TABLE))  # type: ignore[arg-type]
+    answered(worker, link, [Open("r", 0, 0, PROMPT, sampling)])
+    return answered(worker, link, [replace(verify, request="r", base_len=len(PROMPT) + 1)])[-1]
 
 
 def verify(chain: tuple[int, ...], kind: str, q: SparseQ | None = None) -> Verify:
@@ -57,21 +35,21 @@ def verify(chain: tuple[int, ...], kind: str, q: SparseQ | None = None) -> Verif
 
 def test_a_certain_chain_is_one_whose_q_is_one_hot() -> None:
     for token in range(6):
-        certain = answered(RESIDUAL, verify((token,), "one-hot"))
-        told = answered(RESIDUAL, verify((token,), "sparse", one_hot([token])))
+        certain = answer(RESIDUAL, verify((token,), "one-hot"))
+        told = answer(RESIDUAL, verify((token,), "sparse", one_hot([token])))
         assert isinstance(certain, Outcome) and (certain.accepted, certain.bonus) == (told.accepted, told.bonus)
 
 
 def test_q_decides_about_a_sparse_chain_and_only_about_that() -> None:
     unlikely = SparseQ(np.arange(6, dtype=np.int32)[None], np.array([[0.999, *[0.0002] * 5]], np.float32))
-    sparse = [answered(RESIDUAL, verify((token,), "sparse", unlikely)).accepted for token in range(1, 6)]
-    certain = [answered(RESIDUAL, verify((token,), "one-hot", unlikely)).accepted for token in range(1, 6)]
+    sparse = [answer(RESIDUAL, verify((token,), "sparse", unlikely)).accepted for token in range(1, 6)]
+    certain = [answer(RESIDUAL, verify((token,), "one-hot", unlikely)).accepted for token in range(1, 6)]
     assert sparse == [1] * 5 and sum(certain) < 5
 
 
 @pytest.mark.parametrize("sampling", [RESIDUAL, COUPLED])
 def test_an_empty_chain_is_a_plain_step_of_any_kind(sampling: SamplingParams) -> None:
-    bonuses = {answered(sampling, verify((), kind)).bonus for kind in ("coupled", "one-hot")}
+    bonuses = {answer(sampling, verify((), kind)).bonus for kind in ("coupled", "one-hot")}
     assert len(bonuses) == 1
 
 
@@ -87,5 +65,5 @@ def test_an_empty_chain_is_a_plain_step_of_any_kind(sampling: SamplingParams) ->
 def test_a_kind_that_cannot_be_kept_is_a_fault_in_a_sentence(
     sampling: SamplingParams, message: Verify, sentence: str
 ) -> None:
-    fault = answered(sampling, message)
+    fault = answer(sampling, message)
     assert isinstance(fault, Fault) and fault.request == "r" and sentence in fault.message

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from outrider.drafting.continuation import Continuation
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.eagle3 import Eagle3
 from outrider.drafting.heads.follower import MOST_WAITING, Follower
@@ -20,7 +21,6 @@ from outrider.drafting.heads.line import Line
 from outrider.drafting.heads.load import load as load_head
 from outrider.drafting.heads.pairing import agreement
 from outrider.drafting.heads.ways import way_of
-from outrider.drafting.work_ahead import Continuation
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.open_texts import open_texts
 from outrider.engine.sampling import Sampler

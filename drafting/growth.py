@@ -1,0 +1,210 @@
+"""The branches of one chain under verification: which outcomes get one, and how all grow a token deeper a forward.
+
+Paper sections 3 and 4; the words are docs/architecture.md's. Works on one tree; knows nothing of what became of rounds
+before, but that their nodes are still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafting.beside import common, rank, with_others, worthwhile
+from outrider.drafting.calibration import MAX_RANK, Calibration, Point
+from outrider.drafting.continuation import Continuation
+from outrider.drafting.drafter import TreeFeed
+from outrider.drafting.fan_out import FanOut, Wish, ranks
+from outrider.drafting.paths import Paths
+from outrider.drafting.steps import Steps
+from outrider.protocol.messages import Beside, Branch
+from outrider.protocol.sparse import SparseQ
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a commit asks for: `branches` outcomes of the chain `verifying`, `depth` deep; with None, nothing.
+
+    The `skip` likeliest are other drafters'. `least`: how probable tokens are that are told beside a chain's.
+    """
+
+    verifying: tuple[int, ...] | None
+    depth: int
+    branches: int
+    skip: int = 0
+    least: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What one forward brought: branches to push, as deep as they are, and whether that is all of the round.
+
+    `q`: what the chains' tokens were drawn from, if they were.
+    """
+
+    entries: tuple[Branch, ...]
+    depth: int
+    final: bool
+    q: SparseQ | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The bonus tokens that may follow at a fork point, best first, and how they compare."""
+
+    bonuses: tuple[int, ...]
+    point: Point
+
+
+@dataclass(slots=True)
+class Growing:
+    """A branch in the making: `tip` is its last fed node (None before the bonus token is fed), `chain` what follows.
+
+    `nodes[i]` is the node that chain token i follows. `beside`: what was thought next best, once it is whole.
+    """
+
+    accepted: int
+    bonus: int
+    tip: int | None = None
+    chain: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    beside: Beside | None = None
+
+
+class Growth:
+    """The work for one chain.
+
+    `_spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes as
+    far as they are fed; `_unfed` is the rest of the chain. `_thoughts[k]` are what the drafter would place there, None
+    until that was looked at. `_ranks[k]` are those that get a branch, `_unforked` the k whose branches are not begun.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        chain: tuple[int, ...],
+        wanted: Wanted,
+        eos: Collection[int],
+        fan_out: FanOut,
+        calibration: Calibration,
+    ) -> None:
+        known = paths.along(paths.tree.root, chain)
+        self._paths, self._tree = paths, paths.tree
+        self._chain, self._wanted, self._eos = chain, wanted, eos
+        self._fan_out, self._calibration = fan_out, calibration
+        self._depth = min(wanted.depth, self._tree.room - len(chain) - 1)
+        self._spine = [self._tree.root, *known]
+        self._thoughts: list[Thought | None] = [None] * (len(chain) + 1)
+        self._ranks: list[range] = []
+        self._growing: list[Growing] = []
+        self._found: list[Growing] = []
+        self._begun = False
+        grows = self._depth > 0 and wanted.branches > 0
+        self._unfed = chain[len(known) :] if grows else ()
+        self._unforked = list(range(len(chain) + 1)) if grows else []
+
+    @property
+    def busy(self) -> bool:
+        """True while there is a forward worth making, or it is still to be said that there is none."""
+        return bool(not self._begun or self._unfed or self._unforked or self._growing)
+
+    def wish(self) -> Wish | None:
+        """How many branches it wants, and where; None: it has its share, or wants none."""
+        if self._ranks or not self._unforked:
+            return None
+        self._look([k for k in self._unforked if k < len(self._spine)])
+        points = [thought.point if thought else None for thought in self._thoughts]
+        return Wish(points, self._wanted.branches, self._depth, self._wanted.skip)
+
+    def grant(self, wish: Wish, branches: int) -> None:
+        """Shares `branches` out over the fork points of its wish."""
+        self._ranks = ranks(wish, branches, self._fan_out, self._calibration)
+
+    def advance(self) -> Steps[Ready]:
+        """One forward: what the chain still lacks is fed, every branch grows one token, new forks begin."""
+        self._begun = True
+        self._fork()
+        grown = self._growing
+        for growing, token in zip(grown, (yield from self._feed()), strict=True):
+            growing.chain.append(token)
+        self._growing = [growing for growing in grown if len(growing.chain) < self._depth]
+        moved, self._found = self._found + grown, []
+        for growing in moved if self._wanted.least < 1.0 and not self._paths.are_drawn else ():
+            if len(growing.chain) >= self._depth:
+                growing.beside = self._beside(growing)
+        entries = tuple(
+            Branch((*self._chain[: g.accepted], g.bonus), tuple(g.chain[: self._depth]), g.beside) for g in moved
+        )
+        q = self._paths.drawn_from([node for g in moved for node in g.nodes[: self._depth]])
+        return Ready(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Counts what its outcome was, by the `tokens` that became final, before the tree forgets it."""
+        accepted = common(self._chain, tokens[:-1])  # what follows is the bonus, or a token beside the chain
+        if accepted >= len(self._spine):
+            return
+        unseen = [k for k in range(accepted + 1) if self._thoughts[k] is None]
+        if unseen:
+            self._look(unseen)
+        thoughts = [thought for thought in self._thoughts[: accepted + 1] if thought is not None]
+        stood = rank(thoughts[accepted].bonuses, tokens[accepted])
+        self._calibration.learn([thought.point for thought in thoughts], len(self._chain), accepted, stood)
+
+    def _feed(self) -> Steps[list[int]]:
+        """The forward: the unfed chain, and every growing branch's next token. Returns the bests."""
+        line = self._paths.line(self._spine[-1], self._unfed)
+        parents = [*line.parents, *(self._spine[g.accepted] if g.tip is None else g.tip for g in self._growing)]
+        tokens = [*line.tokens, *(g.bonus if g.tip is None else None for g in self._growing)]
+        if not tokens:
+            return []
+        nodes, fed = (yield TreeFeed(parents, tokens)), len(self._unfed)
+        self._unfed = ()
+        self._spine += nodes[:fed]
+        for growing, node in zip(self._growing, nodes[fed:], strict=True):
+            growing.tip = node
+            growing.nodes.append(node)
+        return self._tree.best(nodes)[fed:]
+
+    def _fork(self) -> None:
+        """Starts branches wherever the chain has been fed."""
+        ready = [k for k in self._unforked if k < len(self._spine)]
+        self._unforked = self._unforked[len(ready) :]
+        self._look([k for k in ready if self._thoughts[k] is None])
+        for k in ready:
+            thought, wanted = self._thoughts[k], self._ranks[k]
+            for bonus in thought.bonuses[wanted.start : wanted.stop] if thought else ():
+                self._begin(k, bonus)
+
+    def _look(self, points: Sequence[int]) -> None:
+        """What the drafter thinks at these fork points: never the chain's own token, never EOS."""
+        if not points:
+            return
+        wide = max(self._wanted.skip + self._wanted.branches, MAX_RANK) + 1 + len(self._eos)
+        found = self._tree.candidates([self._spine[k] for k in points], wide)
+        for k, candidates in zip(points, found, strict=True):
+            own = self._chain[k] if k < len(self._chain) else None  # it cannot be that outcome's bonus
+            others = [c for c in candidates if c.token != own and c.token not in self._eos]
+            gaps = tuple(c.gap for c in others)
+            own_gap = None
+            if own is not None and others:
+                own_gap = gaps[0] - next((c.gap for c in candidates if c.token == own), gaps[-1])
+            self._thoughts[k] = Thought(tuple(c.token for c in others), Point(own_gap, gaps))
+
+    def _begin(self, accepted: int, bonus: int) -> None:
+        """A new branch; where an earlier round already fed its first tokens, they are taken over."""
+        growing = Growing(accepted, bonus, self._paths.child(self._spine[accepted], bonus, told=True))
+        node = growing.tip
+        while node is not None:
+            growing.tip = node
+            growing.nodes.append(node)
+            growing.chain += self._tree.best([node])
+            node = self._paths.child(node, growing.chain[-1], told=False)
+        (self._growing if len(growing.chain) < self._depth else self._found).append(growing)
+
+    def _beside(self, growing: Growing) -> Beside | None:
+        """What is thought next best beside a whole branch's tokens, where that may pay at all."""
+        chain, least = growing.chain[: min(len(growing.nodes), self._wanted.depth)], self._wanted.least
+        worth = worthwhile(len(chain), self._calibration, least)
+        if not worth:
+            return None
+        places = self._paths.places(chain[:worth], growing.nodes[:worth], len(self._eos))
+        return Continuation.of(with_others(chain, places, self._calibration, least)).beside

@@ -1,0 +1,41 @@
+"""What texts leave free goes back to the system, now and then and best where nothing runs."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.engine import memory
+from outrider.engine.memory import Held, give_back
+
+PAGE = 4096
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+@pytest.mark.skipif(getattr(ctypes.CDLL(None), "malloc_trim", None) is None, reason="glibc alone keeps it")
+def test_what_lies_free_between_longer_lived_blocks_is_given_back() -> None:
+    blocks = [np.ones(4 * PAGE, np.float32) for _ in range(1024)]
+    give_back()
+    full = resident()
+    kept = blocks[::16]
+    del blocks
+    give_back()
+    assert full - resident() > 32 * 2**20
+    assert all(block[0] == 1 for block in kept)
+
+
+def test_it_is_given_back_after_some_texts_once_none_runs_and_after_many_in_any_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(memory, "give_back", lambda: given.append(number))
+    held = Held()
+    for number in range(200):
+        held.ended(idle=number % 100 == 99)
+    assert given == [63, 99, 163, 199]
