@@ -33,7 +33,8 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import Dialogue, Patience
+from outrider.orchestrator.client.dialogue import Dialogue
+from outrider.orchestrator.client.patience import Patience
 from outrider.orchestrator.client.result import Chunk
 from outrider.orchestrator.client.resumed import Resumed
 from outrider.protocol import values

@@ -30,7 +30,7 @@ from outrider.orchestrator.gate import Gate, gate_for
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Unfinished, wait_for_end
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.lines import Drain, End, Lines
-from outrider.orchestrator.machine import blas, descriptors
+from outrider.orchestrator.machine import blas, cores, descriptors
 from outrider.orchestrator.machine.http_process import HttpProcess, Listener
 from outrider.orchestrator.machine.lan import Beacon
 from outrider.orchestrator.machine.sweeper import Sweeper
@@ -98,6 +98,7 @@ def run(
     """
     files = descriptors.raise_limit()
     pair = choose_pair(settings)
+    cores.place(0, "orchestrator", pair.settings)
     happenings: SimpleQueue[Happening] = SimpleQueue()
     sys.setswitchinterval(SWITCH_SECONDS)
     with ExitStack() as stack:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from outrider.drafting.continuation import Continuation
+from outrider.drafting.growth import Ready
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.drafting.together import Together
-from outrider.drafting.work_ahead import Continuation, Ready, WorkAhead
+from outrider.drafting.work_ahead import WorkAhead
 from outrider.protocol.errors import OutriderError
 
 # Trees are fed one by one whatever the drafter, where there is one.

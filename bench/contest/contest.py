@@ -96,7 +96,7 @@ class PeerProcess(Helper):
         draft = ["--draft-model", settings.draft_model] if settings.draft_model is not None else []
         command = ("outrider.bench.contest.peers", "--model", str(settings.model), *draft)
         super().__init__(*command, threads=settings.threads)
-        cores.pin(self.pid, cores.core_of("target", settings))
+        cores.place(self.pid, "target", settings)
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams, depth: int) -> Run:
         told = self.ask({

@@ -8,7 +8,6 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import zmq
 
 from outrider.protocol.codec import decode, encode
@@ -51,7 +50,7 @@ class Clockwork(threading.Thread):
                 self._say(client, Started(request, 1, "ar", sampling.seed or 0, "none", ""))
                 for _ in range(sampling.max_tokens):
                     time.sleep(self._pace)
-                    self._say(client, Chunk(request, f"{time.perf_counter_ns()} ", np.zeros(1, np.int32)))
+                    self._say(client, Chunk(request, f"{time.perf_counter_ns()} ", (0,)))
                 self._say(client, Done(request, "length", Timings()))
 
     def _say(self, client: bytes, message: Message) -> None:

@@ -107,7 +107,7 @@ class WorkerHall:
 
     def rest(self) -> None:
         self._turn()
-        held: dict[str, object] = getattr(self._worker, "_running", None) or getattr(self._worker, "_drafting", {})
+        held: dict[str, object] = getattr(self._worker, "_running", {})
         self._turn(*map(Close, held), KvMemory(KV_LIMIT))
         if held:
             raise Broken(f"{list(held)} are held although they were closed")

@@ -19,7 +19,7 @@ from outrider.bench.fuzz.mutation import Mutator
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.workers.pool import WorkerPool
 from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import now
@@ -29,8 +29,8 @@ from outrider.protocol.messages import Shutdown
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import INCARNATION_BITS
 
-POOL = "outrider.orchestrator.core.worker_pool"
-SPAWNER = "outrider.orchestrator.core.supervisor.spawn_worker"
+POOL = "outrider.orchestrator.core.workers.pool"
+SPAWNER = "outrider.orchestrator.core.workers.supervisor.spawn_worker"
 AT_ONCE, MAX_TOKENS, EXCHANGES = 3, 60, 3
 PATIENCE = 1000  # rests in which some request must get on
 WAIT_MS = 5

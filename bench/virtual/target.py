@@ -43,6 +43,11 @@ class Flight:
     rows: int
     started_ns: int
 
+    @property
+    def all_rows(self) -> int:
+        """With those that are read."""
+        return self.rows + sum(count for _, count in self.read)
+
 
 class PacedTarget:
     """A forward takes as long as the profile says for all its rows, and `prompt_ms` for each token of prompts that is
@@ -155,7 +160,7 @@ class PacedTarget:
         for playing, verify in flight.asked:
             if playing.over:
                 continue
-            outcome = self._outcome(playing, verify, flight.rows, work)
+            outcome = self._outcome(playing, verify, flight.all_rows, work)
             playing.next, playing.idle_ns = None, 0
             playing.length = outcome.base_len + outcome.accepted + 1
             self._say(playing, outcome)

@@ -16,9 +16,9 @@ from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.client.asker import Asker
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import EMPTY, Wish
 from outrider.orchestrator.client.result import GenerationResult
 from outrider.orchestrator.client.resumed import Resumed
+from outrider.orchestrator.client.wish import EMPTY, Wish
 from outrider.orchestrator.pair.chat import Message
 from outrider.orchestrator.pair.model_files import embedded_pair, find_model
 from outrider.orchestrator.pair.model_text import ModelText, load_text

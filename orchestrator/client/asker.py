@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Unpack
 
-from outrider.orchestrator.client.dialogue import Dialogue, Prompt, Wish
+from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.client.result import Chunk, GenerationResult
+from outrider.orchestrator.client.wish import Prompt, Wish, Wishes
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -16,41 +18,25 @@ class Asker(ABC):
     sources: int
 
     def generate(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        mode: str = "auto",
-        num_draft_tokens: int | None = None,
-        branches: int | None = None,
-        chat_template: bool = True,
-        origins: bool = False,
-        drafter: str = "",
-        client: str = "",
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **wishes: Unpack[Wishes]
     ) -> GenerationResult:
         """The completion of `prompt`: text, or token ids as a list, a tuple or a numpy array.
 
-        `mode` is ar, sd, ssd, or auto: the server's own; so is None for `num_draft_tokens` and `branches`. A model's
-        chat template is applied to text unless `chat_template` is False. `origins`: tell where each token came from.
-        `drafter`: the name of the only one that is to draft (draft, ngram, or a head's, as eagle3). `client`: for whom
-        it is, where a program asks for many people: they take turns at the server as if each asked alone.
+        Keywords:
+            mode: ar, sd, ssd, or auto, the default: the server's own.
+            num_draft_tokens, branches: K and B; None, the default: the server's own.
+            chat_template: False: a model's is not applied to text.
+            origins: True: tell where each token came from.
+            drafter: the name of the only one that is to draft (draft, ngram, or a head's, as eagle3).
+            client: for whom it is, where a program asks for many people: they take turns at the server as if each asked
+                alone.
 
         Raises:
             InvalidRequest: something is out of range; the message says what was expected.
             EndpointError: nothing answers.
             WorkerError: a worker was lost on the way.
         """
-        stream = self.stream(
-            prompt,
-            sampling,
-            mode=mode,
-            num_draft_tokens=num_draft_tokens,
-            branches=branches,
-            chat_template=chat_template,
-            origins=origins,
-            drafter=drafter,
-            client=client,
-        )
+        stream = self.stream(prompt, sampling, **wishes)
         for _ in stream:
             pass
         return stream.result
@@ -60,24 +46,16 @@ class Asker(ABC):
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
-        mode: str = "auto",
-        num_draft_tokens: int | None = None,
-        branches: int | None = None,
-        chat_template: bool = True,
-        origins: bool = False,
         rounds: bool = False,
-        drafter: str = "",
-        client: str = "",
         progress: Callable[[int, int], None] | None = None,
+        **wishes: Unpack[Wishes],
     ) -> Stream:
         """The completion of `prompt` as it grows; see `generate`. Leaving the loop cancels.
 
         `rounds`: chunks tell of each round, when it has ended. `progress(done, total)` hears how much of a long prompt
         has been read.
         """
-        sampling = sampling or SamplingParams()
-        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, rounds, drafter, client)
-        return Stream(self, Dialogue(wish, progress, self.sources))
+        return Stream(self, Dialogue(Wish.of(prompt, sampling, rounds, wishes), progress, self.sources))
 
     @abstractmethod
     def exchange(self, dialogue: Dialogue) -> Iterator[Chunk]:

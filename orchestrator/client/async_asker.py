@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
+from typing import Unpack
 
-from outrider.orchestrator.client.dialogue import Dialogue, Prompt, Wish
+from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.client.result import Chunk, GenerationResult
+from outrider.orchestrator.client.wish import Prompt, Wish, Wishes
 from outrider.protocol.sampling import SamplingParams
 
 Grown = Callable[[Chunk], object]
@@ -19,30 +21,10 @@ class AsyncAsker(ABC):
     sources: int
 
     async def generate(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        mode: str = "auto",
-        num_draft_tokens: int | None = None,
-        branches: int | None = None,
-        chat_template: bool = True,
-        origins: bool = False,
-        drafter: str = "",
-        client: str = "",
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **wishes: Unpack[Wishes]
     ) -> GenerationResult:
-        """The completion of `prompt`; see `Client.generate`."""
-        stream = self.stream(
-            prompt,
-            sampling,
-            mode=mode,
-            num_draft_tokens=num_draft_tokens,
-            branches=branches,
-            chat_template=chat_template,
-            origins=origins,
-            drafter=drafter,
-            client=client,
-        )
+        """See `Client.generate`."""
+        stream = self.stream(prompt, sampling, **wishes)
         async for _ in stream:
             pass
         return stream.result
@@ -52,20 +34,12 @@ class AsyncAsker(ABC):
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
-        mode: str = "auto",
-        num_draft_tokens: int | None = None,
-        branches: int | None = None,
-        chat_template: bool = True,
-        origins: bool = False,
         rounds: bool = False,
-        drafter: str = "",
-        client: str = "",
         progress: Callable[[int, int], None] | None = None,
+        **wishes: Unpack[Wishes],
     ) -> AsyncStream:
-        """The completion of `prompt` as it grows; see `Client.stream`. Leaving the loop cancels."""
-        sampling = sampling or SamplingParams()
-        wish = Wish(prompt, sampling, mode, num_draft_tokens, branches, chat_template, origins, rounds, drafter, client)
-        return AsyncStream(self, Dialogue(wish, progress, self.sources))
+        """See `Client.stream`."""
+        return AsyncStream(self, Dialogue(Wish.of(prompt, sampling, rounds, wishes), progress, self.sources))
 
     async def exchange(self, dialogue: Dialogue) -> AsyncIterator[Chunk]:
         """Runs one dialogue to its end; cancels it when the caller leaves early."""

@@ -29,7 +29,6 @@ LONGEST_READING = 6 * EPISODE_ROUNDS
 FIRST_RETRY = 6
 TUNED_RETRY = 24  # of what a tuning has looked at
 LAST_RETRY = 192
-UNLIKELY = 8
 # A try ends early when it has brought less than this share of the best.
 HOPELESS = 0.8
 # What an old episode counts when a new one comes.
@@ -42,8 +41,13 @@ STAY_MARGIN = 1.02
 HOME_MARGIN = 1.05
 # The formula's error about a way at one load is half of it, by factors, at the next; more than this is another matter.
 MOST_ERROR = 1.5
+# In company speculation takes a second core, and texts end one by one, the last ones in few rows: while all run it has
+# to bring so many times as much as plain decoding.
+DEARER = 1.05
 # In company it is half of it after so many episodes, too: who runs then are others.
 HALF_FORGOTTEN = 24
+# A round counts as so many usual ones at most: what took longer was held up by something else. Of few nobody knows yet.
+HELD_UP, FEW = 4.0, 8
 # What a tuning says counts as much as this many milliseconds of measuring.
 TUNING_WEIGHT_MS = 100.0
 
@@ -51,19 +55,22 @@ TUNING_WEIGHT_MS = 100.0
 @dataclass(frozen=True, slots=True)
 class Trying:
     """How tries are made. `warm_up`: the first rounds of an episode pay for the change and are not counted. `rounds`:
-    so many that are counted may end a try early. `margin`: what was measured is tried again where it promises this
-    share of the best; `untried`: what never was, and `first`: that at once."""
+    so many that are counted may end a try early, where it stays below the best by `errors` of its own rate. `margin`:
+    what was measured is tried again where it promises this share of the best; `untried`: what never was, and `first`:
+    that at once. `unlikely`: what promises less waits so many times as long."""
 
     warm_up: int
     rounds: int
+    errors: float
     margin: float
     untried: float
     first: float
+    unlikely: int
 
 
 # In company drafters have several texts to catch up with, and several requests show as much in fewer rounds; a try is
 # as dear as all of them. A crowd ends after a few episodes, so what may be better does not wait for the next.
-ALONE, TOGETHER = Trying(1, 4, 0.9, 0.6, 1.1), Trying(2, 2, 0.95, 0.8, 0.95)
+ALONE, TOGETHER = Trying(1, 4, math.inf, 0.9, 0.6, 1.1, 8), Trying(2, 2, 1.0, 0.95, 0.8, 0.95, 32)
 
 
 @dataclass(slots=True)
@@ -77,6 +84,7 @@ class Record:
     tokens: float = 0.0
     milliseconds: float = 0.0
     promised: float = 0.0
+    rounds: float = 0.0
     last_episode: int = 0
     retry: int = FIRST_RETRY
     source: str = "measured"
@@ -95,6 +103,10 @@ class Record:
         rate = self.tokens / self.milliseconds
         return math.sqrt(max(tokens - 2 * rate * mixed + rate**2 * milliseconds, 0.0)) / self.milliseconds
 
+    def counted(self, milliseconds: float) -> float:
+        """What a round counts that took so long."""
+        return min(milliseconds, HELD_UP * self.milliseconds / self.rounds) if self.rounds >= FEW else milliseconds
+
     def rate_here(self, formula: float) -> float | None:
         """What it should bring where the formula says this: as much more or less as it was wrong before."""
         return formula * self.tokens / self.promised if self.promised > 0 else self.rate
@@ -106,6 +118,7 @@ class Record:
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
         self.promised = self.promised * fade + promised
+        self.rounds = self.rounds * fade + 1
         new = (tokens**2, tokens * milliseconds, milliseconds**2)
         self._squares = tuple(fade * known + more for known, more in zip(self._squares, new, strict=True))
         self.last_episode = episode
@@ -114,16 +127,17 @@ class Record:
 
 @dataclass(slots=True)
 class Attempt:
-    """An episode of a way that is not known to be the best; `to_beat` is the rate of that one, `least` the rounds it
-    gets."""
+    """An episode of a way that is not known to be the best; `to_beat` is the rate of that one. `seen`: of its own."""
 
     to_beat: float
-    least: int
-    tokens: float = 0.0
-    milliseconds: float = 0.0
+    trying: Trying
+    seen: Record = field(default_factory=Record)
 
     def is_hopeless(self, rounds: int) -> bool:
-        return rounds >= self.least and self.tokens < HOPELESS * self.to_beat * self.milliseconds
+        if rounds < self.trying.rounds or self.seen.rate is None:
+            return False
+        likely = self.seen.rate + (self.trying.errors * self.seen.noise if self.seen.noise else math.inf)
+        return self.seen.rate < HOPELESS * self.to_beat or likely < self.to_beat
 
 
 @dataclass(slots=True)
@@ -153,6 +167,7 @@ class Controller:
     _trial: Attempt | None = None
     _is_first: bool = False
     _reading: bool = False
+    _leaving: bool = False
     _read_beside: int = 0
 
     def start_from(self, choices: Iterable[Choice]) -> None:
@@ -192,16 +207,16 @@ class Controller:
         `reading`: some prompt is still read. In company nothing is tried until it is.
         """
         if _load(active) != _load(self._active):
-            self._plan = None
+            self._plan, self._leaving = None, active < self._active
         self._active = max(active, 1)
         self._reading = reading and active > 1
 
     def plan(self) -> Plan:
-        """The plan for the next round."""
+        """The plan for the next round. A load at which no round was made was no episode."""
         if self._plan is None or self.is_due:
+            self._episode += self._rounds > 0
             self._rounds = 0
-            self._episode += 1
-            self._plan = self._choose()
+            self._plan = self._choose(passing=self._plan is None)
         return self._plan
 
     @property
@@ -222,11 +237,14 @@ class Controller:
         self._rounds += 1
         if self._rounds > self._trying.warm_up * self._active and milliseconds > 0:
             brought = tokens * self._active
-            record, promised = self._records.setdefault(self._way, Record()), self._promised * milliseconds
+            record = self._records.setdefault(self._way, Record())
+            milliseconds = record.counted(milliseconds)
+            promised = self._promised * milliseconds
             record.add(brought, milliseconds, promised, self._episode, self._active > 1)
             if self._trial is not None:
-                self._trial.tokens += brought
-                self._trial.milliseconds += milliseconds
+                if self._trial.seen.rate is None:
+                    record.retry = min(record.retry * 2, LAST_RETRY)
+                self._trial.seen.add(brought, milliseconds, promised, 0, each=False)
 
     @property
     def _kinds(self) -> tuple[Way, ...]:
@@ -242,11 +260,14 @@ class Controller:
     def _records(self) -> dict[Way, Record]:
         return self._by_load.setdefault(_load(self._active), {})
 
-    def _choose(self) -> Plan:
+    def _choose(self, passing: bool) -> Plan:
+        """`passing`: another load has just begun."""
         forecasts = self._forecasts(self._active)
-        guesses = self._guesses(forecasts)
-        rates = self._rates_here(forecasts)
+        guesses = self._worths(self._guesses(forecasts))
+        rates = self._worths(self._rates_here(forecasts))
         self._trial, self._is_first = None, False
+        if passing and self._leaving:
+            return self._take_expected(rates, guesses, forecasts)
         if not rates and self._active > 1 and Way("ar") in guesses:
             self._is_first = True
             return self._take(Way("ar"), forecasts, "what all else is held against")
@@ -259,10 +280,32 @@ class Controller:
             best = current
         overdue = None if self._reading else self._overdue(best, rates, forecasts, guesses)
         if overdue is not None:
-            self._trial = Attempt(rates[best], self._trying.rounds)
+            self._trial = Attempt(rates[best] * self._dearer(overdue), self._trying)
             return self._take(overdue, forecasts, self._why_try(overdue, rates))
-        source = self._records[best].source
-        return self._take(best, forecasts, f"{rates[best] * 1000:.0f} tokens/s, {source}, the best")
+        return self._take(best, forecasts, self._why_best(best, rates[best]))
+
+    def _take_expected(
+        self, rates: dict[Way, float], guesses: dict[Way, float], forecasts: dict[Way, Forecast]
+    ) -> Plan:
+        """Where some have left the others may soon, too: nothing is tried, and what was never measured at this load is
+        taken for what it brought in larger company."""
+        others = {way: guess / HOME_MARGIN for way, guess in guesses.items() if self._differs(way, forecasts)}
+        expected = others | rates
+        best = max(expected, key=expected.__getitem__)
+        why = self._why_best(best, rates[best]) if best in rates else "by what it brought in larger company"
+        return self._take(best, forecasts, why)
+
+    def _why_best(self, way: Way, worth: float) -> str:
+        rate = worth * self._dearer(way)
+        return f"{rate * 1000:.0f} tokens/s, {self._records[way].source}, the best"
+
+    def _dearer(self, way: Way) -> float:
+        """How many times as much a way has to bring as plain decoding."""
+        return DEARER if self._active > 1 and way.mode != "ar" else 1.0
+
+    def _worths(self, rates: dict[Way, float]) -> dict[Way, float]:
+        """Tokens per millisecond of plain decoding that are worth as much."""
+        return {way: rate / self._dearer(way) for way, rate in rates.items()}
 
     def _rates_here(self, forecasts: dict[Way, Forecast]) -> dict[Way, float]:
         """Of what was measured at this load; alone, what that means for this text."""
@@ -290,9 +333,8 @@ class Controller:
         for way in sorted(guesses, key=lambda way: -guesses[way]):
             if way == best or not self._differs(way, forecasts):
                 continue
-            record = self._records.setdefault(way, Record(last_episode=self._episode))
+            self._records.setdefault(way, Record(last_episode=self._episode))
             if self._age(way) >= self._patience(way, rates, rates[best], guesses[way]):
-                record.retry = min(record.retry * 2, LAST_RETRY)
                 return way
         self._records[best].retry = FIRST_RETRY
         return None
@@ -302,7 +344,9 @@ class Controller:
         if way not in rates and way.kind not in self._tuned and guess > self._trying.first * best:
             return 0
         retry, margin = self._records[way].retry, self._trying.margin if way in rates else self._trying.untried
-        return retry if max(guess, rates.get(way, 0.0)) > margin * best else UNLIKELY * retry
+        if way.mode == "ar" and self._active > 1:  # measured in a crowd's first rounds, when much else goes on
+            return retry
+        return retry if max(guess, rates.get(way, 0.0)) > margin * best else self._trying.unlikely * retry
 
     def _differs(self, way: Way, forecasts: dict[Way, Forecast]) -> bool:
         """Whether the formula's own K is, by the formula, clearly better than the tuned one of the same mode; and where

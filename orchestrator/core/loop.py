@@ -19,8 +19,8 @@ from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning
-from outrider.orchestrator.core.worker import Loss
-from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.workers.pool import WorkerPool
+from outrider.orchestrator.core.workers.worker import Loss
 from outrider.orchestrator.events import Admit, Broke, Quit, Speaks, Stop, ToCore, ToFront, WorkersChanged
 from outrider.orchestrator.gate import Gate
 from outrider.orchestrator.mailbox import Mailbox
@@ -72,7 +72,7 @@ class Core:
             ),
             outbox.put,
             self._trace,
-            tunings if settings.has_draft_worker else (),
+            tunings if settings.has_draft_worker or settings.drafts_by_head else (),
             self._memory.read(tuned),
         )
 
@@ -161,7 +161,7 @@ class Core:
                 case Stop():
                     self._rounds.stop(event.request, event.reason)
                 case Speaks():
-                    self._pool.language = event
+                    self._pool.entry.language = event
                 case Quit():
                     return False
         return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outrider.orchestrator.core.acceptance import Acceptance
 from outrider.orchestrator.core.copies import LONGEST_COPY, best_tail
 from outrider.orchestrator.core.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
@@ -52,9 +53,7 @@ def merged(
     if beside is not None:
         _put_beside(drafts, chain, beside)
     if forks:
-        shared = drafts.shared(instead.chain)
-        other, places = estimates.beside(instead.matched), range(len(instead.chain))
-        drafts.add(instead.chain, [other.rate(max(place - shared, 0)) for place in places], Origin.COPIED)
+        put_copy(drafts, instead, estimates.beside(instead.matched))
     after = _after(ngrams, branch, committed, longest)
     tail = best_tail(estimates, after, estimates.drafted.reach(len(chain) - 1)).tokens
     rates = [estimates.copied(after.matched).rate(place) for place in range(len(tail))]
@@ -66,6 +65,12 @@ def merged(
         return None
     copied = tree.by.count(Origin.COPIED)
     return replace(branch, chain=tree.tokens, parents=tree.parents, by=tree.by, copied=copied)
+
+
+def put_copy(drafts: Drafts, copy: Copy, holds: Acceptance) -> None:
+    """What the text says comes next, whose tokens hold so well from where nobody else has said them."""
+    shared = drafts.shared(copy.chain)
+    drafts.add(copy.chain, [holds.rate(max(place - shared, 0)) for place in range(len(copy.chain))], Origin.COPIED)
 
 
 def beside_own(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:

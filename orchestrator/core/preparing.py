@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from outrider.orchestrator.core.limits import room, up_to_end
 from outrider.orchestrator.core.proposal import Proposal
-from outrider.orchestrator.core.proposals import Proposer
+from outrider.orchestrator.core.proposer import Proposer
 from outrider.orchestrator.core.request import Request
 
 

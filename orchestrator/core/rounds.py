@@ -23,7 +23,7 @@ from outrider.orchestrator.core.ngram import PIECE
 from outrider.orchestrator.core.outage import Outage
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.prefill import PrefillReadings
-from outrider.orchestrator.core.proposals import Proposer
+from outrider.orchestrator.core.proposer import Proposer
 from outrider.orchestrator.core.request import Request, RoundSettings, Settled
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.tuning import Tuning

@@ -13,24 +13,29 @@ from outrider.protocol.heads import NGRAM
 
 
 class TextOdds:
-    """`above`: of the kind, or of everything. `rounds`: so many drafts it has seen."""
+    """`rounds`: so many drafts it has seen."""
 
     def __init__(self, above: Estimates | TextOdds) -> None:
-        self.above = above
+        """`above`: of the kind, or of everything."""
+        self._above = above
         self.rounds = 0
         self._drafted: dict[str, Acceptance] = {}
         self._copied = Acceptance(prior=0.3, positions=2)
         self._tokens, self._rows = Average(COPIED_SMOOTHING), Average(COPIED_SMOOTHING)
 
+    def moves_under(self, above: TextOdds) -> None:
+        """It is a text of another kind than was thought: what it has not seen itself it believes of that one."""
+        self._above = above
+
     def holding(self, drafter: str = "") -> Acceptance:
         """How well its tokens hold."""
         own = self._drafted.setdefault(drafter, Acceptance())
-        own.prior = self.above.holding(drafter)
+        own.prior = self._above.holding(drafter)
         return own
 
     def copied_a_round(self) -> tuple[float, float]:
         """Of what the text says comes next: how many tokens held in a round, and how many there were."""
-        tokens, rows = self.above.copied_a_round()
+        tokens, rows = self._above.copied_a_round()
         return (
             tokens if self._tokens.value is None else self._tokens.value,
             rows if self._rows.value is None else self._rows.value,
@@ -42,7 +47,7 @@ class TextOdds:
 
     def saw_copy(self, copied: int, held: int) -> None:
         if self._tokens.value is None:
-            tokens, rows = self.above.copied_a_round()
+            tokens, rows = self._above.copied_a_round()
             self._tokens.add(tokens)
             self._rows.add(rows)
         self._tokens.add(held)

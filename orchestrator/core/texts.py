@@ -33,7 +33,7 @@ class Text:
     odds: TextOdds
 
     def explained(self, chances: Mapping[str, float]) -> None:
-        """By kind: the logarithm of the chance that what was seen would be seen there."""
+        """By kind: the logarithm of the chance that what was seen would be seen there; it becomes of the likeliest."""
         for kind, chance in chances.items():
             self.scores[kind] += chance
         best = max(self.scores, key=self.scores.__getitem__)
@@ -75,4 +75,4 @@ class Texts:
         if drafted:
             kinds = {kind: self.odds(kind, text.greedy) for kind in text.scores}
             text.explained({kind: odds.likelihood(drafter, drafted, accepted) for kind, odds in kinds.items()})
-            text.odds.above = self.odds(text.kind, text.greedy)
+            text.odds.moves_under(self.odds(text.kind, text.greedy))

@@ -114,6 +114,7 @@ def _pair(settings: ServeSettings) -> list[object]:
         os.cpu_count(),
     ]
     what += [f"{settings.shards} ranks"] if settings.shards > 1 else []
+    what += [settings.head_in] if settings.head_in != "target" else []
     return what if settings.simulate is None else [*what, str(settings.simulate.resolve())]
 
 

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import zmq
 
 from outrider.orchestrator.client_key import client_of
@@ -307,8 +306,7 @@ class Front:
             count = len(piece.tokens)
             logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
             origins = tuple(map(int, event.origins[:count])) if event.origins is not None else None
-            tokens = np.array(piece.tokens, dtype=np.int32)
-            self._tell(ticket, Chunk(ticket.name, piece.text, tokens, logprobs, origins, event.rounds))
+            self._tell(ticket, Chunk(ticket.name, piece.text, piece.tokens, logprobs, origins, event.rounds))
 
     def _tell(self, ticket: Ticket, message: Message) -> None:
         if not self._clients.send(ticket.sender, message):

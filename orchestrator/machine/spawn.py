@@ -114,7 +114,7 @@ def spawn_worker(
     finally:
         for number in inherited:
             os.close(number)
-    cores.pin(process.pid, cores.core_of(role, settings))
+    cores.place(process.pid, role, settings)
     return SpawnedWorker(name, process, lifeline, log)
 
 

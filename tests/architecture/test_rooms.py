@@ -48,6 +48,7 @@ WITHIN = {
         "machine": {"pair"},
         "cli": {"client", "core", "front", "machine", "pair"},
     },
+    "orchestrator/core": {"workers": set()},
     "server": {
         "model": set(),
         "shapes": set(),
@@ -63,6 +64,7 @@ WITHIN = {
         "fleet": {"virtual", "simulation", "contest"},
         "page": set(),
         "contest": {"timing"},
+        "bound": {"timing", "contest"},
         "crowd": {"contest"},
         "conformance": set(),
         "programs": {"conformance"},

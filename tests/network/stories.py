@@ -204,8 +204,7 @@ class Stories(RuleBasedStateMachine):
             world.tick()
         for node in world.nodes.values():
             worker: Any = node.worker
-            held = getattr(worker, "_running", None) or getattr(worker, "_drafting", None)
-            judge("given back", not held, f"{node.name} still holds {list(held or ())}")
+            judge("given back", not worker._running, f"{node.name} still holds {list(worker._running)}")
 
     def _until_settled(self) -> None:
         for _ in range(PATIENCE):

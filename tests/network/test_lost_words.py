@@ -144,4 +144,4 @@ def test_a_lost_close_holds_memory_only_until_others_come(world: Any, losing: An
     for _ in range(1000):
         cluster.tick()
     assert not cluster.rounds.active
-    assert not held[0]._running and not held[1]._drafting
+    assert not held[0]._running and not held[1]._running

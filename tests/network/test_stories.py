@@ -2,7 +2,8 @@
 
     OUTRIDER_STEPS=100000 nice python -m pytest tests/network/test_stories.py -s
 
-Unsaid, a short form that is the same each time.
+Unsaid, a short form by seeds: the next one where a thing that always holds did not come up yet. What a seed makes
+depends on the modules that are loaded, so on which other tests run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.network.stories import TALLY, Stories
@@ -19,20 +20,20 @@ from tests.network.watch import HOLDS
 STEPS = int(os.environ.get("OUTRIDER_STEPS", "0"))
 IN_A_STORY = 40
 SHORT = 14
+MOST = 6
 
 
 @pytest.mark.timeout(0 if STEPS else 240)
 def test_what_always_holds_holds_in_every_story() -> None:
     rounds = 0
-    while rounds == 0 or TALLY.steps.total() < STEPS:
+    while TALLY.steps.total() < STEPS if STEPS else rounds < MOST and set(TALLY.judged) != set(HOLDS):
         rounds += 1
         run_state_machine_as_test(
-            Stories,
+            Stories if STEPS else seed(rounds)(Stories),
             settings=settings(
                 max_examples=100 if STEPS else SHORT,
                 stateful_step_count=IN_A_STORY,
                 deadline=None,
-                derandomize=not STEPS,
                 database=None,
                 suppress_health_check=list(HealthCheck),
                 print_blob=False,

@@ -295,9 +295,9 @@ class Watch:
         self._holds_within(cache, len(running))
 
     def _looks_at_drafter(self, worker: Any, watched: Any) -> None:
-        for name, one in worker._drafting.items():
+        for name, one in worker._running.items():
             self._are_committed(name, one.work.tree.column_tokens())
-        self._holds_within(worker._drafter.prompt_cache, len(worker._drafting))
+        self._holds_within(worker._drafter.prompt_cache, len(worker._running))
 
     def _are_committed(self, name: str, tokens: Sequence[int]) -> None:
         expected = self.requests[name].text.first(len(tokens))

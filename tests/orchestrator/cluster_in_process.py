@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from outrider.bench.virtual.known_text import held, path_of
 from outrider.draft_worker.worker import DraftWorker
@@ -18,17 +18,13 @@ from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
 from outrider.protocol.abilities import Abilities
-from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, RoundRecord, Span, Verify
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 from tests.honest import HonestWorkers
+from tests.system.links import FakeLink, Idle, through_the_codec
 
 GREEDY = SamplingParams()
-
-
-def through_the_codec(message: Message) -> Message:
-    return decode([bytes(frame) for frame in encode(message)])
 
 
 class OracleTarget:
@@ -91,32 +87,6 @@ class OracleTarget:
         return Outcome(message.request, message.epoch, message.round, at, len(nodes), bonus, Span(0, 1), path=path)
 
 
-@dataclass
-class FakeLink:
-    """A draft worker's link: what it sent, and what it will receive."""
-
-    inbox: deque[Message] = field(default_factory=deque)
-    sent: deque[Message] = field(default_factory=deque)
-    name: str = "draft-0"
-
-    def send(self, message: Message) -> None:
-        self.sent.append(through_the_codec(message))
-
-    def receive(self, wait: bool) -> Message | None:
-        if self.inbox:
-            return self.inbox.popleft()
-        if wait:
-            raise Idle
-        return None
-
-    def expect(self, milliseconds: float) -> None:
-        """Nobody watches."""
-
-
-class Idle(Exception):
-    """The draft worker would block."""
-
-
 class Cluster(HonestWorkers):
     """Runs requests to their end. `steps` drafter forwards fit behind a verify; `drop` may lose a message."""
 
@@ -138,7 +108,7 @@ class Cluster(HonestWorkers):
     ) -> None:
         """`others`: what further drafters say."""
         self.target = OracleTarget(text, context)
-        self.links = [FakeLink(name=f"draft-{n}") for n in range(1 + len(others))]
+        self.links = [FakeLink(f"draft-{n}") for n in range(1 + len(others))]
         self.link = self.links[0]
         scripts = zip(self.links, [script, *others], strict=True)
         self.workers = {

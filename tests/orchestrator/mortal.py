@@ -12,7 +12,8 @@ from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.orchestrator.events import Admit, Broke, Committed, Ended
 from outrider.protocol.messages import Close, Message, Open, Verify
 from outrider.protocol.sampling import SamplingParams
-from tests.orchestrator.cluster_in_process import Cluster, FakeLink, OracleTarget
+from tests.orchestrator.cluster_in_process import Cluster, OracleTarget
+from tests.system.links import FakeLink
 
 VOCAB = 200
 PROMPT = tuple(range(10, 20))
@@ -127,7 +128,7 @@ class Mortal(Cluster):
 
     def kill_drafter(self) -> None:
         self.worker = None
-        self.link = FakeLink()
+        self.link = FakeLink("draft-0")
         self.rounds.lost_drafter("draft-0", "draft worker draft-0 ended with code -9", self._now)
 
     def find_drafter(self) -> None:

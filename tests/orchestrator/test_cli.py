@@ -152,6 +152,8 @@ def test_the_version_is_told(run):
         (["generate", "-p", "x", "--colocate", "--mode", "ssd"], 2, "mode ssd needs a drafter that works while"),
         (["generate", "-p", "x", "--colocate", "--draft-backend", "none"], 2, "draft_backend none has no place there"),
         (["overlap", "--colocate"], 2, "with colocate they take turns"),
+        (["overlap", "--draft-backend", "mtp"], 2, "a head (mtp) takes turns with it"),
+        (["overlap", "--draft-backend", "ngram"], 2, "overlap times a draft model"),
         (["pairs", "one"], 2, "only one model"),
         (["pairs", "/no/such", "/no/such"], 3, "no such path"),
         (["verify", "-p", "x", "--json-file", "/no/such"], 2, "no such file"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from dataclasses import fields
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ import zmq
 
 import outrider
 from outrider.orchestrator import AsyncClient, Client
-from outrider.orchestrator.client.dialogue import Patience
+from outrider.orchestrator.client.patience import Patience
 from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.wish import Wish, Wishes
 from outrider.orchestrator.events import Admit, Began, Committed, Stop
 from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import EndpointError, InvalidRequest, WorkerError
@@ -22,6 +25,13 @@ from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import says
 
 SILENCE = 0.3
+
+
+def test_what_may_be_wished_for_is_checked_and_told():
+    """`prompt`, `sampling` and `rounds` are arguments of their own."""
+    wishes, told = list(get_type_hints(Wishes)), Client.generate.__doc__ or ""
+    assert sorted([*wishes, "prompt", "sampling", "rounds"]) == sorted(field.name for field in fields(Wish))
+    assert not [name for name in wishes if name not in told]
 
 
 def begins(codec):
@@ -148,7 +158,7 @@ def test_a_short_timeout_bears_a_busy_server(stand, codec):
 def test_a_server_that_is_only_busy_is_heard(stand, codec, monkeypatch):
     """The core is silent; the front's answers to the client's questions show that the server lives."""
     heard = threading.Semaphore(0)
-    monkeypatch.setattr("outrider.orchestrator.client.dialogue.ASK_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr("outrider.orchestrator.client.patience.ASK_AFTER_SECONDS", 0.02)
     monkeypatch.setattr(Patience, "heard", lambda self: heard.release() or setattr(self, "_asked", 0))
     results: list[GenerationResult] = []
     thread = threading.Thread(target=lambda: results.append(stand.client().generate("x")))

@@ -212,6 +212,15 @@ def test_what_was_measured_long_ago_in_company_gives_way_to_the_formula() -> Non
     assert crowd(controller, world(ar=0.38, sd=0.1, ssd=0.7), 150 * EPISODE_ROUNDS, 4)["ssd"] > 50 * EPISODE_ROUNDS * 4
 
 
+def test_a_round_that_was_held_up_drives_nobody_from_the_best() -> None:
+    controller = Controller(Estimates(), MODES, 4, 16)
+    controller.turn_to(8)
+    rates = world(ar=0.3, sd=0.1, ssd=0.25)
+    crowd(controller, rates, 100 * EPISODE_ROUNDS + EPISODE_ROUNDS // 2)
+    crowd(controller, world(ar=0.003, sd=0.003, ssd=0.003), 1)
+    assert crowd(controller, rates, 20 * EPISODE_ROUNDS)["ar"] > 18 * EPISODE_ROUNDS * 8
+
+
 def test_in_company_plain_decoding_is_measured_first_and_in_few_rounds() -> None:
     controller = Controller(Estimates(), MODES, 4, 16)
     controller.turn_to(8)
@@ -220,6 +229,18 @@ def test_in_company_plain_decoding_is_measured_first_and_in_few_rounds() -> None
     assert 0 < seen["ar"] < 8 * EPISODE_ROUNDS
     controller.turn_to(1)
     assert Controller(Estimates(), MODES, 4, 16).plan().mode != "ar"
+
+
+def test_in_company_plain_decoding_that_began_badly_is_soon_measured_again() -> None:
+    """A crowd's first rounds are those of a process that has only begun."""
+    estimates = Estimates()
+    for rows, milliseconds in ((1, 38.0), (8, 40.0), (16, 44.0)):
+        estimates.saw_verify(rows, milliseconds)
+    controller = Controller(estimates, MODES, 4, 16)
+    controller.turn_to(8)
+    crowd(controller, world(ar=0.2, sd=0.1, ssd=0.25), 4)
+    seen = crowd(controller, world(ar=0.3, sd=0.1, ssd=0.25), 20 * EPISODE_ROUNDS)
+    assert seen["ar"] > 8 * 10 * EPISODE_ROUNDS
 
 
 def test_in_company_what_promises_as_much_does_not_wait_for_its_first_try() -> None:

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import zmq
 
-from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.workers.pool import WorkerPool
 from outrider.orchestrator.events import Speaks
 from outrider.orchestrator.gate import Gate
 from outrider.orchestrator.settings import ServeSettings
@@ -149,7 +149,7 @@ def test_two_drafters_of_one_name_are_told_of_each_other(door: Door) -> None:
 
 
 def test_a_drafter_whose_tokens_mean_other_things_is_turned_away(door: Door) -> None:
-    door.pool.language = Speaks("target-model", "abc")
+    door.pool.entry.language = Speaks("target-model", "abc")
     told = reason(door.hello(door.peer(7, MINI), 7, model="/draft", vocabulary="xyz"))
     assert "/draft" in told and "target-model" in told and "`outrider pairs`" in told
     assert isinstance(door.hello(door.peer(8, MINI), 8, vocabulary="abc"), Welcome)

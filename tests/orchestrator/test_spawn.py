@@ -181,13 +181,25 @@ def test_a_missing_openblas_is_told_with_what_it_costs(monkeypatch):
     assert blas.notes() == ()
 
 
-def test_on_two_cores_target_and_drafter_have_one_each(monkeypatch):
+def test_on_two_cores_target_and_drafter_have_one_each_and_the_orchestrator_is_on_the_drafters(monkeypatch):
     monkeypatch.setattr(cores, "GIVEN", [4, 9])
-    assert [cores.core_of(role, SETTINGS) for role in ("target", "orchestrator", "draft")] == [4, None, 9]
+    assert [cores.core_of(role, SETTINGS) for role in ("target", "orchestrator", "draft", "prefill")] == [4, 9, 9, None]
     assert cores.core_of("draft", ServeSettings(model="m", draft_model="d", threads=2)) is None
     assert cores.core_of("target", ServeSettings(draft_backend="ngram")) is None
     monkeypatch.setattr(cores, "GIVEN", [0, 1, 2, 3])
     assert cores.core_of("draft", SETTINGS) is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="cores are told apart on Linux")
+def test_who_shares_a_core_with_the_orchestrator_is_behind_it_and_what_is_free_again_has_all_cores():
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        cores.put_behind(process.pid)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == cores.BEHIND
+        cores.pin(process.pid, cores.GIVEN[-1])
+        assert os.sched_getaffinity(process.pid) == {cores.GIVEN[-1]}
+        cores.pin(process.pid, None)
+        assert sorted(os.sched_getaffinity(process.pid)) == cores.GIVEN
+        process.kill()
 
 
 # --- sweeping -----------------------------------------------------------------------------------------------------

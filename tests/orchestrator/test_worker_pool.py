@@ -12,12 +12,12 @@ import pytest
 import zmq
 
 from outrider.orchestrator.allowance import Allowance, Rate
-from outrider.orchestrator.core import supervisor
-from outrider.orchestrator.core.places import MAX_WORKERS
-from outrider.orchestrator.core.pulse import QUIET, SILENT, SLACK, UNKNOWN
-from outrider.orchestrator.core.trust import MOST_LIES
-from outrider.orchestrator.core.worker import Loss
-from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.workers import supervisor
+from outrider.orchestrator.core.workers.places import MAX_WORKERS
+from outrider.orchestrator.core.workers.pool import WorkerPool
+from outrider.orchestrator.core.workers.pulse import QUIET, SILENT, SLACK, UNKNOWN
+from outrider.orchestrator.core.workers.trust import MOST_LIES
+from outrider.orchestrator.core.workers.worker import Loss
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.abilities import Abilities
@@ -730,8 +730,8 @@ def test_a_drafter_that_floods_is_done_without(hall: Hall, monkeypatch: pytest.M
 def test_what_a_worker_does_not_read_is_bounded_and_said_once(
     make_hall: Callable[..., Hall], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("outrider.orchestrator.core.worker_router.MOST_WAITING", 4)
-    monkeypatch.setattr("outrider.orchestrator.core.worker_router.WARNINGS", Rate(0, 1))
+    monkeypatch.setattr("outrider.orchestrator.core.workers.router.MOST_WAITING", 4)
+    monkeypatch.setattr("outrider.orchestrator.core.workers.router.WARNINGS", Rate(0, 1))
     hall = make_hall()
     deaf = hall.worker("target-0")
     deaf.hot.setsockopt(zmq.RCVHWM, 4)

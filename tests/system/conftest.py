@@ -17,6 +17,7 @@ from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import Cluster
 from tests.system.links import VirtualClock
 from tests.system.small import NOISES, SMALL
+from tests.target_worker.heads import markov_llama
 from tests.tiny import Pair
 
 
@@ -50,6 +51,12 @@ def small_pair(
 def served(tiny_pair: Callable[..., Pair]) -> Pair:
     """For real processes of which any text will do: they are up in half the time that the embedded pair takes."""
     return tiny_pair("llama", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """One whose text heads foretell, see tests/target_worker/heads.py."""
+    return markov_llama(tmp_path_factory.mktemp("markov"))
 
 
 @pytest.fixture

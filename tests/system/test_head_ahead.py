@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +23,6 @@ from tests.system.links import VirtualClock
 from tests.target_worker.block_heads import parallel_head
 from tests.target_worker.heads import (
     feature_head,
-    markov_llama,
     mtp_head,
     parallel_feature_head,
     parallel_token_head,
@@ -36,17 +34,7 @@ from tests.target_worker.heads import (
 LENGTH = 28
 PROMPT = [40, 41, 42, 7, 8]
 Heads = Callable[[LoadedModel], StepHead]
-Alone = Callable[[float], list[int]]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return markov_llama(tmp_path_factory.mktemp("markov"))
-
-
-@pytest.fixture(scope="module")
-def alone(target: LoadedModel) -> Alone:
-    return cache(lambda temp: Cluster(target, None, VirtualClock()).run(PROMPT, sampling(temp), "ar").tokens)
+Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 
 
 def sampling(temp: float, seed: int = 3) -> SamplingParams:
@@ -85,9 +73,9 @@ def accepted(run: Run) -> float:
     mode=["sd", "ssd"],
     temp=[0.0, 0.8],
 )
-def test_the_text_is_the_targets_own(target: LoadedModel, alone: Alone, made: Heads, mode: str, temp: float) -> None:
+def test_the_text_is_the_targets_own(target: LoadedModel, plain: Plain, made: Heads, mode: str, temp: float) -> None:
     run = cluster(target, made(target), schedule=MIXED).run(PROMPT, sampling(temp), mode)
-    assert run.tokens == alone(temp)
+    assert run.tokens == plain(target, PROMPT, sampling(temp))
     assert mode == "ssd" or any(round_.chain for round_ in run.rounds)  # what a random head prepares never comes
 
 
@@ -221,20 +209,20 @@ def test_a_missing_row_is_what_the_head_has_learned_for_it(target: LoadedModel) 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize(("lost", "late"), [(0.2, 0.3), (1.0, 0.0)])
 def test_lost_and_late_rows_change_no_text(
-    target: LoadedModel, alone: Alone, mode: str, lost: float, late: float
+    target: LoadedModel, plain: Plain, mode: str, lost: float, late: float
 ) -> None:
     for seed in range(2):
         made = cluster(target, token_head(target), Lossy, schedule=MIXED, full_depth=False, seed=seed)
         assert isinstance(made, Lossy)
         made.lost, made.late = lost, late
         run = made.run(PROMPT, sampling(0.8), mode)
-        assert run.tokens == alone(0.8)
+        assert run.tokens == plain(target, PROMPT, sampling(0.8))
         assert lost == 1.0 or any(round_.chain for round_ in run.rounds)
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize("who", ["replace_target", "replace_drafter"])
-def test_it_is_fed_anew_after_a_restart(target: LoadedModel, alone: Alone, mode: str, who: str) -> None:
+def test_it_is_fed_anew_after_a_restart(target: LoadedModel, plain: Plain, mode: str, who: str) -> None:
     made = cluster(target, token_head(target), full_depth=False)
     turn, turns = made._turn, iter(range(10_000))
 
@@ -245,18 +233,18 @@ def test_it_is_fed_anew_after_a_restart(target: LoadedModel, alone: Alone, mode:
 
     made._turn = turn_and_restart  # type: ignore[method-assign]
     run = made.run(PROMPT, sampling(0.8), mode)
-    assert run.tokens == alone(0.8)
+    assert run.tokens == plain(target, PROMPT, sampling(0.8))
     assert run.timings.resumed + run.timings.rejoined == 1
     assert any(round_.chain for round_ in run.rounds[-8:])
 
 
 def test_rows_beyond_half_precision_are_said_and_the_text_goes_on(
-    target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch
+    target: LoadedModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = token_head(target)
     monkeypatch.setattr(head, "fuse", lambda rows: mx.full((rows.shape[0], 64), 1e6))
     run = cluster(target, head, full_depth=False).run(PROMPT, sampling(0.8), "ssd")
-    assert run.tokens == alone(0.8)
+    assert run.tokens == plain(target, PROMPT, sampling(0.8))
     assert any("beyond half precision" in note for note in run.notes)
     assert not any(round_.chain for round_ in run.rounds)
 

@@ -212,11 +212,13 @@ def test_a_signal_in_the_middle_of_a_text_is_an_error_for_its_client(serve: Call
 
 
 def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Callable[..., Serving]) -> None:
-    server = serve("--draft-backend", "ngram")
+    server = serve("--draft-backend", "ngram", "--drain-timeout", str(int(LIMIT)))
     client, other = Client(server.endpoint), Client(server.endpoint)
     stream = client.stream(PROMPT, replace(LONG, max_tokens=1200))
     chunks = iter(stream)
     next(chunks)
+    target = pids(other)["target"]
+    os.kill(target, signal.SIGSTOP)  # else all of it may be said before anybody is refused
     server.process.send_signal(signal.SIGTERM)
 
     def refused() -> bool:
@@ -227,6 +229,7 @@ def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Cal
         return False
 
     until(refused, "new requests are refused")
+    os.kill(target, signal.SIGCONT)
     for _ in chunks:
         pass
     assert len(stream.result.token_ids) == 1200

@@ -94,6 +94,14 @@ def whole(cluster: LocalCluster) -> dict[str, GenerationResult]:
     return dict(zip(TEXTS, undisturbed(cluster.client(), list(TEXTS.values())), strict=True))
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system tells of no other process's libraries")
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_worker_loads_nothing_of_text(cluster: LocalCluster, role: str) -> None:
+    """Its start takes no part in what mlx-lm has for tokenizers."""
+    maps = Path(f"/proc/{worker(cluster.client(), role).pid}/maps").read_text()
+    assert "/mlx/" in maps and "/tokenizers/" not in maps
+
+
 def test_a_drafter_that_is_killed_comes_back_into_the_same_text(cluster: LocalCluster) -> None:
     client, before = cluster.client(), worker(cluster.client(), "draft").restarts
     long = replace(SAMPLED, max_tokens=900)  # it outlasts its start

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from itertools import count, product
 from typing import Any
 
@@ -25,17 +24,7 @@ from tests.target_worker.heads import blurred_head, markov_llama, random_head, t
 
 LENGTH, HEAD, BOTH = 28, "head", "draft+head"
 PROMPT = [40, 41, 42, 7, 8] * 4
-Alone = Callable[[float], list[int]]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return markov_llama(tmp_path_factory.mktemp("markov"))
-
-
-@pytest.fixture(scope="module")
-def alone(target: LoadedModel) -> Alone:
-    return cache(lambda temp: Cluster(target, None, VirtualClock()).run(PROMPT, sampling(temp), "ar").tokens)
+Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +63,10 @@ def held(found: Run) -> Counter[str]:
 @pytest.mark.parametrize(("mode", "drafter"), [("sd", HEAD), ("ssd", BOTH)])
 @pytest.mark.parametrize("made", [token_head, random_head, block_head])
 def test_the_text_is_the_targets_own(
-    target: LoadedModel, alone: Alone, made: Callable[[LoadedModel], Head], mode: str, drafter: str, temp: float
+    target: LoadedModel, plain: Plain, made: Callable[[LoadedModel], Head], mode: str, drafter: str, temp: float
 ) -> None:
     found = run(target, made(target), sampling(temp), mode, drafter)
-    assert found.tokens == alone(temp)
+    assert found.tokens == plain(target, PROMPT, sampling(temp))
     assert sum(held(found).values()) == found.timings.draft_n_accepted
     assert found.traced == held(found)
 
@@ -116,11 +105,11 @@ def test_a_union_brings_more_than_either(target: LoadedModel, blurred: LoadedMod
 
 @pytest.mark.usefixtures("rows_are_cheap")
 def test_without_trees_a_branch_is_verified_alone_and_a_head_drafts_after_a_miss(
-    target: LoadedModel, blurred: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch
+    target: LoadedModel, blurred: LoadedModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Estimates, "own_ms", lambda self, tokens, drafter: 0.0)
     found = run(target, blurred_head(target), sampling(0.8), "ssd", BOTH, blurred, trees=False, ngrams=False)
-    assert found.tokens == alone(0.8)
+    assert found.tokens == plain(target, PROMPT, sampling(0.8))
     assert held(found)["head"] and held(found)["prepared"]
 
 

@@ -5,7 +5,7 @@ Reads the places and changes nothing. Knows nothing of sockets or requests.
 
 from __future__ import annotations
 
-from outrider.orchestrator.core.places import TARGET, Places
+from outrider.orchestrator.core.workers.places import TARGET, Places
 from outrider.orchestrator.kv_room import KvRoom, kv_room
 from outrider.orchestrator.machine.memory import physical
 from outrider.orchestrator.settings import ServeSettings

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from outrider.orchestrator.core.worker import Worker
+from outrider.orchestrator.core.workers.worker import Worker
 from outrider.protocol.digest import fits
 from outrider.protocol.messages import Hello
 from outrider.protocol.worker_link import heartbeat_of, routing_id

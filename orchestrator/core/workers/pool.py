@@ -1,7 +1,7 @@
 """The workers' socket: lets in those that have or may take a place, and asks all whether they are alive.
 
-Turns frames into (worker name, message) and back; what workers say about themselves stays here. Who lives and who is
-started again is the supervisor's. Knows nothing of requests.
+Turns frames into (worker name, message) and back; what workers say about themselves stays here. Who may come is the
+entry's to say, who lives and who is started again the supervisor's. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import zmq
 
 from outrider.orchestrator.allowance import Allowance, Rate
 from outrider.orchestrator.core.door import LIES
-from outrider.orchestrator.core.places import MAX_NAME, TARGET, Places
-from outrider.orchestrator.core.pulse import SILENT, Pulse
-from outrider.orchestrator.core.roster import Roster
-from outrider.orchestrator.core.supervisor import Supervisor
-from outrider.orchestrator.core.worker import Loss, Worker, misfit
-from outrider.orchestrator.core.worker_router import MAX_CONNECTIONS, WorkerRouter
-from outrider.orchestrator.events import Speaks
+from outrider.orchestrator.core.workers.entry import NOT_ALLOWED, Entry
+from outrider.orchestrator.core.workers.places import MAX_NAME, TARGET, Places
+from outrider.orchestrator.core.workers.pulse import SILENT, Pulse
+from outrider.orchestrator.core.workers.roster import Roster
+from outrider.orchestrator.core.workers.router import MAX_CONNECTIONS, WorkerRouter
+from outrider.orchestrator.core.workers.supervisor import Supervisor
+from outrider.orchestrator.core.workers.worker import Loss, Worker, misfit
 from outrider.orchestrator.gate import Gate
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock, far
@@ -29,7 +29,6 @@ from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
-from outrider.protocol.keyring import DRAFTER, PREFILL
 from outrider.protocol.keys import key_shown
 from outrider.protocol.messages import (
     Branches,
@@ -52,7 +51,6 @@ log = logging.getLogger(__name__)
 
 # A drafter says a few things a forward; a stranger has little to say but HELLO.
 DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
-NOT_ALLOWED = "its key is not allowed, or no longer; `outrider keys allow` on the server's side lets it in"
 
 
 class WorkerPool(Roster):
@@ -75,8 +73,7 @@ class WorkerPool(Roster):
         self.seconds_a_ping = settings.worker_timeout / SILENT
         self._router = WorkerRouter(context, self.endpoint)
         self.socket, self.door = self._router.socket, self._router.door
-        self.language = Speaks("", "")
-        self._gate = gate
+        self.entry = Entry(self._places, gate)
         if settings.workers_endpoint is not None:
             self._open_to_others(settings, settings.workers_endpoint)
         self._supervisor = Supervisor(self._places, settings, self.endpoint, run_dir, self.seconds_a_ping)
@@ -135,14 +132,14 @@ class WorkerPool(Roster):
     def refuse_key(self, name: str, why: str) -> None:
         """Lets the key of the worker of this name in no more, and sends away who is here with it."""
         worker = self._places.named(name)
-        if self._gate is not None and worker is not None and worker.key:
-            self._gate.refuse(worker.key, why)
+        if worker is not None:
+            self.entry.refuse_key(worker.key, why)
 
     def receive(self) -> Iterator[tuple[str, Message]]:
         """What waits about requests, each with the name of the worker whose place it came from; never blocks."""
         for first, frames in self._router.receive():
             identity = first.bytes
-            if self._is_impostor(identity, first):
+            if self.entry.is_impostor(identity, first):
                 self.rejected += 1
                 continue
             for message in self._decoded(identity, frames) if self._may_say(identity, frames) else ():
@@ -175,7 +172,7 @@ class WorkerPool(Roster):
         self._pinged_ns = clock.now()
         for worker in self._places.all():
             worker.pulse.unanswered += 1
-            if worker.key and not self._may_stay(worker.role, worker.key):
+            if worker.key and not self.entry.may_stay(worker.role, worker.key):
                 worker.unwelcome = NOT_ALLOWED
             if worker.entered:
                 self._router.send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
@@ -214,19 +211,10 @@ class WorkerPool(Roster):
 
     def _open_to_others(self, settings: ServeSettings, endpoint: str) -> None:
         """Drafters join there, too."""
-        keys = self._gate.keys(DRAFTER) if self._gate is not None and settings.asks_for_keys(endpoint) else None
+        keys = self.entry.keys if settings.asks_for_keys(endpoint) else None
         if keys is not None:
             far.prepare(self.socket)
         self.joining_endpoint = self.door.open(endpoint, MAX_CONNECTIONS, keys).endpoint
-
-    def _is_impostor(self, identity: bytes, first: zmq.Frame) -> bool:
-        """It has taken over a routing id whose owner came in with another key, or without one."""
-        worker = self._places.at(identity) if self._gate is not None else None
-        return worker is not None and worker.key != key_shown(first)
-
-    def _may_stay(self, role: str, key: str) -> bool:
-        allowed = PREFILL if role == "prefill" else DRAFTER  # who reads prompts is trusted with the text
-        return self._gate is not None and self._gate.lets_in(allowed, key)
 
     def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """A worker is ready: one that was spawned, or a drafter that joins. A HELLO said again changes nothing."""
@@ -234,7 +222,7 @@ class WorkerPool(Roster):
         if worker is not None and worker.state not in ("starting", "restarting"):
             self.rejected += 1
             return
-        why = self._refusal(identity, hello, key) if worker is None else worker.other_model(hello)
+        why = self.entry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
             self._router.warn("turned %r, a %s worker, away: %s", hello.name[:MAX_NAME], hello.role, why)
@@ -261,22 +249,6 @@ class WorkerPool(Roster):
             if why:
                 log.warning("%s", why)
                 self._supervisor.dismiss(worker, why)
-
-    def _refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
-        """Why a stranger may not join; None when it may."""
-        if key and not self._may_stay(hello.role, key):  # its connection is from when it still might
-            return NOT_ALLOWED
-        if key and hello.role == "target":
-            return "its key is for drafters; expected a target's rank 0 on the server's machine, by its local endpoint"
-        if not all(text.isprintable() for text in (hello.backend, hello.model, hello.note, hello.files)):
-            return "it says of itself what can't be shown; expected printable text"
-        ours, theirs = self.language, hello.vocabulary
-        if theirs and ours.vocabulary and theirs != ours.vocabulary:
-            return (
-                f"its model {hello.model} means other things by its tokens than this cluster's {ours.model}; expected a"
-                " draft of the target's own family (`outrider pairs` lists some)"
-            )
-        return self._places.refusal(identity, hello)
 
     def _share_memory(self) -> None:
         """Tells all workers what their texts may take, by who is there."""

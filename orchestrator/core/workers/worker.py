@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.orchestrator.core.far_clock import FarClock
-from outrider.orchestrator.core.pulse import Pulse
-from outrider.orchestrator.core.trust import Trust
+from outrider.orchestrator.core.workers.far_clock import FarClock
+from outrider.orchestrator.core.workers.pulse import Pulse
+from outrider.orchestrator.core.workers.trust import Trust
 from outrider.orchestrator.machine.spawn import SpawnedWorker
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS

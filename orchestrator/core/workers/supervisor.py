@@ -12,8 +12,8 @@ import logging
 import secrets
 from pathlib import Path
 
-from outrider.orchestrator.core.places import TARGET, Places
-from outrider.orchestrator.core.worker import Loss, Worker
+from outrider.orchestrator.core.workers.places import TARGET, Places
+from outrider.orchestrator.core.workers.worker import Loss, Worker
 from outrider.orchestrator.machine.exits import Exits
 from outrider.orchestrator.machine.restarts import Restarts
 from outrider.orchestrator.machine.spawn import spawn_worker
