@@ -3,9 +3,11 @@
     python -m outrider.bench.auto_by_class                 # each class told as the server tells it
     python -m outrider.bench.auto_by_class --wrong 0.1     # a tenth of code taken for prose, and the other way
     python -m outrider.bench.auto_by_class --wrong 0.5     # as if nothing told them apart
+    python -m outrider.bench.auto_by_class --cold --seeds 30 [--head-ms 4]    # a server that knows nothing; dear heads
 
 200 requests of 256 tokens, the classes in random order; what a drafter's token is worth depends on the class. Rates are
 over the best single way of each class at its best K, which knows the class. The second half of the requests counts.
+Cold: requests of 96 tokens, json told as code, the first ten and the last four of 24, all classes together.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -116,28 +118,43 @@ def _rate(kind: str, plan: Plan) -> float:
 
 def auto(seed: int, requests: int, tokens: int, wrong: float) -> dict[str, float]:
     """Tokens a millisecond of each class, of the second half of the requests."""
+    made: defaultdict[str, int] = defaultdict(int)
+    spent: defaultdict[str, float] = defaultdict(float)
+    for kind, said, took_ms in list(_served(seed, requests, tokens, KINDS, wrong))[requests // 2 :]:
+        made[kind] += said
+        spent[kind] += took_ms
+    return {kind: made[kind] / spent[kind] for kind in made}
+
+
+def cold(seed: int, best: Mapping[str, float]) -> tuple[float, float]:
+    """What the first ten requests of a fresh server bring over the best of each class, and the last four of 24."""
+    found = list(_served(seed, 24, 96, KINDS | {"json": CODE}))
+    first, last = (
+        sum(said / best[kind] for kind, said, _ in part) / sum(took_ms for _, _, took_ms in part)
+        for part in (found[:10], found[-4:])
+    )
+    return first, last
+
+
+def _served(
+    seed: int, requests: int, tokens: int, kinds: Mapping[str, str], wrong: float = 0.0
+) -> Iterator[tuple[str, int, float]]:
+    """The requests of a fresh server: the class of each, its tokens, and how long it took."""
     rng = random.Random(seed)
     own = (OwnDrafter(ONE, is_head=True, agreement=0.6), OwnDrafter(OTHER, is_head=True, agreement=0.6))
     planner = Planner(RoundSettings(8, 16), own=lambda: own)
     machine = Machine(rng, planner)
     admit = Admit("r", (1, 2), SamplingParams(), "auto", frozenset())
-    made: defaultdict[str, int] = defaultdict(int)
-    spent: defaultdict[str, float] = defaultdict(float)
-    for number in range(requests):
+    for _ in range(requests):
         kind = rng.choice(list(HOLDS))
-        said, took_ms = _text(planner, machine, admit, kind, tokens, _told(rng, kind, wrong))
-        if number >= requests // 2:
-            made[kind] += said
-            spent[kind] += took_ms
-    return {kind: made[kind] / spent[kind] for kind in made}
+        yield kind, *_text(planner, machine, admit, kind, tokens, _told(rng, kinds[kind], wrong))
 
 
-def _told(rng: random.Random, kind: str, wrong: float) -> str:
-    """What the front takes a text of this class for."""
-    told = KINDS[kind]
-    if told not in (CODE, FREE) or rng.random() >= wrong:
-        return told
-    return FREE if told == CODE else CODE
+def _told(rng: random.Random, looks: str, wrong: float) -> str:
+    """What the front takes a text for that looks like one of this kind."""
+    if looks not in (CODE, FREE) or rng.random() >= wrong:
+        return looks
+    return FREE if looks == CODE else CODE
 
 
 def _text(planner: Planner, machine: Machine, admit: Admit, kind: str, tokens: int, told: str) -> tuple[int, float]:
@@ -160,9 +177,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=200, metavar="N")
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each request, default 256")
     parser.add_argument("--wrong", type=float, default=0.0, metavar="P", help="how often code and prose are confused")
+    parser.add_argument("--cold", action="store_true", help="a fresh server's first requests")
+    parser.add_argument("--head-ms", type=float, default=STEP_MS[ONE], metavar="MS", help="a token of a head's")
 
 
 def run(options: argparse.Namespace) -> int:
+    STEP_MS.update({ONE: options.head_ms, OTHER: options.head_ms})
+    if options.cold:
+        rates = {kind: best_of(kind) for kind in HOLDS}
+        parts = zip(*(cold(seed, rates) for seed in range(options.seeds)), strict=True)
+        for name, part in zip(("first ten", "last four of 24"), parts, strict=True):
+            print(f"{name:15} auto / best {bootstrap(list(part), fmean)}", flush=True)
+        return 0
     found = [auto(seed, options.requests, options.tokens, options.wrong) for seed in range(options.seeds)]
     for kind in HOLDS:
         best = best_of(kind)

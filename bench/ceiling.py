@@ -66,7 +66,7 @@ def accepted(client: Client, prompt: Sequence[int], sampling: SamplingParams, de
 def forward_costs(settings: ServeSettings, texts: int, drafts: Sequence[int]) -> Latency:
     """How long the target's forwards take by their rows, this many texts together."""
     with Helper("outrider.bench.forwards", "--model", str(settings.model)) as helper:
-        cores.pin(helper.pid, cores.core_of("target", settings))
+        cores.place(helper.pid, "target", settings)
         told = helper.ask({"texts": texts, "columns": COLUMNS, "drafts": list(drafts)})
     return Latency(tuple(((1 + count) * texts, ms) for count, ms in zip(drafts, told["ms"], strict=True)))
 

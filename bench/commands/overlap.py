@@ -16,7 +16,7 @@ from outrider.orchestrator.cli.generate import read_prompt
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.pairing import choose_pair
+from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
@@ -42,16 +42,12 @@ def run(options: argparse.Namespace) -> int:
     picture.require()
     if not 1 <= options.rounds <= 1000:
         raise InvalidRequest(f"rounds is {options.rounds}; expected a whole number from 1 to 1000")
-    settings = ServeSettings(**flags.settings_of(options))
-    if settings.colocate:
-        raise InvalidRequest("overlap times a drafter beside the target; with colocate they take turns, leave it out")
-    if settings.head:
-        raise InvalidRequest("overlap times a drafter beside the target; a head takes turns with it, leave head out")
-    if settings.trace is not None:
-        raise InvalidRequest("overlap writes its trace to rounds.json in --out; leave trace out")
+    pair = choose_pair(ServeSettings(**flags.settings_of(options)))
+    settings = pair.settings
+    _check(settings)
     prompt, out = read_prompt(options.prompt), writable(options.out, "choose another --out")
     screen = Screen()
-    measured = _measure(settings, prompt, options.rounds, screen)
+    measured = _measure(pair, prompt, options.rounds, screen)
     bars = _real_rounds(options, prompt, out, screen)
     drawn = out / "rounds.png"
     title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
@@ -63,8 +59,26 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(settings: ServeSettings, prompt: str, rounds: int, screen: Screen) -> Overlap:
-    pair = choose_pair(settings)
+def _check(settings: ServeSettings) -> None:
+    """Raises InvalidRequest: there is nobody beside the target who can be timed alone, or the trace has a place."""
+    if settings.drafts_by_head:
+        why = "takes turns with it" if settings.colocate else "can't work alone, without the rows that it tells"
+        raise InvalidRequest(
+            f"overlap times a drafter beside the target, and a head ({settings.draft_backend}) {why};"
+            " expected a draft model, or `outrider generate --trace FILE`, which draws its real rounds"
+        )
+    if settings.colocate:
+        raise InvalidRequest("overlap times a drafter beside the target; with colocate they take turns, leave it out")
+    if settings.head:
+        raise InvalidRequest("overlap times a drafter beside the target; a head takes turns with it, leave head out")
+    if not settings.has_draft_worker:
+        raise InvalidRequest(f"overlap times a draft model; expected another backend than {settings.draft_backend}")
+    if settings.trace is not None:
+        raise InvalidRequest("overlap writes its trace to rounds.json in --out; leave trace out")
+
+
+def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Overlap:
+    settings = pair.settings
     tokens = load_codec(pair.target).encode(prompt)
     with workbench(pair.settings, screen.show) as bench:
         screen.show("timing rounds")

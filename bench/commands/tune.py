@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from outrider.bench.commands import tune_heads
 from outrider.bench.contest.contest import Ours, compete
 from outrider.bench.contest.statistics import total_rate
-from outrider.bench.timing import heads
 from outrider.bench.timing.forecast import (
     Forecast,
     best_of,
@@ -18,6 +18,7 @@ from outrider.bench.timing.forecast import (
     most_gained,
     recommendation,
 )
+from outrider.bench.timing.heads import DEPTHS
 from outrider.bench.timing.prefill import PrefillTimes, measure
 from outrider.bench.timing.probe import Probe, may_pay, probe
 from outrider.bench.timing.workbench import workbench
@@ -28,12 +29,10 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core import tuning
 from outrider.orchestrator.core.tuning import Choice, Tuning
 from outrider.orchestrator.machine import prompt_reader
-from outrider.orchestrator.pair.heads import own_drafters
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.heads import names_of
 from outrider.protocol.sampling import SamplingParams
 
 PROMPTS = (
@@ -42,7 +41,6 @@ PROMPTS = (
     "import json\n\ndef load_settings(path):\n",
     "# Sorts a list of numbers.\ndef quicksort(values):\n",
 )
-DEPTHS = (2, 3, 4, 6)
 BRANCHES = (4, 8, 16)
 TURNAROUND_TOKENS = 64
 # Without a measurement: a message there and one back.
@@ -60,52 +58,71 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     settings = ServeSettings(**flags.settings_of(options))
-    sampling = SamplingParams(max_tokens=1 << 20, temp=options.temp, seed=7, ignore_eos=True)
     pair = choose_pair(settings)
-    if pair.settings.drafts_by_head:
-        raise InvalidRequest(
-            f"tune can't take {pair.settings.draft_backend} heads apart, which draft by what the target has just read;"
-            " expected --head PATH beside a draft model, which tune measures in real rounds, or auto, which learns"
-        )
-    if settings.colocate:
-        raise InvalidRequest("tune probes a drafter that works beside the target; leave colocate out")
-    if not pair.settings.has_draft_worker:
-        raise InvalidRequest(f"tune probes a draft model; expected another backend than {pair.settings.draft_backend}")
+    _check(pair.settings)
     where = tuning.path_for(pair.settings)
     writable(where.parent, "set XDG_CACHE_HOME to a folder that can be")
     screen = Screen()
     try:
-        turnaround_ms = _turnaround(options, screen)
-        measured = _probe(pair, sampling, screen)
+        record, words = (_heads if pair.settings.drafts_by_head else _drafter)(options, pair, screen)
+        prefill = _prefill(options, pair, screen) if settings.prefill_workers else None
     except KeyboardInterrupt:
         screen.clear()
         say("outrider tune: interrupted; nothing was saved")
         raise
-    reading = prompt_reader.measured(str(pair.settings.draft_model)) if settings.draft_backend == "mlx" else None
-    prefill = _prefill(options, pair, screen) if settings.prefill_workers else None
-    own = _own(options, pair, screen) if pair.settings.head else []
     screen.clear()
-    found = forecasts(measured, turnaround_ms)
-    print(_costs(measured, turnaround_ms))
-    if reading is not None:
-        print(reading)
+    print(words)
     if prefill is not None:
         print(prefill.sentence)
-    print(_verdict(measured, found))
-    for one in own:
-        print(_head(one))
-    if options.measure:
-        print(_compare(options, pair, found, screen))
-    record = _with(_record(measured, turnaround_ms, found, options.temp), own)
-    tuning.save(record if prefill is None else replace(record, prefill_from=prefill.least), where)
+        record = replace(record, prefill_from=prefill.least)
+    tuning.save(record, where)
     print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {where}")
     return 0
 
 
-def _probe(pair: ChosenPair, sampling: SamplingParams, screen: Screen) -> Probe:
+def _check(settings: ServeSettings) -> None:
+    """Raises InvalidRequest: what drafts here can't be measured."""
+    if settings.drafts_by_head and settings.has_draft_worker:
+        raise InvalidRequest(
+            f"tune can't probe a head ({settings.draft_backend}) that works ahead, which hears of rows in real rounds"
+            " alone; expected it in the target's process (no head_in), or auto, which learns"
+        )
+    if settings.colocate and not settings.drafts_by_head:
+        raise InvalidRequest("tune probes a draft model that works beside the target; leave colocate out")
+    if not settings.needs_draft_model:
+        raise InvalidRequest(f"tune probes a draft model; expected another backend than {settings.draft_backend}")
+
+
+def _texts(pair: ChosenPair) -> list[list[int]]:
     codec = load_codec(pair.target)
+    return [list(codec.encode(text)) for text in PROMPTS]
+
+
+def _heads(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str]:
+    """Heads alone, and the words for it."""
+    return tune_heads.alone(options, pair, _texts(pair), screen)
+
+
+def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str]:
+    """A drafter in a process of its own, with what heads there are beside it, and the words for it."""
+    turnaround_ms = _turnaround(options, screen)
+    measured = _probe(pair, options.temp, screen)
+    found = forecasts(measured, turnaround_ms)
+    words = [_costs(measured, turnaround_ms)]
+    if pair.settings.draft_backend == "mlx":
+        words += filter(None, [prompt_reader.measured(str(pair.settings.draft_model))])
+    words.append(_verdict(measured, found))
+    own = tune_heads.beside(options, pair, _texts(pair), screen) if pair.settings.head else []
+    words += map(tune_heads.line, own)
+    if options.measure:
+        words.append(_compare(options, pair, found, screen))
+    return tune_heads.with_heads(_record(measured, turnaround_ms, found, options.temp), own), "\n".join(words)
+
+
+def _probe(pair: ChosenPair, temp: float, screen: Screen) -> Probe:
+    sampling = SamplingParams(max_tokens=1 << 20, temp=temp, seed=7, ignore_eos=True)
     with workbench(pair.settings, screen.show) as bench:
-        return probe(bench, [codec.encode(text) for text in PROMPTS], sampling, DEPTHS, BRANCHES, screen.show)
+        return probe(bench, _texts(pair), sampling, DEPTHS, BRANCHES, screen.show)
 
 
 def _turnaround(options: argparse.Namespace, screen: Screen) -> float:
@@ -120,33 +137,6 @@ def _turnaround(options: argparse.Namespace, screen: Screen) -> float:
 def _prefill(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> PrefillTimes:
     context, vocabulary = pair.target.context_length, pair.target.vocab_size
     return measure(flags.settings_of(options), context or USUAL_CONTEXT, vocabulary or USUAL_VOCABULARY, screen.show)
-
-
-def _own(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> list[heads.Found]:
-    """Heads, in real rounds: they take turns with the target, so there is nothing to be told apart."""
-    codec, names = load_codec(pair.target), names_of(kind for kind, _ in own_drafters(pair.settings))
-    texts = [codec.encode(text) for text in PROMPTS]
-    sampling = SamplingParams(max_tokens=TURNAROUND_TOKENS, temp=options.temp, seed=7, ignore_eos=True)
-    with LocalCluster(progress=screen.show, **{**flags.settings_of(options), "ngrams": False}) as cluster:
-        found = heads.measure(
-            cluster.client(), names, texts, sampling, DEPTHS, lambda said: screen.show(f"tune: {said}")
-        )
-        return list(found)
-
-
-def _head(found: heads.Found) -> str:
-    choice, known = found.choice, found.known
-    holds = ", ".join(f"{share:.0%}" for share in known.acceptance)
-    return (
-        f"  sd by {choice.drafter}, K={choice.depth}: {choice.tokens_per_second:.1f} tok/s measured;"
-        f" {known.step_ms:.2f} ms a token drafted; of those reached there held {holds}"
-    )
-
-
-def _with(record: Tuning, own: Sequence[heads.Found]) -> Tuning:
-    """The same with what was measured of heads."""
-    choices = sorted([*record.choices, *(one.choice for one in own)], key=lambda one: -one.tokens_per_second)
-    return replace(record, choices=tuple(choices), own=tuple(one.known for one in own))
 
 
 def _costs(p: Probe, turnaround_ms: float) -> str:
@@ -205,16 +195,14 @@ def _flags(forecast: Forecast) -> str:
 
 def _compare(options: argparse.Namespace, pair: ChosenPair, found: list[Forecast], screen: Screen) -> str:
     """Each mode at its forecast settings, really run, in turns; without n-grams as the forecast knows none."""
-    codec, lines = load_codec(pair.target), ["", "forecast against measured, tok/s:"]
+    lines = ["", "forecast against measured, tok/s:"]
     sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)
     with LocalCluster(progress=screen.show, **{**flags.settings_of(options), "ngrams": False}) as cluster:
         ways = [
             Ours(best.mode, cluster.client(), best.mode, best.depth or None, best.branches or None)
             for best in _bests(found)
         ]
-        runs = compete(
-            ways, [codec.encode(text) for text in PROMPTS], sampling, lambda said: screen.show(f"tune: {said}")
-        )
+        runs = compete(ways, _texts(pair), sampling, lambda said: screen.show(f"tune: {said}"))
     screen.clear()
     for best in _bests(found):
         rate = total_rate([run.timed for run in runs[best.mode]])

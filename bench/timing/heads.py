@@ -1,59 +1,110 @@
-"""What drafters in the target's process bring, in real rounds: at several K, each alone, on a running cluster."""
+"""What drafters in the target's process bring, in real rounds: at several K, each alone, on a running cluster.
+
+They take turns with the target, so there is nothing to be told apart by a probe.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from outrider.bench.timing.curve import Curve, medians, milliseconds
 from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.wish import Wishes
 from outrider.orchestrator.core.tuning import Choice, OwnKnown
-from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import RoundRecord, Timings
 from outrider.protocol.sampling import SamplingParams
+
+DEPTHS = (2, 3, 4, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """By whom chains of `depth` are drafted; by nobody: plain decoding."""
+
+    drafter: str = ""
+    depth: int = 0
+
+
+PLAIN = Way()
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A drafter's best K with its tokens per second, and what a token of its chains takes and how well those hold."""
+    """A way's tokens per second, and what a token of its chains takes and how well those hold.
+
+    `forwards`: rows of each of the target's, and milliseconds.
+    """
 
     choice: Choice
     known: OwnKnown
+    forwards: tuple[tuple[int, float], ...] = ()
 
 
 def measure(
     client: Client,
-    names: Sequence[str],
+    ways: Sequence[Way],
     texts: Sequence[Sequence[int]],
     sampling: SamplingParams,
-    depths: Sequence[int],
     tell: Callable[[str], None],
-) -> Iterator[Found]:
-    """Of each that says anything at all."""
-    for name in names:
-        tried = []
-        for depth in depths:
-            tell(f"{name}, K = {depth}")
-            tried.append(_tried(client, name, texts, sampling, depth))
-        best = max(tried, key=lambda found: found.choice.tokens_per_second)
-        if tried[-1].known.acceptance:
-            yield Found(best.choice, tried[-1].known)  # of the longest chains, which show most of how well they hold
+) -> dict[Way, Found]:
+    """All ways in turns, a text at a time: other work on the machine is in all of them alike."""
+    runs = defaultdict[Way, list[_Run]](list)
+    for number, text in enumerate(texts, 1):
+        for way in ways:
+            tell(f"{way.drafter or 'plain decoding'}, K = {way.depth}, text {number} of {len(texts)}")
+            runs[way].append(_run(client, way, text, sampling))
+    return {way: _found(way, own) for way, own in runs.items()}
 
 
-def _tried(client: Client, name: str, texts: Sequence[Sequence[int]], sampling: SamplingParams, depth: int) -> Found:
-    timings, rounds = [], list[RoundRecord]()
-    for text in texts:
-        stream = client.stream(
-            text, sampling, mode="sd", num_draft_tokens=depth, drafter=name, chat_template=False, rounds=True
-        )
-        for chunk in stream:
-            rounds += chunk.rounds or ()
-        timings.append(stream.result.timings)
+def best_of_each(found: Mapping[Way, Found]) -> list[Found]:
+    """Of each drafter that says anything at all its best K, with what its longest chains show of how well they hold."""
+    best = []
+    for drafter in dict.fromkeys(way.drafter for way in found if way.drafter):
+        own = {way.depth: one for way, one in found.items() if way.drafter == drafter}
+        longest = own[max(own)]
+        if longest.known.acceptance:
+            quickest = max(own.values(), key=lambda one: one.choice.tokens_per_second)
+            best.append(replace(quickest, known=longest.known))
+    return best
+
+
+def verify_ms(found: Iterable[Found]) -> Curve:
+    """A forward of the target by its rows, in milliseconds."""
+    samples = defaultdict[int, list[float]](list)
+    for rows, ms in (forward for one in found for forward in one.forwards):
+        samples[rows].append(ms)
+    return medians(samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A text by one way."""
+
+    timings: Timings
+    rounds: Sequence[RoundRecord]
+
+
+def _run(client: Client, way: Way, text: Sequence[int], sampling: SamplingParams) -> _Run:
+    wishes: Wishes = {"mode": "ar", "chat_template": False}
+    if way.drafter:
+        wishes |= {"mode": "sd", "num_draft_tokens": way.depth, "drafter": way.drafter}
+    stream = client.stream(text, sampling, rounds=True, **wishes)
+    rounds = [record for chunk in stream for record in chunk.rounds or ()]
+    return _Run(stream.result.timings, rounds)
+
+
+def _found(way: Way, runs: Sequence[_Run]) -> Found:
+    timings, rounds = [run.timings for run in runs], [record for run in runs for record in run.rounds]
     rate = 1000 * sum(one.predicted_n - 1 for one in timings) / sum(one.predicted_ms for one in timings)
-    work = [work for one in rounds for work in one.drafting if work.drafter == name and work.depth]
-    drafted_ms = sum(one.work.ended_ns - one.work.started_ns for one in work) / MILLISECOND_NS
-    known = OwnKnown(name, drafted_ms / max(sum(one.depth for one in work), 1), _acceptance(timings))
-    return Found(Choice("sd", depth, 0, rate, True, drafter=name), known)
+    drafting = [one for record in rounds for one in record.drafting if one.drafter == way.drafter and one.depth]
+    step_ms = sum(milliseconds(one.work) for one in drafting) / max(sum(one.depth for one in drafting), 1)
+    # The first of a text reads it.
+    forwards = tuple((one.drafted + 1, milliseconds(one.verify)) for run in runs for one in run.rounds[1:])
+    choice = Choice("sd" if way.drafter else "ar", way.depth, 0, rate, True, drafter=way.drafter)
+    return Found(choice, OwnKnown(way.drafter, step_ms, _acceptance(timings)), forwards)
 
 
 def _acceptance(timings: Sequence[Timings]) -> tuple[float, ...]:
