@@ -23,8 +23,8 @@ from outrider.bench.timing.probe import WORTH_IT
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.core import tuning
-from outrider.orchestrator.core.tuning import Choice
+from outrider.orchestrator.core.learning import tuning
+from outrider.orchestrator.core.learning.tuning import Choice
 from outrider.orchestrator.machine.spawn import python
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.orchestrator.pair.pairing import choose_pair

@@ -21,12 +21,12 @@ from statistics import fmean
 
 from outrider.bench.contest.statistics import bootstrap
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.core.forecasts import DEPTHS, Plan
-from outrider.orchestrator.core.kinds import CODE, FREE, HELD, REPEATING
+from outrider.orchestrator.core.learning.forecasts import DEPTHS, Plan
+from outrider.orchestrator.core.learning.kinds import CODE, FREE, HELD, REPEATING
+from outrider.orchestrator.core.learning.texts import Text
 from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.texts import Text
 from outrider.orchestrator.events import Admit
 from outrider.protocol.abilities import OwnDrafter
 from outrider.protocol.heads import NGRAM

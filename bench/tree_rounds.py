@@ -16,11 +16,11 @@ from outrider.drafting.calibration import Calibration
 from outrider.drafting.drafter import Drafter
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.together import Together
-from outrider.orchestrator.core.copies import LONGEST_COPY
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.merging import put_copy
+from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.tree import LARGEST, Drafts, Grown, grown
+from outrider.orchestrator.core.proposals.copies import LONGEST_COPY
+from outrider.orchestrator.core.proposals.merging import put_copy
+from outrider.orchestrator.core.proposals.tree import LARGEST, Drafts, Grown, grown
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.heads import DRAFT_MODEL
 from outrider.protocol.origins import Origin

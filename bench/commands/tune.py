@@ -26,8 +26,8 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.folder import writable
 from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.core import tuning
-from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.core.learning import tuning
+from outrider.orchestrator.core.learning.tuning import Choice, Tuning
 from outrider.orchestrator.machine import prompt_reader
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec

@@ -14,7 +14,7 @@ from outrider.bench.timing.heads import DEPTHS, PLAIN, Found, Way
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.core.learning.tuning import Choice, Tuning
 from outrider.orchestrator.pair.heads import own_drafters
 from outrider.orchestrator.pair.pairing import ChosenPair
 from outrider.protocol.errors import WorkerError

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.bench.timing.alone import Alone
-from outrider.orchestrator.core.speedup import Costs, Kind, ar_rate, mixed_rate
+from outrider.orchestrator.core.learning.speedup import Costs, Kind, ar_rate, mixed_rate
 from outrider.protocol.messages import Timings
 
 

@@ -10,8 +10,8 @@ from outrider.bench.fleet.plan import Fleet
 from outrider.bench.virtual.drafter import Machine
 from outrider.bench.virtual.engine import Hardware, VirtualEngine
 from outrider.bench.virtual.world import World
+from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.profile import Profile

@@ -13,7 +13,7 @@ from outrider.bench.fleet.rounds import RealRounds
 from outrider.bench.fleet.traffic import SPARE
 from outrider.bench.virtual.drafter import VOCAB
 from outrider.bench.virtual.world import World
-from outrider.orchestrator.core.tuning import Tuning
+from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.protocol.profile import Profile
 from outrider.target_worker.pieces import READING_SHARE, READING_SHARE_BESIDE_CHAINS
 

@@ -15,7 +15,7 @@ from outrider.bench.timing.costs import costs
 from outrider.bench.timing.curve import Curve, medians, milliseconds
 from outrider.bench.timing.loops import aheads, numbers_of, steps, turns, verifies, whole
 from outrider.bench.timing.workbench import Workbench
-from outrider.orchestrator.core.speedup import Costs
+from outrider.orchestrator.core.learning.speedup import Costs
 from outrider.protocol.sampling import SamplingParams
 
 # Rounds of each kind in a sample.

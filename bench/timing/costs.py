@@ -1,10 +1,10 @@
-"""Times that were measured one by one, as the formula wants them (`orchestrator.core.speedup`)."""
+"""Times that were measured one by one, as the formula wants them (`orchestrator.core.learning.speedup`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.orchestrator.core.speedup import Costs
+from outrider.orchestrator.core.learning.speedup import Costs
 
 Milliseconds = Callable[[int], float]
 

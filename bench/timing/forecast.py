@@ -1,7 +1,7 @@
 """What a probe promises: tokens per second of AR, SD and SSD by K and B, what limits each, and what to do about it.
 
-The formula is `orchestrator.core.speedup`'s. AR and SD get times measured alone; SSD the verify as it is beside a
-working drafter, for both read the same memory.
+The formula is `orchestrator.core.learning.speedup`'s. AR and SD get times measured alone; SSD the verify as it is
+beside a working drafter, for both read the same memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from outrider.bench.timing.costs import costs
 from outrider.bench.timing.probe import WORTH_IT, Probe
 from outrider.bench.timing.rehearsal import Rehearsal
-from outrider.orchestrator.core.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
+from outrider.orchestrator.core.learning.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from outrider.bench.timing.curve import Curve, medians, milliseconds
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.wish import Wishes
-from outrider.orchestrator.core.tuning import Choice, OwnKnown
+from outrider.orchestrator.core.learning.tuning import Choice, OwnKnown
 from outrider.protocol.messages import RoundRecord, Timings
 from outrider.protocol.sampling import SamplingParams
 

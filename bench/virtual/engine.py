@@ -14,10 +14,10 @@ from outrider.bench.virtual.drafter import Machine, VirtualDrafter
 from outrider.bench.virtual.remembered import Remembered
 from outrider.bench.virtual.target import PacedTarget
 from outrider.bench.virtual.world import World
+from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.events import Admit, ToFront
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.errors import WorkerError

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.screen import Screen
-from outrider.orchestrator.core import tuning
+from outrider.orchestrator.core.learning import tuning
 from outrider.orchestrator.machine import blas
 from outrider.orchestrator.machine.mlx_library import require_mlx
 from outrider.orchestrator.machine.spawn import child_environment, python

@@ -10,7 +10,7 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Outcome, Timings
 from outrider.protocol.origins import Origin

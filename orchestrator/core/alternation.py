@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.request import Request
 
 # It has to be so much quicker by the estimates, which know nothing of the hop between two halves.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from outrider.orchestrator.core.account import Account
 from outrider.orchestrator.core.cache_room import CacheRoom
 from outrider.orchestrator.core.dispatch import Workers
-from outrider.orchestrator.core.kinds import kind_of
+from outrider.orchestrator.core.learning.kinds import kind_of
 from outrider.orchestrator.core.ngram import NgramIndex
 from outrider.orchestrator.core.part import Part
 from outrider.orchestrator.core.planner import Planner

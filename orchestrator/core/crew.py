@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from outrider.orchestrator.core.dispatch import Workers, opening
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.merging import worth_telling
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.tempo import Tempo, dealt, evenly, quickest
 from outrider.orchestrator.core.part import NO_RANKS
+from outrider.orchestrator.core.proposals.merging import worth_telling
 from outrider.orchestrator.core.request import Request
-from outrider.orchestrator.core.tempo import Tempo, dealt, evenly, quickest
 from outrider.orchestrator.core.told import Told
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.fields import MAX_COMMIT

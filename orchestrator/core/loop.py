@@ -13,12 +13,12 @@ from pathlib import Path
 
 import zmq
 
-from outrider.orchestrator.core import tuning
-from outrider.orchestrator.core.memory import Memory
+from outrider.orchestrator.core.learning import tuning
+from outrider.orchestrator.core.learning.memory import Memory
+from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.workers.pool import WorkerPool
 from outrider.orchestrator.core.workers.worker import Loss
 from outrider.orchestrator.events import Admit, Broke, Quit, Speaks, Stop, ToCore, ToFront, WorkersChanged

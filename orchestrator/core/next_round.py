@@ -11,8 +11,8 @@ from outrider.orchestrator.core.ledger import Ledger
 from outrider.orchestrator.core.limits import room
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.preparing import may_prepare, prepared
-from outrider.orchestrator.core.proposal import Proposal
-from outrider.orchestrator.core.proposer import Ask, Linger, Proposer, Step
+from outrider.orchestrator.core.proposals.proposal import Proposal
+from outrider.orchestrator.core.proposals.proposer import Ask, Linger, Proposer, Step
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
 

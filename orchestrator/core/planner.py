@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.controller import Controller
-from outrider.orchestrator.core.copies import LONGEST_COPY, longest_copy
-from outrider.orchestrator.core.drift import Drift
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.forecasts import Plan
-from outrider.orchestrator.core.kinds import FREE
-from outrider.orchestrator.core.proposal import Lookup, Proposal
+from outrider.orchestrator.core.learning.controller import Controller
+from outrider.orchestrator.core.learning.drift import Drift
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.forecasts import Plan
+from outrider.orchestrator.core.learning.kinds import FREE
+from outrider.orchestrator.core.learning.text_odds import TextOdds
+from outrider.orchestrator.core.learning.texts import Texts
+from outrider.orchestrator.core.learning.tuning import Choice, Tuning, nearest
+from outrider.orchestrator.core.proposals.copies import LONGEST_COPY, longest_copy
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal
 from outrider.orchestrator.core.request import Foretold, Request, Round, RoundSettings, Waiting
-from outrider.orchestrator.core.text_odds import TextOdds
-from outrider.orchestrator.core.texts import Texts
-from outrider.orchestrator.core.tuning import Choice, Tuning, nearest
 from outrider.orchestrator.events import Admit
 from outrider.protocol.abilities import OwnDrafter
 from outrider.protocol.clock import MILLISECOND_NS

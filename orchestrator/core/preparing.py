@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outrider.orchestrator.core.limits import room, up_to_end
-from outrider.orchestrator.core.proposal import Proposal
-from outrider.orchestrator.core.proposer import Proposer
+from outrider.orchestrator.core.proposals.proposal import Proposal
+from outrider.orchestrator.core.proposals.proposer import Proposer
 from outrider.orchestrator.core.request import Request
 
 

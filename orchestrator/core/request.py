@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.account import Account
-from outrider.orchestrator.core.drift import Drift
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.forecasts import Plan
-from outrider.orchestrator.core.kinds import FREE
+from outrider.orchestrator.core.learning.drift import Drift
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.forecasts import Plan
+from outrider.orchestrator.core.learning.kinds import FREE
+from outrider.orchestrator.core.learning.text_odds import TextOdds
+from outrider.orchestrator.core.learning.texts import Text
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.part import Part
-from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
-from outrider.orchestrator.core.text_odds import TextOdds
-from outrider.orchestrator.core.texts import Text
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Outcome
 from outrider.protocol.origins import Origin

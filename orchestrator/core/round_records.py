@@ -5,7 +5,7 @@ Kept only for requests that asked (`Generate.rounds`). The ledger tells it what 
 
 from __future__ import annotations
 
-from outrider.orchestrator.core.proposal import Lookup, Proposal
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal
 from outrider.orchestrator.core.trace import TARGETS_DRAFTER
 from outrider.protocol.messages import Branches, Drafted, DraftWork, Outcome, RoundRecord, Span
 

@@ -16,6 +16,7 @@ from outrider.orchestrator.core.cache_room import CacheRoom
 from outrider.orchestrator.core.crew import Crew
 from outrider.orchestrator.core.dispatch import Dispatch, Workers
 from outrider.orchestrator.core.door import LATE, Door
+from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.orchestrator.core.ledger import Ledger
 from outrider.orchestrator.core.limits import room, up_to_end
 from outrider.orchestrator.core.next_round import NextRound
@@ -23,10 +24,9 @@ from outrider.orchestrator.core.ngram import PIECE
 from outrider.orchestrator.core.outage import Outage
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.prefill import PrefillReadings
-from outrider.orchestrator.core.proposer import Proposer
+from outrider.orchestrator.core.proposals.proposer import Proposer
 from outrider.orchestrator.core.request import Request, RoundSettings, Settled
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.core.waits import wait_for_others
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
 from outrider.protocol.messages import (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.fallback import longest_wait_ms
-from outrider.orchestrator.core.proposer import Ask, Linger
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.proposals.fallback import longest_wait_ms
+from outrider.orchestrator.core.proposals.proposer import Ask, Linger
 from outrider.orchestrator.core.request import Request, Waiting
 from outrider.protocol.clock import MILLISECOND_NS
 

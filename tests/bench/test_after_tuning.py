@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.core.learning.tuning import Choice, Tuning
 from outrider.protocol.profile import Latency, Profile
 from tests.bench.virtual_time import VirtualCluster, random_texts
 

@@ -10,8 +10,8 @@ import pytest
 
 from outrider.bench.commands import tune
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.core import tuning
-from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.core.learning import tuning
+from outrider.orchestrator.core.learning.tuning import Choice, Tuning
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest, ModelError
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.forecasts import Forecasts, Way
-from outrider.orchestrator.core.tuning import Tuning
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.forecasts import Forecasts, Way
+from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.protocol.messages import Timings
 from outrider.protocol.profile import Latency, Profile
 from tests.bench.virtual_time import VirtualCluster, random_texts

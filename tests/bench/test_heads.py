@@ -14,7 +14,7 @@ from outrider.bench.contest.statistics import Timed
 from outrider.bench.drafters import report
 from outrider.bench.timing.heads import PLAIN, Found, Way, best_of_each, measure
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.core import tuning
+from outrider.orchestrator.core.learning import tuning
 from outrider.orchestrator.pair.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.messages import DraftWork, RoundRecord, Span, Timings

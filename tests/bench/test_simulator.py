@@ -11,7 +11,7 @@ import pytest
 from outrider.bench.simulation.odds import BEYOND_RANKS, Luck
 from outrider.bench.simulation.simulator import Policy, Simulator
 from outrider.drafting.replay import ReplayDrafter, Script
-from outrider.orchestrator.core.controller import EPISODE_ROUNDS
+from outrider.orchestrator.core.learning.controller import EPISODE_ROUNDS
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.profile import Latency, Profile

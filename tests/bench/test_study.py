@@ -13,7 +13,7 @@ from outrider.bench.commands.overlap import _table
 from outrider.bench.contest.statistics import Timed, bootstrap, ratio, repeated_share
 from outrider.bench.timing.overlap import Overlap
 from outrider.bench.trace.timeline import draw, read
-from outrider.orchestrator.core.speedup import (
+from outrider.orchestrator.core.learning.speedup import (
     Costs,
     Kind,
     Odds,

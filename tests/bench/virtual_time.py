@@ -9,8 +9,8 @@ from outrider.bench.virtual.drafter import VOCAB as VOCAB
 from outrider.bench.virtual.drafter import Machine as Machine
 from outrider.bench.virtual.engine import Hardware, VirtualEngine
 from outrider.bench.virtual.world import World
+from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.tuning import Tuning
 from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Timings

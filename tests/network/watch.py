@@ -14,7 +14,7 @@ from typing import Any
 from outrider.draft_worker.worker import DraftWorker
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.outage import GUILTY
-from outrider.orchestrator.core.proposal import Source
+from outrider.orchestrator.core.proposals.proposal import Source
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
 from outrider.protocol.codec import encode

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.orchestrator.core.account import RECENT_ROUNDS, Account
-from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
 from outrider.protocol.messages import Outcome, Span
 
 HIT = Proposal((1, 2, 3), Source.CACHE, lookup=Lookup.HIT)

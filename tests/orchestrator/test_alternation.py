@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.orchestrator.core.alternation import Alternation
-from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.core.controller import EPISODE_ROUNDS, Controller
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.forecasts import Forecasts, Plan, Way
-from outrider.orchestrator.core.tuning import Choice
+from outrider.orchestrator.core.learning.controller import EPISODE_ROUNDS, Controller
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.forecasts import Forecasts, Plan, Way
+from outrider.orchestrator.core.learning.tuning import Choice
 
 MODES = ("ar", "sd", "ssd")
 

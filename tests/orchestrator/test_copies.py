@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.copies import LONGEST_COPY, best_tail, copied, filled, longest_copy
-from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.proposals.copies import LONGEST_COPY, best_tail, copied, filled, longest_copy
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)

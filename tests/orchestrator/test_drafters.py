@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from outrider.bench import prompts
-from outrider.orchestrator.core.controller import Controller
-from outrider.orchestrator.core.drift import SILENT_ROUNDS, TOKENS, Drift
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.forecasts import Plan
-from outrider.orchestrator.core.kinds import CODE, FREE, HELD, REPEATING, kind_of
+from outrider.orchestrator.core.learning.controller import Controller
+from outrider.orchestrator.core.learning.drift import SILENT_ROUNDS, TOKENS, Drift
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.forecasts import Plan
+from outrider.orchestrator.core.learning.kinds import CODE, FREE, HELD, REPEATING, kind_of
+from outrider.orchestrator.core.learning.tuning import Choice, load, write
 from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.tuning import Choice, load, write
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.looks import is_code
 from outrider.protocol.abilities import OwnDrafter

@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 
-from outrider.orchestrator.core.controller import Controller
-from outrider.orchestrator.core.copies import Tail
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.fallback import after_miss
-from outrider.orchestrator.core.forecasts import Way
-from outrider.orchestrator.core.merging import unites
-from outrider.orchestrator.core.speedup import Costs, Odds, joint_rate, ssd_rate
+from outrider.orchestrator.core.learning.controller import Controller
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.forecasts import Way
+from outrider.orchestrator.core.learning.speedup import Costs, Odds, joint_rate, ssd_rate
+from outrider.orchestrator.core.proposals.copies import Tail
+from outrider.orchestrator.core.proposals.fallback import after_miss
+from outrider.orchestrator.core.proposals.merging import unites
 from outrider.protocol.abilities import OwnDrafter
 
 VERIFY_MS, DEPTH, HEAD = 20.0, 4, "mtp"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.core import tuning
-from outrider.orchestrator.core.controller import EPISODE_ROUNDS, Controller
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.forecasts import Plan
-from outrider.orchestrator.core.memory import SECONDS, Memory
-from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.core.learning import tuning
+from outrider.orchestrator.core.learning.controller import EPISODE_ROUNDS, Controller
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.forecasts import Plan
+from outrider.orchestrator.core.learning.memory import SECONDS, Memory
+from outrider.orchestrator.core.learning.tuning import Choice, Tuning
 from outrider.orchestrator.settings import ServeSettings
 
 NONE = Path("/none/tuning.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.protocol.messages import Branch, Branches, Drafted, DraftWork, Outcome, Span
 

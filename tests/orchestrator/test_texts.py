@@ -8,9 +8,9 @@ from statistics import fmean
 import pytest
 
 from outrider.bench.auto_by_class import auto, best_of
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.kinds import CODE, FREE, HELD, REPEATING
-from outrider.orchestrator.core.texts import Texts
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.kinds import CODE, FREE, HELD, REPEATING
+from outrider.orchestrator.core.learning.texts import Texts
 from outrider.protocol.abilities import OwnDrafter
 
 DEPTH = 4

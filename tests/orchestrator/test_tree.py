@@ -7,11 +7,11 @@ from itertools import combinations
 
 import pytest
 
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.merging import merged, worth_telling
+from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import NgramIndex
-from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
-from outrider.orchestrator.core.tree import Drafts, grown
+from outrider.orchestrator.core.proposals.merging import merged, worth_telling
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.proposals.tree import Drafts, grown
 from outrider.protocol.messages import Beside, Outcome, Span
 from outrider.protocol.origins import Origin
 from outrider.protocol.trees import fault, lines

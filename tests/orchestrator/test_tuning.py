@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.core import tuning
-from outrider.orchestrator.core.tuning import Choice, Tuning
+from outrider.orchestrator.core.learning import tuning
+from outrider.orchestrator.core.learning.tuning import Choice, Tuning
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 

@@ -13,7 +13,7 @@ import pytest
 from outrider.drafting.heads.head import Head
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
-from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.protocol import clock
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import DraftTree, United, united

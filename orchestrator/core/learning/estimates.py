@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from outrider.orchestrator.core.acceptance import Acceptance
-from outrider.orchestrator.core.averages import Average, Slope
+from outrider.orchestrator.core.learning.acceptance import Acceptance
+from outrider.orchestrator.core.learning.averages import Average, Slope
+from outrider.orchestrator.core.learning.own_drafts import OwnDrafts
+from outrider.orchestrator.core.learning.row_costs import COST_PER_ROW, RowCosts, usual
+from outrider.orchestrator.core.learning.tuning import Choice, OwnKnown, Tuning
 from outrider.orchestrator.core.ngram import Copy
-from outrider.orchestrator.core.own_drafts import OwnDrafts
-from outrider.orchestrator.core.row_costs import COST_PER_ROW, RowCosts, usual
-from outrider.orchestrator.core.tuning import Choice, OwnKnown, Tuning
 from outrider.protocol.abilities import OwnDrafter
 
 # Of tokens copied from the text, by how many before them matched.

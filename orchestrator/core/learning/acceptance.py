@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outrider.orchestrator.core.averages import FADE
+from outrider.orchestrator.core.learning.averages import FADE
 
 PRIOR_WEIGHT = 8.0
 PRIOR_ACCEPTANCE = 0.7

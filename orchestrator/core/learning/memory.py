@@ -9,8 +9,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.orchestrator.core import tuning
-from outrider.orchestrator.core.tuning import Tuning
+from outrider.orchestrator.core.learning import tuning
+from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.protocol.clock import SECOND_NS
 
 log = logging.getLogger(__name__)

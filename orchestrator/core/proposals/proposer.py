@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.copies import Tail, best_tail, copied, filled, longest_copy
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
-from outrider.orchestrator.core.merging import beside_own, merged, unites, worth_telling
-from outrider.orchestrator.core.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.proposals.copies import Tail, best_tail, copied, filled, longest_copy
+from outrider.orchestrator.core.proposals.fallback import after_miss, drafts_better, worth_hoping, worth_waiting
+from outrider.orchestrator.core.proposals.merging import beside_own, merged, unites, worth_telling
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.speculation_cache import Prepared
 from outrider.protocol.clock import MILLISECOND_NS

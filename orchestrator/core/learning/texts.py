@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.kinds import CODE, FREE, REPEATING
-from outrider.orchestrator.core.text_odds import TextOdds
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.kinds import CODE, FREE, REPEATING
+from outrider.orchestrator.core.learning.text_odds import TextOdds
 from outrider.protocol.heads import NGRAM
 
 # A prompt's looks deceive; a grammar does not.

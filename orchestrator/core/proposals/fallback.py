@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.orchestrator.core.copies import Tail
-from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.proposals.copies import Tail
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ Beliefs until it has drafted are from its trial at load. Knows numbers only.
 
 from __future__ import annotations
 
-from outrider.orchestrator.core.acceptance import PRIOR_ACCEPTANCE, Acceptance
-from outrider.orchestrator.core.averages import Average
+from outrider.orchestrator.core.learning.acceptance import PRIOR_ACCEPTANCE, Acceptance
+from outrider.orchestrator.core.learning.averages import Average
 from outrider.protocol.abilities import OwnDrafter
 
 # A drafter's token takes at least so much of a target's step, however small it is.

@@ -14,10 +14,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.forecasts import Forecast, Forecasts, Plan, Way
-from outrider.orchestrator.core.text_odds import TextOdds
-from outrider.orchestrator.core.tuning import Choice
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.forecasts import Forecast, Forecasts, Plan, Way
+from outrider.orchestrator.core.learning.text_odds import TextOdds
+from outrider.orchestrator.core.learning.tuning import Choice
 from outrider.protocol.heads import NGRAM
 
 # An episode is long enough to be measured: rounds are kept in one mode for this many.

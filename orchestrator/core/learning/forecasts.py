@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-from outrider.orchestrator.core.estimates import Estimates
-from outrider.orchestrator.core.speedup import Costs, Odds, ar_rate, joint_rate, own_rate, sd_rate, ssd_rate
-from outrider.orchestrator.core.text_odds import TextOdds
+from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.learning.speedup import Costs, Odds, ar_rate, joint_rate, own_rate, sd_rate, ssd_rate
+from outrider.orchestrator.core.learning.text_odds import TextOdds
 from outrider.protocol.heads import NGRAM
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)

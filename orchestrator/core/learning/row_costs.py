@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from outrider.orchestrator.core.averages import SMOOTHING
+from outrider.orchestrator.core.learning.averages import SMOOTHING
 
 # Until measured: a row more costs a tenth of the first.
 COST_PER_ROW = 0.1

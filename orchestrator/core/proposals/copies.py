@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.proposal import Proposal, Source
+from outrider.orchestrator.core.proposals.proposal import Proposal, Source
 
 LONGEST_COPY = 12
 

@@ -6,9 +6,9 @@ well as elsewhere. Knows counts only.
 
 from __future__ import annotations
 
-from outrider.orchestrator.core.acceptance import Acceptance
-from outrider.orchestrator.core.averages import Average
-from outrider.orchestrator.core.estimates import COPIED_SMOOTHING, Estimates
+from outrider.orchestrator.core.learning.acceptance import Acceptance
+from outrider.orchestrator.core.learning.averages import Average
+from outrider.orchestrator.core.learning.estimates import COPIED_SMOOTHING, Estimates
 from outrider.protocol.heads import NGRAM
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.orchestrator.core.acceptance import Acceptance
-from outrider.orchestrator.core.copies import LONGEST_COPY, best_tail
-from outrider.orchestrator.core.estimates import Estimates
+from outrider.orchestrator.core.learning.acceptance import Acceptance
+from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.proposal import Proposal
-from outrider.orchestrator.core.tree import Drafts, grown
+from outrider.orchestrator.core.proposals.copies import LONGEST_COPY, best_tail
+from outrider.orchestrator.core.proposals.proposal import Proposal
+from outrider.orchestrator.core.proposals.tree import Drafts, grown
 from outrider.protocol.messages import Beside
 from outrider.protocol.origins import Origin
 from outrider.protocol.trees import line

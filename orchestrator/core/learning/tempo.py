@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from outrider.orchestrator.core.averages import Average
+from outrider.orchestrator.core.learning.averages import Average
 
 SMOOTHING = 0.3
 # Who is not worth being asked is tried again after so many rounds.
