@@ -7,9 +7,11 @@ The modes compete as in `outrider bench`, K chosen on prompts that count nowhere
 workers tell what verifies take alone and beside a drafter at work, and what drafting in the target's process takes.
 Then all ways to draft go through what was said. Supposed is what no machine has: work ahead is always done, each
 outcome is a hit, messages take no time. *Counted*: a draft worker works beside each verify as SSD's does, for 16
-outcomes. *Least*: it knows the outcome and grows that branch only; no drafter beside the target can do less. *Free*:
-nobody works beside it and no drafting takes time. *Foreseeing*: a head in the draft worker is supposed to have read
-rows that it can't have yet. Intervals are by drawing texts again.
+outcomes. *With its misses and gaps*: the same over the draft model in its worker, of which the same is supposed, so
+that whoever drafts loses as much to misses and between rounds as today's best. *Least*: the worker knows the outcome
+and grows that branch only; no drafter beside the target can do less. *Free*: nobody works beside it and no drafting
+takes time. *Foreseeing*: a head in the draft worker is supposed to have read rows that it can't have yet. Intervals
+are by drawing texts again.
 """
 
 from __future__ import annotations

@@ -115,10 +115,11 @@ def test_what_is_out_of_reach_is_said() -> None:
         Row("other", False, brought(90), brought(90), brought(150)),
         Row("third", True, brought(170), brought(180), brought(190)),
     ]
-    counted, least, free, foreseeing = verdict(rows, today)
+    counted, least, free, foreseeing, as_today = verdict(rows, today)
     assert "1.10" in counted
     assert "by one: 1.15 times is out of reach" in counted
     assert "by one: 1.15 times is not forbidden" in least
     assert "by other" in free
     assert "by third" in foreseeing
+    assert "1.55" in as_today  # 170 of the 110 that today's drafter would bring without misses and gaps
     assert "neither" in judged(Interval(1.16, 1.1, 1.2))
