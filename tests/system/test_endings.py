@@ -65,7 +65,7 @@ def until_something_runs(folder: Path) -> None:
         (signal.SIGTERM, ["tune"]),
         (signal.SIGHUP, ["overlap", "--out", "out"]),
         (signal.SIGTERM, ["bench", "--no-peers", "--prompts", "1", "--out", "out"]),
-        (signal.SIGHUP, ["generate", "-p", "x"]),
+        (signal.SIGHUP, ["generate", "-p", "x", "-m", "1000", "--ignore-eos"]),
     ],
 )
 def test_a_signal_leaves_no_run_folder(folder: Path, number: signal.Signals, command: list[str]) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from outrider.orchestrator import Client, LocalCluster, SamplingParams
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
+from tests.system.halts import in_the_middle, pid_of, slowed
 from tests.tiny import Pair
 
 LIMIT = 200.0
@@ -77,12 +79,14 @@ def nothing_left(directory: str) -> None:
 
 
 def until_something_prepared_is_served(client: Client, sampling: SamplingParams) -> None:
-    """On a busy machine it may come too late for all of a text, but not for text after text."""
-    until(lambda: client.generate(PROMPT, sampling, mode="ssd").timings.cache_hits > 0, "something prepared is served")
+    """On a busy machine it may come too late, but not for a target that hardly moves."""
 
+    def is_served() -> bool:
+        return client.generate(PROMPT, sampling, mode="ssd").timings.cache_hits > 0
 
-def pids(client: Client) -> dict[str, int]:
-    return {worker.role: worker.pid for worker in client.stats().workers}
+    if not is_served():
+        with slowed(pid_of(client, "target")):
+            until(is_served, "something prepared is served")
 
 
 class Serving:
@@ -204,9 +208,11 @@ def test_a_signal_ends_a_server_in_order(serve: Callable[..., Serving], tmp_path
 
 def test_a_signal_in_the_middle_of_a_text_is_an_error_for_its_client(serve: Callable[..., Serving]) -> None:
     server = serve("--draft-backend", "ngram", "--drain-timeout", "0")
-    with pytest.raises(WorkerError, match="stopped before"):
-        for _ in Client(server.endpoint).stream(PROMPT, ENDLESS):
-            server.process.send_signal(signal.SIGTERM)
+    client = Client(server.endpoint)
+    with in_the_middle(client, lambda: client.stream(PROMPT, ENDLESS)) as (_, chunks):
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(WorkerError, match="stopped before"):
+            list(chunks)
     _, err = server.process.communicate(timeout=LIMIT)
     assert server.process.returncode == 0 and "Traceback" not in err
 
@@ -214,12 +220,6 @@ def test_a_signal_in_the_middle_of_a_text_is_an_error_for_its_client(serve: Call
 def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Callable[..., Serving]) -> None:
     server = serve("--draft-backend", "ngram", "--drain-timeout", str(int(LIMIT)))
     client, other = Client(server.endpoint), Client(server.endpoint)
-    stream = client.stream(PROMPT, replace(LONG, max_tokens=1200))
-    chunks = iter(stream)
-    next(chunks)
-    target = pids(other)["target"]
-    os.kill(target, signal.SIGSTOP)  # else all of it may be said before anybody is refused
-    server.process.send_signal(signal.SIGTERM)
 
     def refused() -> bool:
         try:
@@ -228,19 +228,28 @@ def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Cal
             return "takes no new requests" in str(error)
         return False
 
-    until(refused, "new requests are refused")
-    os.kill(target, signal.SIGCONT)
+    with in_the_middle(other, lambda: client.stream(PROMPT, LONG)) as (stream, chunks):
+        server.process.send_signal(signal.SIGTERM)
+        until(refused, "new requests are refused")
     for _ in chunks:
         pass
-    assert len(stream.result.token_ids) == 1200
+    assert len(stream.result.token_ids) == LONG.max_tokens
     assert server.process.wait(LIMIT) == 0
 
 
 def test_a_second_signal_ends_a_drain(serve: Callable[..., Serving]) -> None:
     server = serve("--draft-backend", "ngram")
-    with pytest.raises(WorkerError, match="stopped before"):
-        for _ in Client(server.endpoint).stream(PROMPT, ENDLESS):
-            server.process.send_signal(signal.SIGTERM)
+    client = Client(server.endpoint)
+    with in_the_middle(client, lambda: client.stream(PROMPT, ENDLESS)) as (_, chunks), ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(list, chunks)
+
+        def is_over() -> bool:
+            server.process.send_signal(signal.SIGTERM)  # again and again: two that come at once are one
+            return reading.done()
+
+        until(is_over, "the drain ends")
+        with pytest.raises(WorkerError, match="stopped before"):
+            reading.result()
     assert server.process.wait(LIMIT) == 0
 
 
@@ -251,13 +260,14 @@ def test_a_text_whose_server_is_gone_goes_on_with_the_next_one(
     options = ("--endpoint", f"ipc://{tmp_path}/c", "--draft-backend", "ngram", "--drain-timeout", "0")
     sampling = replace(LONG, temp=0.8, seed=None, repetition_penalty=1.1)
     server = serve(*options)
-    stream = Client(server.endpoint, reconnect=True).stream(PROMPT, sampling)
-    for count, _ in enumerate(stream):
-        if count == 3:
-            server.process.send_signal(number)
-            server.process.wait(LIMIT)
-            nothing_left(server.directory)
-            server = serve(*options)
+    asking, other = Client(server.endpoint, reconnect=True), Client(server.endpoint)
+    with in_the_middle(other, lambda: asking.stream(PROMPT, sampling)) as (stream, chunks):
+        server.process.send_signal(number)
+    server.process.wait(LIMIT)
+    nothing_left(server.directory)
+    server = serve(*options)
+    for _ in chunks:
+        pass
     result = stream.result
     whole = Client(server.endpoint).generate(PROMPT, replace(sampling, seed=result.seed))
     assert (result.token_ids, result.text, result.finish_reason) == (whole.token_ids, whole.text, "length")
@@ -303,7 +313,8 @@ def test_what_was_stopped_for_a_while_goes_on(served: Pair) -> None:
     with LocalCluster(model=served.target, draft_model=served.draft, worker_timeout=4) as running:
         client, sampling = running.client(timeout=LIMIT), replace(LONG, max_tokens=300)
         whole = client.generate(PROMPT, sampling, mode="ar").token_ids
-        for pid, seconds in ((pids(client)["target"], 2), (pids(client)["draft"], 2), (running.pid, 6)):
+        for role, seconds in (("target", 2), ("draft", 2), ("server", 6)):
+            pid = running.pid if role == "server" else pid_of(client, role)
             stream = client.stream(PROMPT, sampling, mode="ssd")
             for count, _ in enumerate(stream):
                 if count == 2:

@@ -1,0 +1,67 @@
+"""Real workers that stand still for a while: so what a test does in the middle of a text happens there at any pace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from outrider.orchestrator.client.asker import Stream
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.result import Chunk
+
+STILL_S, MOVING_S = 0.05, 0.01
+
+
+def pid_of(client: Client, role: str) -> int:
+    """The process id of the first worker of this role."""
+    return next(worker.pid for worker in client.stats().workers if worker.role == role)
+
+
+@contextmanager
+def still(pid: int) -> Iterator[None]:
+    """A process that does nothing within the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def in_the_middle(client: Client, start: Callable[[], Stream]) -> Iterator[tuple[Stream, Iterator[Chunk]]]:
+    """A text that has begun and is not over, for its target stands still within the block; one that was over before
+    that is started again. Only for a cluster without other requests."""
+    while True:
+        stream = start()
+        chunks = iter(stream)
+        next(chunks)
+        with still(pid_of(client, "target")):
+            if client.stats().active:
+                yield stream, chunks
+                return
+        for _ in chunks:
+            pass
+
+
+@contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """A process that stands still nearly all the time: what it waits for is there sooner than on any machine."""
+    over = threading.Event()
+
+    def hold() -> None:
+        while not over.is_set():
+            with still(pid):
+                over.wait(STILL_S)
+            over.wait(MOVING_S)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    try:
+        yield
+    finally:
+        over.set()
+        holding.join()
