@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import jsonschema
 import mlx.core as mx
 import numpy as np
 import pytest
+import zmq
 from mlx_lm.generate import generate_step
 
 from outrider.bench.prompts import Prompt, mixed
@@ -21,7 +21,10 @@ from outrider.orchestrator import Client, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.core.proposals.copies import LONGEST_COPY
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.protocol.codec import decode, encode
+from outrider.protocol.messages import Done, Generate
 from outrider.target_worker.certificate import Claim, certify
+from tests.system.halts import pid_of, still
 
 LIMIT_SECONDS = 200.0
 PROMPTS = mixed(4)
@@ -154,22 +157,20 @@ def test_the_async_client_says_the_same(cluster: LocalCluster, client: Client) -
     assert (token_ids, text) == (again.token_ids, again.text)
 
 
-def test_a_client_with_one_request_does_not_wait_for_all_of_anothers(cluster: LocalCluster) -> None:
-    finished: list[str] = []
-    busy, single = cluster.client(), cluster.client()
-
-    def ask(client: Client, name: str) -> None:
-        client.generate(PROMPTS[0].text, SamplingParams(max_tokens=16, ignore_eos=True))
-        finished.append(name)
-
-    threads = [threading.Thread(target=ask, args=(busy, "busy")) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while single.stats().queued < 4 and not finished and time.monotonic() < deadline:
-        time.sleep(0.01)
-    ask(single, "single")
-    for thread in threads:
-        thread.join(LIMIT_SECONDS)
-    assert len(finished) == 17
-    assert finished.index("single") < 14
+def test_who_has_one_request_does_not_wait_for_all_of_anothers(cluster: LocalCluster, client: Client) -> None:
+    """The server tells ends in their order; while its target stands still all come in."""
+    asked = SamplingParams(max_tokens=16, ignore_eos=True)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(cluster.endpoint)
+        with still(pid_of(client, "target")):
+            for number, whose in enumerate(["busy"] * 16 + ["single"]):
+                socket.send_multipart(encode(Generate(f"{whose} {number}", PROMPTS[0].text, None, asked, client=whose)))
+            while (stats := client.stats()).active + stats.queued < 17:
+                time.sleep(0.01)
+        finished = list[str]()
+        while len(finished) < 17:
+            assert socket.poll(1000 * LIMIT_SECONDS)
+            heard = decode(socket.recv_multipart())
+            finished += [heard.request] if isinstance(heard, Done) else []
+    assert finished.index("single 16") < 14

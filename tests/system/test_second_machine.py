@@ -16,7 +16,7 @@ from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, Allowed, Keyring
 from outrider.protocol.sampling import SamplingParams
 from tests.tiny import Pair
 
-LIMIT = 200.0
+LIMIT, TRIES = 200.0, 20
 TCP = "tcp://127.0.0.1:0"
 SAMPLING = SamplingParams(max_tokens=24, temp=0.8, seed=7)
 
@@ -92,12 +92,15 @@ def test_who_reads_prompts_needs_a_key_for_that(cluster: LocalCluster, rings: di
     assert refused.returncode != 0 and "its key is not allowed" in said
     with joined("studio") as studio:
         try:
-            deadline = time.monotonic() + LIMIT
-            while "ready" not in [one.state for one in client.stats().workers if one.name == "studio"]:
-                assert time.monotonic() < deadline, client.stats().workers
-                time.sleep(0.05)
-            another = "import re\n" * 60
-            with_it = client.generate(another, SAMPLING)
+            for number in range(TRIES):  # one that is silent for a while is done without
+                deadline = time.monotonic() + LIMIT
+                while "ready" not in [one.state for one in client.stats().workers if one.name == "studio"]:
+                    assert time.monotonic() < deadline, client.stats().workers
+                    time.sleep(0.05)
+                another = f"{number} import re\n" * 60
+                with_it = client.generate(another, SAMPLING)
+                if with_it.timings.prefill_n:
+                    break
             assert with_it.timings.prefill_n == with_it.timings.prompt_n - 1 > 100
         finally:
             studio.kill()
