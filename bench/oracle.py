@@ -14,7 +14,7 @@ from typing import Any
 from outrider.bench.helper import answer_all
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.growth import Ready
+from outrider.drafting.growth import Ready, Wanted
 from outrider.drafting.mlx import MlxDrafter
 from outrider.drafting.together import Together
 from outrider.drafting.work_ahead import WorkAhead
@@ -36,12 +36,12 @@ class Oracle:
         """The outcomes it would prepare; then it learns which one it was."""
         tree = self._drafter.open(asked["tokens"], SamplingParams(temp=asked["temp"], seed=asked["seed"]))
         work = WorkAhead(tree, (), self._policy, self._calibration)
-        work.commit((), asked["chain"], 1, asked["branches"])
+        work.commit((), Wanted(asked["chain"], 1, asked["branches"]))
         found: set[tuple[int, ...]] = set()
         while work.busy:
             (ready,) = self._together.advance([work])
             found |= {entry.committed for entry in ready.entries} if isinstance(ready, Ready) else set()
-        work.commit([*asked["chain"][: asked["accepted"]], asked["bonus"]], None, 0, 0)
+        work.commit([*asked["chain"][: asked["accepted"]], asked["bonus"]], Wanted(None, 0))
         tree.close()
         return found
 

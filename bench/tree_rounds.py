@@ -15,6 +15,7 @@ from outrider.drafting.beside import Said, with_others
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.drafter import Drafter
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.growth import Wanted
 from outrider.drafting.together import Together
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
@@ -96,7 +97,7 @@ def thoughts(prompt: Sequence[int], rest: Sequence[int], sampling: SamplingParam
     work = begin(drafter, prompt, sampling, (), POLICIES["uniform"], Calibration())
     together, found = Together(drafter), []
     for at in range(len(rest) - DEPTH):
-        work.commit(rest[at - 1 : at] if at else (), None, DEPTH, 0, least=EVERYTHING)
+        work.commit(rest[at - 1 : at] if at else (), Wanted(None, DEPTH, least=EVERYTHING))
         (one,) = together.continuations([work], [DEPTH])
         if isinstance(one, OutriderError) or work.said is None:
             raise OutriderError(f"the drafter says nothing at place {at} of a text; expected {DEPTH} tokens")

@@ -5,38 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.drafting.continuation import Continuation
-from outrider.drafting.growth import Ready
+from outrider.drafting.growth import Ready, Wanted
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.protocol.messages import Branches, Commit, Drafted, Open, Span
 
 
 @dataclass(slots=True)
 class Running:
-    """`newest` is the commit that its work belongs to, come at `committed_ns`; `owed`: it awaits DRAFTED."""
+    """`newest` is the word that its work belongs to, come at `committed_ns`; `owed`: it awaits DRAFTED."""
 
     work: WorkAhead
-    epoch: int
-    newest: Commit
+    newest: Open | Commit
     committed_ns: int
     owed: bool = False
 
     @classmethod
     def opened(cls, message: Open, work: WorkAhead, now_ns: int) -> Running:
         """It has read its text, and begins with the chain under verification."""
-        work.commit((), message.verifying, message.depth, message.branches, message.skip, message.least)
-        newest = Commit(
-            request=message.request,
-            epoch=message.epoch,
-            round=message.round,
-            base_len=len(message.tokens),
-            tokens=(),
-            verifying=message.verifying,
-            depth=message.depth,
-            branches=message.branches,
-            skip=message.skip,
-            least=message.least,
-        )
-        return cls(work, message.epoch, newest, now_ns)
+        work.commit((), _wanted(message))
+        return cls(work, message, now_ns)
+
+    @property
+    def epoch(self) -> int:
+        return self.newest.epoch
 
     def is_beyond(self, message: Open | Commit) -> bool:
         """Whether it works for a later round than this was said in."""
@@ -52,9 +43,7 @@ class Running:
         return both and message.round == self.newest.round + 1
 
     def commit(self, message: Commit, now_ns: int) -> None:
-        self.work.commit(
-            message.tokens, message.verifying, message.depth, message.branches, message.skip, message.least
-        )
+        self.work.commit(message.tokens, _wanted(message))
         self.newest, self.committed_ns = message, now_ns
         self.owed = message.verifying is None and message.depth > 0
 
@@ -64,7 +53,7 @@ class Running:
             request=newest.request,
             epoch=newest.epoch,
             round=newest.round,
-            base_len=newest.base_len,
+            base_len=self.work.committed_len,
             chain=found.line,
             work=work,
             q=found.q,
@@ -78,7 +67,7 @@ class Running:
             request=newest.request,
             epoch=newest.epoch,
             round=newest.round,
-            base_len=newest.base_len,
+            base_len=self.work.committed_len,
             depth=ready.depth,
             entries=ready.entries,
             work=work,
@@ -86,3 +75,7 @@ class Running:
             q=ready.q,
             peak_bytes=peak_bytes,
         )
+
+
+def _wanted(message: Open | Commit) -> Wanted:
+    return Wanted(message.verifying, message.depth, message.branches, message.skip, message.least)

@@ -24,12 +24,13 @@ from outrider.protocol.sparse import SparseQ
 class Wanted:
     """What a commit asks for: `branches` outcomes of the chain `verifying`, `depth` deep; with None, nothing.
 
-    The `skip` likeliest are other drafters'. `least`: how probable tokens are that are told beside a chain's.
+    The `skip` likeliest are other drafters'. Beside a chain's tokens others are told that hold with a probability of
+    more than `least`.
     """
 
     verifying: tuple[int, ...] | None
     depth: int
-    branches: int
+    branches: int = 0
     skip: int = 0
     least: float = 1.0
 

@@ -48,7 +48,7 @@ class WorkAhead:
         self._growth: Growth | None = None
         self.said: Said | None = None
         self._behind: list[int] = []  # committed, and not yet fed
-        self._wanted = Wanted(None, 0, 0)
+        self._wanted = Wanted(None, 0)
 
     @property
     def committed_len(self) -> int:
@@ -67,26 +67,15 @@ class WorkAhead:
             return False
         return self._growth.busy if self._growth is not None else bool(self._behind)
 
-    def commit(
-        self,
-        tokens: Sequence[int],
-        verifying: Sequence[int] | None,
-        depth: int,
-        branches: int,
-        skip: int = 0,
-        least: float = 1.0,
-    ) -> None:
-        """Makes `tokens` final, then plans the outcomes of the chain `verifying`: `branches` of them, `depth` deep.
+    def commit(self, tokens: Sequence[int], wanted: Wanted) -> None:
+        """Makes `tokens` final, then plans what is wanted behind them.
 
-        They are those behind the `skip` likeliest, which others prepare. Beside the tokens of chains others are told
-        that hold with a probability of more than `least`.
         What was drafted along that path is kept, all else is dropped. Near the end of the context branches get shorter,
-        then none are prepared. `verifying` None plans nothing. Makes no forward: of several commits in a row only the
-        last one's work is done.
+        then none are prepared. Makes no forward: of several commits in a row only the last one's work is done.
         """
         self._learn(tokens)
         self.said = None
-        self._wanted = Wanted(None if verifying is None else tuple(verifying), depth, branches, skip, least)
+        self._wanted = wanted
         if not self._behind and not self._is_blind:
             known = self._paths.committed(tokens)
             self.tree.commit(known)

@@ -15,6 +15,7 @@ from outrider.drafting.calibration import Calibration
 from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import Drafter, DrafterFault
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.growth import Wanted
 from outrider.drafting.together import Together
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.engine.slots import Slot
@@ -102,7 +103,7 @@ class OwnDraft:
         if len(tokens) >= self._drafter.context_length:
             self.close(spoilt=False)
             return None
-        work.commit(new, None, depth, 0, least=least)
+        work.commit(new, Wanted(None, depth, least=least))
         return work
 
     def close(self, spoilt: bool) -> None:

@@ -18,6 +18,7 @@ from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
 from outrider.drafting.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
 from outrider.drafting.drafter import DrafterFault, DrawingDrafter, TokenTree
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.growth import Wanted
 from outrider.drafting.mlx import MlxDrafter
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.engine.sampling import Sampler
@@ -250,7 +251,7 @@ def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int])
     model, known = made.mlx(), list(text[:24])
     with opened(made, known) as tree:
         work = WorkAhead(tree, (), POLICIES["best-first"], Calibration())
-        work.commit((), (), 3, 6)
+        work.commit((), Wanted((), 3, 6))
         for _ in range(3):
             chains: dict[tuple[int, ...], tuple[int, ...]] = {}
             while work.busy:
@@ -264,7 +265,7 @@ def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int])
                     path.append(token)
             committed, verifying = next(iter(chains.items()))
             known += committed
-            work.commit(committed, verifying, 3, 6)
+            work.commit(committed, Wanted(verifying, 3, 6))
         assert tree.column_tokens() == known
 
 

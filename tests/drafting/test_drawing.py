@@ -16,6 +16,7 @@ from outrider.drafting.calibration import Calibration
 from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import DrawingDrafter
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.growth import Wanted
 from outrider.drafting.mlx import MlxDrafter
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.drafting.work_ahead import WorkAhead
@@ -60,7 +61,7 @@ def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
     """Whatever is verified: the branch, its beginning, another drafter's chain or one that was waited for in vain."""
     rng = random.Random(f"{forwards} {seed}")
     work, committed = begin(PROMPT), list(PROMPT)
-    work.commit((), (), 3, 8)
+    work.commit((), Wanted((), 3, 8))
     checked = 0
     for _ in range(20):
         entries: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -84,11 +85,11 @@ def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
         committed += new
         own, way = entries.get(new, ()), rng.random()
         if way < 0.2:
-            work.commit(new, None, 3, 0)
+            work.commit(new, Wanted(None, 3))
             new, own = (), continued(work, 3).chain
             assert own == continued(begin(tuple(committed)), 3).chain
         chain = [*own[: rng.randint(0, 3)], *(rng.randrange(V) for _ in range(rng.randint(0, 2)))] if way < 0.6 else own
-        work.commit(new, chain, 3, 8)
+        work.commit(new, Wanted(chain, 3, 8))
     assert checked > 20
 
 
@@ -106,7 +107,7 @@ def test_what_a_drafter_prepares_does_not_follow_the_noise_of_anothers_chain() -
         chain = continued(opened(first, sampling), 2).chain
         work = opened(second, sampling)
         own = continued(work, 2).chain[0]
-        work.commit((), chain, 1, 3 * V)
+        work.commit((), Wanted(chain, 1, 3 * V))
         ready = advanced(work)
         assert ready is not None and ready.q is not None
         for row, entry in enumerate(ready.entries):

@@ -12,7 +12,7 @@ from outrider.drafting.capacity import ENOUGH, Capacity
 from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import Drafter
 from outrider.drafting.fan_out import POLICIES, Wish, shares
-from outrider.drafting.growth import Ready
+from outrider.drafting.growth import Ready, Wanted
 from outrider.drafting.mlx import MlxDrafter
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.drafting.together import Together
@@ -62,7 +62,7 @@ def test_each_prepares_in_company_what_it_prepares_alone(drafter: Drafter) -> No
     chains = [found.chain if isinstance(found, Continuation) else () for found in drafted]
     for works in (company, alone):
         for work, chain in zip(works, chains, strict=True):
-            work.commit((), chain, 2, 6)
+            work.commit((), Wanted(chain, 2, 6))
     for turn in range(4):
         found = grown(together, company)
         assert found == [grown(Together(drafter), [work])[0] for work in alone]
@@ -71,7 +71,7 @@ def test_each_prepares_in_company_what_it_prepares_alone(drafter: Drafter) -> No
             outcome = list(branches)[turn]
             new = outcome if i != turn else (7, 9)
             for work in (company[i], alone[i]):
-                work.commit(new, branches[outcome] if i != turn else (4,), 2, 6)
+                work.commit(new, Wanted(branches[outcome] if i != turn else (4,), 2, 6))
     assert [w.tree.column_tokens() for w in company] == [w.tree.column_tokens() for w in alone]
 
 
@@ -80,7 +80,7 @@ def test_one_that_fails_in_company_fails_alone(drafter: Drafter, monkeypatch: py
     for where in ("candidates", "feed", "best"):
         works, sound = begun(drafter), begun(drafter)
         for work in (*works, *sound):
-            work.commit((), (9, 8), 2, 4)
+            work.commit((), Wanted((9, 8), 2, 4))
 
         def fails(*_: Any) -> Any:
             raise ZeroDivisionError
@@ -140,7 +140,7 @@ def test_a_short_budget_is_shared(tiny_model: Callable[..., Any]) -> None:
     drafter = MlxDrafter(load(tiny_model("llama")))
     works, free = begun(drafter), begun(drafter)
     for work in (*works, *free):
-        work.commit((), (9, 8), 2, 12)
+        work.commit((), Wanted((9, 8), 2, 12))
     together = Together(drafter)
     for _ in range(int(2 * ENOUGH)):
         together.capacity.forward(10, 5.0)
@@ -157,6 +157,6 @@ def test_alone_every_wish_is_granted(tiny_model: Callable[..., Any]) -> None:
     for _ in range(int(2 * ENOUGH)):
         together.capacity.forward(10, 5.0)
         together.capacity.round(1.0)
-    work.commit((), (), 2, 12)
+    work.commit((), Wanted((), 2, 12))
     assert [len(found) for found in grown(together, [work])] == [12]
     assert isinstance(together.advance([work])[0], Ready)

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.growth import Ready
+from outrider.drafting.growth import Ready, Wanted
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.protocol.sampling import SamplingParams
@@ -38,7 +38,7 @@ def finish(work: WorkAhead) -> list[Ready]:
 def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) -> None:
     work = work_ahead()
     chain = continued(work, chain_length).chain
-    work.commit((), chain, 3, 10)
+    work.commit((), Wanted(chain, 3, 10))
     last = {(len(e.committed) - 1, e.committed[-1]): e.chain for ready in finish(work) for e in ready.entries}
     assert len(last) == 10
     assert all(len(branch) == 3 for branch in last.values())
@@ -49,23 +49,23 @@ def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) ->
 
 def test_only_the_last_push_is_final() -> None:
     work = work_ahead()
-    work.commit((), continued(work, 3).chain, 3, 8)
+    work.commit((), Wanted(continued(work, 3).chain, 3, 8))
     assert [ready.final for ready in finish(work)][-1:] == [True]
-    work.commit(TEXT[10:11], (), 3, 8)
+    work.commit(TEXT[10:11], Wanted((), 3, 8))
     assert not any(ready.final for ready in finish(work)[:-1])
 
 
 @pytest.mark.parametrize(("context", "branches"), [(len(PROMPT) + 1, 8), (1 << 20, 0)])
 def test_that_there_is_nothing_to_prepare_is_said_once(context: int, branches: int) -> None:
     work = work_ahead(context=context)
-    work.commit((), (), 3, branches)
+    work.commit((), Wanted((), 3, branches))
     assert finish(work) == [Ready((), 0, True)]
 
 
 def test_no_branch_is_wasted_on_the_end_of_the_text() -> None:
     eos = TEXT[10]
     work = work_ahead(eos=(eos,))
-    work.commit((), (), 2, 12)
+    work.commit((), Wanted((), 2, 12))
     assert all(e.committed[-1] != eos for ready in finish(work) for e in ready.entries)
 
 
@@ -76,7 +76,7 @@ def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -
     work = work_ahead()
     committed = list(PROMPT)
     chain: list[int] = []
-    work.commit((), (), 3, 8)
+    work.commit((), Wanted((), 3, 8))
     for _ in range(30):
         entries = {}
         for _ in range(forwards):
@@ -90,7 +90,7 @@ def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -
         new = [*chain[:accepted], bonus]
         committed += new
         chain = list(entries.get(tuple(new), ()))[: rng.randrange(4)]
-        work.commit(new, chain, 3, 8)
+        work.commit(new, Wanted(chain, 3, 8))
         fed = work.tree.column_tokens()
         assert fed == committed[: len(fed)]
         assert work.committed_len == len(committed)
@@ -98,9 +98,9 @@ def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -
 
 def test_near_the_end_of_the_context_branches_get_shorter_then_none() -> None:
     work = work_ahead(context=len(PROMPT) + 4)
-    work.commit((), (), 6, 4)
+    work.commit((), Wanted((), 6, 4))
     assert {len(e.chain) for e in finish(work)[-1].entries} == {3}
-    work.commit(TEXT[10:14], (), 6, 4)
+    work.commit(TEXT[10:14], Wanted((), 6, 4))
     assert finish(work) == [Ready((), 0, True)]
     assert continued(work, 5).chain == ()
 
@@ -113,7 +113,7 @@ def test_what_drafters_of_one_model_prepare_by_rank_is_what_one_would_prepare_al
     def prepared(branches: int, skip: int) -> set[tuple[int, ...]]:
         tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
         work = WorkAhead(tree, (), POLICIES[policy], Calibration())
-        work.commit((), continued(work, chain_length).chain, 3, branches, skip)
+        work.commit((), Wanted(continued(work, chain_length).chain, 3, branches, skip))
         return {entry.committed for ready in finish(work) for entry in ready.entries}
 
     parts = [prepared(4, 0), prepared(5, 4), prepared(3, 9)]
