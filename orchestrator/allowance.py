@@ -13,7 +13,8 @@ from outrider.protocol.clock import SECOND_NS
 
 BYTES = 16 * 1024
 """A message counts as one more for each of these."""
-MOST_PEERS = 4096
+MOST_PEERS = 64
+"""So many are not looked through for those that could be forgotten."""
 
 
 @dataclass(frozen=True, slots=True)

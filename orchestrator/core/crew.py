@@ -102,6 +102,7 @@ class Crew:
         """The request is over."""
         for name in request.drafters:
             self._workers.send_drafter(name, Close(request.id))
+        self._told.over(request.id)
 
     # --- what they say --------------------------------------------------------------------------------------------
 

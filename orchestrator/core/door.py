@@ -62,7 +62,7 @@ class Door:
             return "role" if hasattr(message, "request") else LATE  # what is not about requests is the pool's matter
         tasks = self.told.tasks(sender, message.request or "")
         if tasks is None:
-            return "request"
+            return LATE if self.told.is_over(sender, message.request or "") else "request"
         lie = _lie(tasks, message, vocab)
         if lie:
             return lie

@@ -1,7 +1,7 @@
 """What each drafter was told of each request: the rounds that its words may be about.
 
 Every word of an honest drafter answers an OPEN or a COMMIT that it was sent, however late it comes. Bounded: the latest
-rounds of a request, the latest requests of a drafter. Knows messages; judges nothing.
+rounds of a request; of the latest requests that have ended, who was told of them. Knows messages; judges nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from outrider.protocol.messages import Commit, Open
 
-# More than may run at once; who was told nothing while so many others were was given up long ago.
-MOST_REQUESTS = 2048
+# Who still works for a request after which so many others have ended was given up long ago.
+MOST_OVER = 2048
 MOST_ROUNDS = 8
 
 Place = tuple[int, int]
@@ -56,20 +56,27 @@ class Told:
     """Of all drafters, by name."""
 
     def __init__(self) -> None:
-        self._tasks: dict[str, OrderedDict[str, Tasks]] = {}
+        self._tasks: dict[str, dict[str, Tasks]] = {}
+        self._over: OrderedDict[str, tuple[str, ...]] = OrderedDict()
 
     def note(self, drafter: str, message: Open | Commit) -> None:
         """It is sent this."""
         base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
-        requests = self._tasks.setdefault(drafter, OrderedDict())
-        tasks = requests.setdefault(message.request, Tasks())
+        tasks = self._tasks.setdefault(drafter, {}).setdefault(message.request, Tasks())
         task = Task(base_len, message.verifying, message.depth, message.branches, message.least < 1.0)
         tasks.add((message.epoch, message.round), task)
-        requests.move_to_end(message.request)
-        if len(requests) > MOST_REQUESTS:
-            requests.popitem(last=False)
+
+    def over(self, request: str) -> None:
+        """It has ended: whatever is still said of it is late."""
+        told = [drafter for drafter, requests in self._tasks.items() if requests.pop(request, None) is not None]
+        self._over[request] = tuple(told)
+        if len(self._over) > MOST_OVER:
+            self._over.popitem(last=False)
 
     def tasks(self, drafter: str, request: str) -> Tasks | None:
-        """What it was told of this request; None: nothing."""
-        requests = self._tasks.get(drafter)
-        return requests.get(request) if requests is not None else None
+        """What it was told of this request, which runs; None: nothing."""
+        return self._tasks.get(drafter, {}).get(request)
+
+    def is_over(self, drafter: str, request: str) -> bool:
+        """Whether this is a request that has ended, and of which it was told."""
+        return drafter in self._over.get(request, ())

@@ -9,9 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
-    path
-    for folder in (".", "docs", "models", "bench", "packaging", "tests")
-    for path in (ROOT / folder).glob("*.md")
+    path for folder in (".", "docs", "models", "bench", "packaging", "tests") for path in (ROOT / folder).glob("*.md")
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)

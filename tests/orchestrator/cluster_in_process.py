@@ -163,9 +163,10 @@ class Cluster(HonestWorkers):
         sampling: SamplingParams = GREEDY,
         origins: bool = False,
         rounds: bool = False,
+        request: str = "r",
     ) -> Ended:
         sampling = replace(sampling, max_tokens=max_tokens)
-        self.rounds.begin(Admit("r", prompt, sampling, mode, eos, origins=origins, rounds=rounds), self._now)
+        self.rounds.begin(Admit(request, prompt, sampling, mode, eos, origins=origins, rounds=rounds), self._now)
         for _ in range(100 * max_tokens + 1000):
             if not self.rounds.active:
                 return next(event for event in self.told if isinstance(event, Ended))

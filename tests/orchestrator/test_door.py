@@ -13,7 +13,7 @@ import pytest
 
 from outrider.drafting.replay import Script
 from outrider.orchestrator.core.door import LATE, LIES, Door
-from outrider.orchestrator.core.told import MOST_REQUESTS, MOST_ROUNDS
+from outrider.orchestrator.core.told import MOST_OVER, MOST_ROUNDS
 from outrider.orchestrator.events import Admit, Committed, PrefillAt
 from outrider.protocol.messages import (
     Branch,
@@ -153,16 +153,25 @@ def test_nothing_that_a_drafter_was_told_becomes_a_lie_later(cluster: Judging) -
     assert {door.refusal(of, False, "draft-0", m, VOCABULARY) for m in said for of in (request, None)} == {LATE}
 
 
-def test_what_is_remembered_of_drafters_is_bounded() -> None:
+def test_what_is_said_of_a_request_that_has_ended_is_late_and_no_more(cluster: Judging) -> None:
     door = Door()
-    for number in range(MOST_REQUESTS + 5):
-        door.told.note("draft-0", replace(TOLD, request=f"r{number}"))
+    door.told.note("draft-0", TOLD)
+    door.told.over("r")
+    verdicts = {sender: door.refusal(None, False, sender, GOOD, VOCABULARY) for sender in ("draft-0", "draft-1")}
+    assert verdicts == {"draft-0": LATE, "draft-1": "request"}
+
+
+def test_what_is_remembered_of_drafters_is_bounded() -> None:
+    told = Door().told
+    for number in range(MOST_OVER + 5):
+        told.note("draft-0", replace(TOLD, request=f"r{number}"))
+        told.over(f"r{number}")
+    assert len(told._over) == MOST_OVER and not told._tasks["draft-0"]
     for number in range(100):
-        door.told.note("draft-0", replace(TOLD, request="r9999", round=number))
-        door.told.note("draft-0", replace(TOLD, request="r9999", base_len=number))
-    held = door.told._tasks["draft-0"]
-    assert len(held) == MOST_REQUESTS and len(held["r9999"].at) == MOST_ROUNDS
-    assert max(map(len, held["r9999"].at.values())) <= MOST_ROUNDS + 1
+        told.note("draft-0", replace(TOLD, request="r9999", round=number))
+        told.note("draft-0", replace(TOLD, request="r9999", base_len=number))
+    held = told._tasks["draft-0"]["r9999"].at
+    assert len(held) == MOST_ROUNDS and max(map(len, held.values())) <= MOST_ROUNDS + 1
 
 
 @pytest.mark.parametrize("message", [outcome(), Drafted("r", 0, 1, len(PROMPT) + 1, (7,), NONE), Close("r")])

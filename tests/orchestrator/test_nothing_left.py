@@ -1,0 +1,56 @@
+"""A request that has ended leaves nothing behind: what there is after many is no more than after few."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from outrider.drafting.replay import Script
+from outrider.orchestrator.allowance import MOST_PEERS
+from outrider.protocol.sampling import SamplingParams
+from tests.orchestrator.cluster_in_process import Cluster
+from tests.orchestrator.stand import Stand, says
+
+TEXT = tuple(range(1000, 1100))
+
+
+def objects() -> Counter[str]:
+    """How many there are of each kind of ours."""
+    gc.collect()
+    kinds = (type(one) for one in gc.get_objects())
+    return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith("outrider"))
+
+
+def left_by(ask: Callable[[int], object], many: int) -> dict[str, int]:
+    """The kinds of which each of so many requests leaves one or more."""
+    found = []
+    for first in (0, many):
+        for number in range(first, first + many):
+            ask(number)
+        found.append(objects())
+    return {kind: count for kind, count in (found[1] - found[0]).items() if count >= many}
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
+def test_in_the_rounds_and_with_a_drafter(mode: str) -> None:
+    cluster = Cluster(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096))
+
+    def ask(number: int) -> None:
+        cluster.run(TEXT[:10], 12, mode, request=f"r{number}")
+        for heard in (cluster.told, cluster.told_target, cluster.told_drafters, cluster.target.verified):
+            heard.clear()
+
+    assert not left_by(ask, 30)
+
+
+def test_with_the_front_whoever_asks(stand: Stand) -> None:
+    stand.core.play = says(stand.codec, "return 1")
+
+    def ask(_number: int) -> None:
+        stand.client().generate("def f(", SamplingParams(seed=7))
+        stand.core.told.clear()
+
+    assert not left_by(ask, MOST_PEERS)
