@@ -25,6 +25,8 @@ from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
 from outrider.protocol.messages import Branches, Drafted, Outcome, Span
 
+MOST_WISHED = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Means:
@@ -268,8 +270,15 @@ class Planner:
             if kind and (like := self._controllers.get((*key[:-1], FREE))) is not None and not controller.knows:
                 controller.start_from(sorted(like.learned(), key=lambda choice: -choice.tokens_per_second))
             self._controllers[key] = controller
+            self._forget_wished()
         self._controllers[key].odds = odds or self.texts.odds(kind, admit.sampling.temp == 0)
         return self._controllers[key]
+
+    def _forget_wished(self) -> None:
+        """Of those for a K or a B that requests asked for the oldest go: there are as many as anybody thinks of."""
+        wished = [key for key in self._controllers if key[1:3] != (None, None)]
+        for key in wished[:-MOST_WISHED]:
+            del self._controllers[key]
 
     def _depth(self, admit: Admit) -> int:
         return admit.num_draft_tokens or self._settings.depth

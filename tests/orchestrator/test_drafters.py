@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from outrider.orchestrator.core.learning.forecasts import Plan
 from outrider.orchestrator.core.learning.kinds import CODE, FREE, HELD, REPEATING, kind_of
 from outrider.orchestrator.core.learning.tuning import Choice, load, write
 from outrider.orchestrator.core.ngram import Copy
-from outrider.orchestrator.core.planner import Planner
+from outrider.orchestrator.core.planner import MOST_WISHED, Planner
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.looks import is_code
@@ -53,6 +54,15 @@ def test_who_is_named_drafts_alone() -> None:
     auto = asked("auto", "mtp")
     kinds = found._controller(auto, found._means(auto, 1))._kinds
     assert [(way.mode, way.drafter) for way in kinds] == [("ar", ""), ("sd", "mtp")]
+
+
+def test_what_requests_with_a_k_or_b_of_their_own_taught_is_not_kept_without_end() -> None:
+    found, usual = planner(), asked()
+    first = found._controller(usual, found._means(usual, 1))
+    for number in range(3 * MOST_WISHED):
+        plan(found, replace(usual, num_draft_tokens=1 + number % 16, branches=1 + number // 16))
+    assert found._controller(usual, found._means(usual, 1)) is first
+    assert len(found._controllers) == MOST_WISHED + 1
 
 
 def rates(controller: Controller, found: dict[str, float], rounds: int = 4000) -> list[str]:
