@@ -97,7 +97,7 @@ class Stand:
             thread.start()
         return self
 
-    def client(self, timeout: float = 10.0) -> Client:
+    def client(self, timeout: float = JOIN_SECONDS) -> Client:
         return Client(self.endpoint, timeout)
 
     def stop(self) -> None:

@@ -20,6 +20,8 @@ from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import turns_of
 from outrider.orchestrator.gate import Gate
 from outrider.orchestrator.handshake import Failure, Ready, Stage
+from outrider.protocol import clock
+from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
@@ -225,27 +227,31 @@ def test_a_client_that_is_gone_is_cancelled(stand):
         admit = stand.core.wait_for(Admit)[0]
         stand.core.outbox.put(Began(admit.request, "ssd"))
         client.hear_until(Started)
-    for _ in range(2000):
+    while not any(isinstance(event, Stop) for event in stand.core.told):
         stand.core.outbox.put(Committed(admit.request, (5,)))
-        if any(isinstance(event, Stop) for event in stand.core.told):
-            break
-        stand.core.heard.acquire()
-        stand.core.heard.wait(0.01)
-        stand.core.heard.release()
+        with stand.core.heard:
+            stand.core.heard.wait(0.01)
     assert stand.core.wait_for(Stop)[0].reason == "cancelled"
 
 
 def test_a_waiting_request_can_be_cancelled_and_never_runs(stand):
     with RawClient(stand.endpoint) as client:
+        times = [clock.now()]
         client.say(ask("first"))
         client.say(ask("second"))
         stand.core.wait_for(Admit)
+        for _ in range(2):  # by the first answer both are there
+            times.append(clock.now())
+            client.say(StatsQuery("s"))
+            client.hear_until(Stats)
+        times.append(clock.now())
         client.say(Cancel("second"))
         done = client.hear_until(Done)[-1]
         assert (done.request, done.reason) == ("second", "cancelled")
         client.say(Cancel("first"))
         first = client.hear_until(Done)[-1]
-        assert done.timings.queue_ms > first.timings.queue_ms > 0, "one waited all the time, the other a moment"
+        assert 0 < first.timings.queue_ms <= (times[1] - times[0]) / MILLISECOND_NS, "one waited a moment"
+        assert done.timings.queue_ms >= (times[3] - times[2]) / MILLISECOND_NS, "the other all the time"
         assert len([event for event in stand.core.told if isinstance(event, Admit)]) == 1
 
 

@@ -59,7 +59,7 @@ def stands(endpoint: str, codec: TextCodec) -> Iterator[Callable[..., list[Stand
 
 
 def clients(stands: list[Stand]) -> list[Client]:
-    return [stand.client(timeout=10.0) for stand in stands]
+    return [stand.client() for stand in stands]
 
 
 def test_it_breaks_at_each_token_once_or_twice(stands: Callable[..., list[Stand]], codec: TextCodec) -> None:

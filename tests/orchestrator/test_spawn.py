@@ -38,7 +38,7 @@ def spawned(monkeypatch, tmp_path):
     yield start
     for worker in workers:
         worker.kill()
-        worker.wait(5)
+        worker.wait(200)
 
 
 def test_commands_say_what_the_settings_say():
@@ -221,12 +221,8 @@ def test_what_a_killed_server_leaves_is_swept(tmp_path):
     server.wait()
     with server.stdout:
         server.stdout.read()  # ends when the last holder of the pipe is gone
-    for _ in range(2000):
-        if not left.exists():
-            break
+    while left.exists():
         os.sched_yield()
-        subprocess.run(["true"])
-    assert not left.exists()
 
 
 def test_a_dismissed_sweeper_sweeps_nothing(tmp_path):

@@ -31,18 +31,15 @@ TEXT, CLAUDE = "/v1/completions", "/v1/messages"
 
 @contextmanager
 def listening(settings: HttpSettings) -> Iterator[tuple[str, int]]:
-    """The server's own settings around an application without an orchestrator; headers must come in half a second."""
+    """The server's own settings around an application without an orchestrator."""
     app = application(load_served("m", EMBEDDED_TARGET, ("m",)), Callers("ipc:///tmp/outrider-test-nobody"), settings)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(config(app, settings))
     thread = threading.Thread(target=server.run, args=([listener],))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection, "HEADER_SECONDS", 0.5)
-        patch.setattr(connection, "READER_SECONDS", 0.5)
-        thread.start()
-        yield listener.getsockname()
-        server.should_exit = True
-        thread.join()
+    thread.start()
+    yield listener.getsockname()
+    server.should_exit = True
+    thread.join()
     listener.close()
 
 
@@ -98,6 +95,14 @@ def test_what_is_no_request_has_its_status(address: tuple[str, int], parts: list
     assert answer.split(b" ")[1] == status and b"Traceback" not in answer
 
 
+@pytest.fixture
+def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers must come, and answers be taken, in a moment."""
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "READER_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("in_haste")
 @pytest.mark.parametrize("parts", [[], [b"G"], [b"GET /health HTTP/1.1\r\n", *[b"X: y\r\n"] * 9]])
 def test_headers_that_drip_are_not_waited_for(address: tuple[str, int], parts: list[bytes]) -> None:
     assert said(address, *parts, pause=0.1) == b""
@@ -190,6 +195,7 @@ def test_who_ends_in_the_middle_of_a_request_is_gone(address: tuple[str, int], a
         assert client.recv(65536) == b""
 
 
+@pytest.mark.usefixtures("in_haste")
 def test_who_takes_nothing_is_not_written_to_for_ever(address: tuple[str, int]) -> None:
     """A whole answer like a stream: what the system no longer holds is held here."""
     many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400
