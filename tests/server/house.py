@@ -19,6 +19,7 @@ from outrider.orchestrator.pair.model_files import find_model
 
 KEY = "a-key-of-the-tests"
 START_SECONDS = 200.0
+TRIES = 20
 STREAMS = 4
 """Answers at once to each caller of the chat model's."""
 

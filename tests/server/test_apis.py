@@ -20,7 +20,8 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import Listener
 from outrider.server.mapping.manner import seed_of
-from tests.server.house import STREAMS, House, wait_until_up
+from tests.halts import pid_of, slowed
+from tests.server.house import STREAMS, TRIES, House, wait_until_up
 from tests.server.scripted import ANSWER, PLAIN, text_of
 
 if TYPE_CHECKING:
@@ -225,7 +226,10 @@ WATCHED = {"origins": True, "rounds": True}
 def test_origins_and_rounds_agree_with_the_timings(pair: House, path: str, stream: bool, mode: str) -> None:
     said = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": PLAIN_PROMPT}
     asked = {**said, "max_tokens": 48, "temperature": 0.8, "seed": 2, "speculation": {**WATCHED, "mode": mode}}
-    told = events(pair, path, **asked) if stream else [post(pair, path, **asked).json()]
+    for _ in range(TRIES if mode == "sd" else 1):  # until some draft comes in time
+        told = events(pair, path, **asked) if stream else [post(pair, path, **asked).json()]
+        if told[-1]["timings"]["draft_n_accepted"]:
+            break
     choices = [choice for event in told for choice in event["choices"]]
     text = "".join(c.get("text") or (c.get("delta") or c.get("message", {})).get("content") or "" for c in choices)
     seen, times = [choice["speculation"] for choice in choices if "speculation" in choice], told[-1]["timings"]
@@ -245,7 +249,15 @@ def test_origins_and_rounds_agree_with_the_timings(pair: House, path: str, strea
 def test_work_is_told_on_one_clock(pair: House) -> None:
     """One verify follows another, and a branch that is hit was drafted before the verify of it began."""
     asked = {"prompt": PROMPT, "max_tokens": 48, "speculation": {**WATCHED, "mode": "ssd"}}
-    rounds = post(pair, "/v1/completions", **asked).json()["choices"][0]["speculation"]["rounds"]
+
+    def told() -> list[Any]:
+        found: list[Any] = post(pair, "/v1/completions", **asked).json()["choices"][0]["speculation"]["rounds"]
+        return found
+
+    rounds = told()
+    while not any(record["lookup"] == "hit" for record in rounds):  # nothing prepared came in time
+        with slowed(pid_of(pair.client, "target")):
+            rounds = told()
     for before, after in pairwise(rounds):
         assert 0 <= ended(before["verify"]) <= after["verify"]["start_ms"]
     begun: dict[int, list[float]] = {}
@@ -498,7 +510,7 @@ def raw(house: House, body: bytes, version: str = "1.1") -> socket.socket:
     return connection
 
 
-def until(holds: Any, seconds: float = 30.0) -> None:
+def until(holds: Any, seconds: float = 200.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:

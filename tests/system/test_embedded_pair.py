@@ -24,7 +24,7 @@ from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
 from outrider.target_worker.certificate import Claim, certify
-from tests.system.halts import pid_of, still
+from tests.halts import pid_of, still
 
 LIMIT_SECONDS = 200.0
 PROMPTS = mixed(4)

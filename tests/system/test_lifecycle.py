@@ -21,7 +21,7 @@ import pytest
 from outrider.orchestrator import Client, LocalCluster, SamplingParams
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
-from tests.system.halts import in_the_middle, pid_of, slowed
+from tests.halts import in_the_middle, pid_of, slowed
 from tests.tiny import Pair
 
 LIMIT = 200.0

@@ -10,7 +10,7 @@ import pytest
 from outrider.orchestrator import Client, LocalCluster, Origin
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tests.system.halts import pid_of, slowed
+from tests.halts import pid_of, slowed
 from tests.target_worker.heads import markov_llama, write_feature_head
 
 WAYS = {

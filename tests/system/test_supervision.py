@@ -26,7 +26,7 @@ from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
-from tests.system.halts import in_the_middle
+from tests.halts import in_the_middle
 from tests.tiny import Pair
 
 LIMIT, TRIES = 200.0, 20

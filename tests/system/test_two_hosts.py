@@ -14,7 +14,7 @@ from outrider import Client, SamplingParams
 from outrider.bench.two_hosts import namespace
 from outrider.bench.two_hosts.drafter import NAME, far_cluster, wait_for
 from outrider.bench.two_hosts.hosts import TwoHosts
-from tests.system.halts import in_the_middle
+from tests.halts import in_the_middle
 
 WHY_NOT = namespace.why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
