@@ -55,7 +55,14 @@ def spans(layers: Sequence[Layer], pieces: Sequence[Piece], caches: Sequence[Fla
     for layer, own in zip(layers, caches, strict=True):
         keys, values = own.on_host(*reach, _like(layer.kv_heads, layer.width))
         yield [
-            Span(slice(end - piece.count, end), keys[piece.row], values[piece.row], piece.start, piece.end, mask)
+            Span(
+                slice(end - piece.count, end),
+                keys[piece.row],
+                values[piece.row],
+                slice(piece.start, piece.end),
+                piece.end,
+                mask,
+            )
             for piece, end, mask in zip(pieces, ends, masks, strict=True)
         ]
 

@@ -83,7 +83,7 @@ class NumpyRow:
         for index in range(len(self.net.layers)):
             self._keys[index] = _with_room(self._keys[index], new.end)
             self._values[index] = _with_room(self._values[index], new.end)
-            yield Span(rows, self._keys[index], self._values[index], new.start, new.end, masked)
+            yield Span(rows, self._keys[index], self._values[index], slice(new.start, new.end), new.end, masked)
 
 
 def _forward(texts: Sequence[NumpyRow], new: Sequence[NewColumns]) -> Floats:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +24,7 @@ from outrider.engine.taps import AFTER_NORM, BEFORE_NORM
 from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+Made = TypeVar("Made", bound="Ends")
 # Beyond this the weights no longer stay in a cache, and MLX's forwards are no longer mostly bookkeeping.
 _MOST_BYTES = 512 * 2**20
 _MASKED = np.float32(-1e30)
@@ -46,15 +47,15 @@ class Ear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One text in one layer: its `rows` of the forward become the columns start..end of `keys` and `values`.
+    """One text in one layer: its `rows` of the forward become these columns, its `place`, of `keys` and `values`.
 
-    `hidden`: what is added to the scores, [R, end]: 0 or very negative.
+    It has `end` columns then. `hidden`: what is added to the scores, [R, end]: 0 or very negative.
     """
 
     rows: slice
     keys: Floats
     values: Floats
-    start: int
+    place: slice | Ints
     end: int
     hidden: Floats | None
 
@@ -115,8 +116,8 @@ class Layer:
             fresh: values, [R, kv heads, D].
         """
         rows, heads, kv_heads, width, end = len(turned), self.heads, self.kv_heads, self.width, span.end
-        span.keys[:, span.start : end] = turned[:, heads:].transpose(1, 0, 2)
-        span.values[:, span.start : end] = fresh.transpose(1, 0, 2)
+        span.keys[:, span.place] = turned[:, heads:].transpose(1, 0, 2)
+        span.values[:, span.place] = fresh.transpose(1, 0, 2)
         # Heads that share keys become rows of one product: [kv heads, heads a kv head x R, D].
         asked = turned[:, :heads].reshape(rows, kv_heads, -1, width).transpose(1, 2, 0, 3).reshape(kv_heads, -1, width)
         asked = np.multiply(asked, self._scale, dtype=np.float32)
@@ -140,15 +141,22 @@ def rope_of(block: nn.Module) -> RopeTable:
     return rope
 
 
-class Net:
+class Ends:
+    """What a model has before and behind its layers: its embedding [V, H] and its output layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.embedding = host(unwrapped(model.model.embed_tokens).weight)
+        self.head = Dense([unwrapped(model.lm_head if "lm_head" in model else model.model.embed_tokens)])
+
+
+class Net(Ends):
     """A whole model's weights, laid out for the host."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         body = model.model
-        self.embedding = host(unwrapped(body.embed_tokens).weight)
         self.layers = [Layer(block) for block in body.layers]
         self.norm = Norm(body.norm)
-        self.head = Dense([unwrapped(model.lm_head if "lm_head" in model else body.embed_tokens)])
         self.rope = rope_of(body.layers[0])
 
     def rows(self, tokens: Ints, positions: Ints, spans: Iterable[Sequence[Span]], ear: Ear | None = None) -> Floats:
@@ -176,20 +184,37 @@ class Net:
 
 def net_of(model: LoadedModel) -> Net:
     """The model's weights for the host, made once a model and kept with it."""
+    _check(model)
+    net: Net | None = getattr(model.model, "_host_net", None)
+    if net is None:
+        net = _made(Net, model)
+        object.__setattr__(model.model, "_host_net", net)
+    return net
+
+
+def ends_of(model: LoadedModel) -> Ends:
+    """Those of `net_of`; of a model that is left in its files they alone are read."""
+    if model.weight_bytes:
+        return net_of(model)
+    _check(model)
+    return _made(Ends, model)
+
+
+def _check(model: LoadedModel) -> None:
+    """Raises ModelError: it is not served."""
     if mx.default_device().type != mx.cpu:
         raise ModelError("numpy would leave the GPU idle")
-    if model.model_type not in FAMILIES or model.weight_bytes > _MOST_BYTES:
+    if model.model_type not in FAMILIES or 4 * model.parameters > _MOST_BYTES:
         raise ModelError(f"numpy serves {', '.join(FAMILIES)} up to {_MOST_BYTES // 2**20} MiB")
     if model.config.get("sliding_window") and "sliding_attention" in (model.config.get("layer_types") or ()):
         raise ModelError("numpy serves no sliding windows")
-    net: Net | None = getattr(model.model, "_host_net", None)
-    if net is None:
-        try:
-            net = Net(model.model)
-        except (AttributeError, TypeError, KeyError) as error:
-            raise ModelError(f"numpy can't serve this model: {error}") from error
-        object.__setattr__(model.model, "_host_net", net)
-    return net
+
+
+def _made(kind: type[Made], model: LoadedModel) -> Made:
+    try:
+        return kind(model.model)
+    except (AttributeError, TypeError, KeyError) as error:
+        raise ModelError(f"numpy can't serve this model: {error}") from error
 
 
 def _turn(x: Floats, angles: Floats) -> Floats:

@@ -14,7 +14,10 @@ from mlx.utils import tree_flatten
 from outrider.drafting.drafter import TokenTree, TreeFeed
 from outrider.drafting.heads.head import GuessingHead
 from outrider.drafting.heads.load import features_of, read
+from outrider.drafting.heads.numpy_check import host_of
+from outrider.drafting.heads.numpy_head import NumpyHead
 from outrider.drafting.heads.tree import HeadTree
+from outrider.drafting.heads.tree_check import agrees
 from outrider.engine.loading import outline
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
@@ -30,8 +33,11 @@ class AheadHead:
 
     note = ""
 
-    def __init__(self, head: GuessingHead, backend: str, vocab_size: int, features: str = "") -> None:
-        """`vocab_size`: the target's."""
+    def __init__(
+        self, head: GuessingHead, backend: str, vocab_size: int, features: str = "", numpy: NumpyHead | None = None
+    ) -> None:
+        """`vocab_size`: the target's. `numpy` makes the forwards of few pairs."""
+        self._numpy = numpy
         self.head, self.backend, self.features = head, backend, features
         self.vocab_size, self.context_length = vocab_size, head.context_length
         self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
@@ -49,7 +55,8 @@ class AheadHead:
         head = read(kind, path, model, progress)
         if not isinstance(head, GuessingHead):
             raise CannotDraft(f"{kind} heads draft in the target's process only; expected head_in target")
-        return cls(head, kind, model.vocab_size, features_of(head, Path(path), Path(target)))
+        numpy = host_of(head, model, agrees)
+        return cls(head, kind, model.vocab_size, features_of(head, Path(path), Path(target)), numpy)
 
     def open(
         self,
@@ -60,7 +67,7 @@ class AheadHead:
     ) -> TokenTree:
         """A tree that reads `tokens` as it is told their rows."""
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
-        return HeadTree(self.head, sampler, tokens)
+        return HeadTree(self.head, sampler, tokens, self._numpy)
 
     def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
         return feed_together(cast(Sequence[HeadTree], trees), feeds)

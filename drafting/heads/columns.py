@@ -1,4 +1,5 @@
-"""Where a head's tree has its keys and values: columns of pairs, in place of a model's columns of tokens.
+"""Where a head's tree has its keys and values: columns of pairs, in place of a model's columns of tokens. By MLX;
+`host_columns` computes the same by numpy.
 
 A pair is a token and the feature of the one before it: the target's, where that has been heard, else what stands for
 it. For a head that has learned one feature for all rows that are missing it is that; for others what the head made of
@@ -20,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafting.heads.head import GuessingHead, MaskedHead
 from outrider.drafting.heads.heard import Heard, Row
+from outrider.engine.blocks import Floats
 from outrider.engine.buffers import with_room
 from outrider.engine.cache import window_of
 from outrider.engine.columns import Bools, ColumnCache, Frame, Ints, NewColumns, gather, restore, saved
@@ -41,7 +43,7 @@ class PairColumns:
         install(head)
         self._head = head
         self._missing: Row | None = (head.mask_feature, 0) if isinstance(head, MaskedHead) else None
-        self._dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
+        self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
         self._frame = Frame()
         self.heard = Heard()
         self.begin_at(0)
@@ -55,7 +57,7 @@ class PairColumns:
 
     def hear(self, position: int, rows: np.ndarray[Any, Any]) -> None:
         """The target's rows of committed tokens, the first at `position`."""
-        self.heard.add(position, mx.array(rows).astype(self._dtype))
+        self.heard.add(position, np.array(rows, np.float32))
 
     def is_stale(self, column: int) -> bool:
         """Whether it was fed a guess where the target has spoken since."""
@@ -69,7 +71,7 @@ class PairColumns:
             piece = mx.array(list(tokens[begin : begin + PIECE]), mx.int32)
             before = self.origin + begin - 1
             self._frame.plain(begin, piece.shape[0])
-            features = self.heard.between(before, before + piece.shape[0])
+            features = mx.array(self.heard.between(before, before + piece.shape[0])).astype(self._dtype)
             hidden = self._head(piece[None], features[None], self.leaves)  # type: ignore[arg-type]
             sound = mx.isfinite(hidden).all()
             mx.eval(sound, [leaf.state for leaf in self.leaves])
@@ -79,10 +81,8 @@ class PairColumns:
     @staticmethod
     def forward(texts: Sequence[PairColumns], new: Sequence[NewColumns]) -> mx.array:
         """See `Columns.forward`. All texts together, as many forwards as tokens stand behind one another unheard of."""
-        head = texts[0]._head
         depths = [text._depths(one) for text, one in zip(texts, new, strict=True)]
-        tokens = [one.lazy_tokens() for one in new]
-        found: list[mx.array] = []
+        found: list[Any] = []
         order: list[tuple[int, int]] = []
         for depth in range(1 + max(int(own.max()) for own in depths)):
             parts: list[Part] = []
@@ -90,12 +90,28 @@ class PairColumns:
                 rows: Ints = np.flatnonzero(own == depth).astype(np.int32)
                 if len(rows):
                     begin = parts[-1].span.stop if parts else 0
-                    parts.append(Part(text, one, rows, tokens[number], begin))
+                    parts.append(Part(text, one, rows, begin))
                     order += [(number, int(row)) for row in rows]
-            found.append(_forward(head, parts))
-        hidden = found[0] if len(found) == 1 else mx.concatenate(found)
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return head.logits(hidden if back == list(range(len(back))) else mx.take(hidden, mx.array(back), axis=0))
+            found.append(texts[0].hidden(parts))
+        return texts[0].logits(found, sorted(range(len(order)), key=order.__getitem__))
+
+    def hidden(self, parts: Sequence[Part]) -> Any:
+        """Hidden vectors [T, H] of these pairs; those of a `StepHead` then stand in for what is to come."""
+        tokens = [part.tokens for part in parts]
+        features = _picked([row for part in parts for row in part.features()], self._dtype)
+        offset = mx.array(np.concatenate([part.places for part in parts]))
+        caches: list[Any] = [PartCache(parts, number, offset) for number in range(len(self.leaves))]
+        flat = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
+        hidden = self._head(flat[None], features[None], caches)[0]
+        if not isinstance(self._head, MaskedHead):
+            made(parts, self._head.onward(hidden))
+        return hidden
+
+    def logits(self, found: Sequence[Any], back: Sequence[int]) -> mx.array:
+        """Of what forwards brought, one behind the other, at these places of it: [R, V]."""
+        hidden = found[0] if len(found) == 1 else mx.concatenate(list(found))
+        in_order = list(back) == list(range(len(back)))
+        return self._head.logits(hidden if in_order else mx.take(hidden, mx.array(list(back)), axis=0))
 
     def _depths(self, new: NewColumns) -> Ints:
         """How many forwards each token has to wait for: until the one before it has made what stands for its row."""
@@ -120,6 +136,10 @@ class PairColumns:
 
     def keep(self, prefix: int, columns: Ints) -> None:
         gather(self.leaves, prefix, columns)
+        self.renumber(prefix, columns)
+
+    def renumber(self, prefix: int, columns: Ints) -> None:
+        """What is known of columns follows them there."""
         kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
         self._stand_ins = {kept[old]: row for old, row in self._stand_ins.items() if old in kept}
         self._guessed = {kept[old]: place for old, place in self._guessed.items() if old in kept}
@@ -138,7 +158,6 @@ class Part:
     text: PairColumns
     new: NewColumns
     rows: Ints
-    all_tokens: mx.array
     begin: int
 
     @property
@@ -147,8 +166,8 @@ class Part:
 
     @property
     def tokens(self) -> mx.array:
-        whole = len(self.rows) == self.all_tokens.shape[0]
-        return self.all_tokens if whole else mx.take(self.all_tokens, mx.array(self.rows))
+        tokens = self.new.lazy_tokens()
+        return tokens if len(self.rows) == tokens.shape[0] else mx.take(tokens, mx.array(self.rows))
 
     @property
     def columns(self) -> Ints:
@@ -156,11 +175,11 @@ class Part:
         return columns
 
     @property
-    def place(self) -> slice | mx.array:
+    def place(self) -> slice | Ints:
         """Where the columns stand in a buffer."""
         columns = self.columns
         in_a_row = columns[-1] - columns[0] + 1 == len(columns)
-        return slice(int(columns[0]), int(columns[-1]) + 1) if in_a_row else mx.array(columns)
+        return slice(int(columns[0]), int(columns[-1]) + 1) if in_a_row else columns
 
     @property
     def places(self) -> Ints:
@@ -193,7 +212,8 @@ class PartCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Each text remembers its own; what is returned nobody reads."""
         for part, leaf in self._parts:
-            place, end = part.place, part.new.end
+            end = part.new.end
+            place = part.place if isinstance(part.place, slice) else mx.array(part.place)
             leaf.keys, leaf.values = with_room(leaf.keys, 1, end, keys), with_room(leaf.values, 1, end, values)
             leaf.keys[..., place, :] = keys[:, :, part.span]
             leaf.values[..., place, :] = values[:, :, part.span]
@@ -209,29 +229,22 @@ class PartCache:
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
 
-def _forward(head: GuessingHead, parts: Sequence[Part]) -> mx.array:
-    """Hidden vectors [T, H] of these pairs; those of a `StepHead` then stand in for what is to come."""
-    tokens = [part.tokens for part in parts]
-    features = _picked([row for part in parts for row in part.features()])
-    offset = mx.array(np.concatenate([part.places for part in parts]))
-    caches: list[Any] = [PartCache(parts, number, offset) for number in range(len(parts[0].text.leaves))]
-    flat = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
-    hidden = head(flat[None], features[None], caches)[0]
-    if isinstance(head, MaskedHead):
-        return hidden
-    onward = head.onward(hidden)
+def made(parts: Sequence[Part], onward: mx.array | Floats) -> None:
+    """Of a forward of these parts came what stands in for the features to come."""
     for part in parts:
         for index, column in enumerate(part.columns.tolist(), part.begin):
             part.text.made(column, (onward, index))
-    return hidden
 
 
-def _picked(rows: Sequence[Row]) -> mx.array:
+def _picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
     """These rows as one array [T, W]; those of one array in a row are taken from it at once."""
     found = []
     for _, group in groupby(rows, key=lambda row: id(row[0])):
         own = list(group)
         array, indices = own[0][0], [index for _, index in own]
+        if not isinstance(array, mx.array):
+            found.append(mx.array(array[indices]).astype(dtype))
+            continue
         whole = indices == list(range(array.shape[0]))
         found.append(array if whole else mx.take(array, mx.array(indices), axis=0))
     return found[0] if len(found) == 1 else mx.concatenate(found)

@@ -6,10 +6,13 @@ Knows positions and rows; nothing of tokens. Bounded: of a long stretch the newe
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
+
+from outrider.engine.blocks import Floats
 
 MOST = 2048
 
-Row = tuple[mx.array, int]
+Row = tuple[mx.array | Floats, int]
 """A row, as one of an array's [N, W]."""
 
 
@@ -18,9 +21,9 @@ class Heard:
 
     def __init__(self) -> None:
         self.begin = self.end = 0
-        self._parts: list[tuple[int, mx.array]] = []
+        self._parts: list[tuple[int, Floats]] = []
 
-    def add(self, position: int, rows: mx.array) -> None:
+    def add(self, position: int, rows: Floats) -> None:
         """The next ones, the first at `position`; behind a gap the stretch begins anew. What is known is left out."""
         end = position + rows.shape[0]
         if end <= self.end:
@@ -47,11 +50,11 @@ class Heard:
         first, rows = next(part for part in self._parts if part[0] <= position < part[0] + part[1].shape[0])
         return rows, position - first
 
-    def between(self, begin: int, end: int) -> mx.array:
+    def between(self, begin: int, end: int) -> Floats:
         """The rows of these positions, all of which it has: [end - begin, W]."""
         parts = [
             rows[max(begin - first, 0) : max(end - first, 0)]
             for first, rows in self._parts
             if first < end and begin < first + rows.shape[0]
         ]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import cast
 
 import mlx.core as mx
@@ -20,22 +21,6 @@ log = logging.getLogger(__name__)
 _COUNTS = ((9, 1, 4), (4, 2, 5))  # pairs of three texts, in two forwards
 _BACK = 3
 _NEAR = 1e-3  # of the largest
-
-
-def host_of(head: Head, target: LoadedModel) -> NumpyHead | None:
-    """What makes its forwards of few pairs; None: MLX does."""
-    if not isinstance(head, StepHead):
-        return None
-    try:
-        with named_errors("numpy's forwards of the head", logging.INFO):
-            found = numpy_head(head, target)
-            if agrees(head, found, target):
-                return found
-        reason = "its vectors differ"
-    except ModelError as error:
-        reason = first_line(error)
-    log.info("numpy's forwards are not for this head: %s", reason)
-    return None
 
 
 def agrees(head: StepHead, numpy: NumpyHead, target: LoadedModel) -> bool:
@@ -56,13 +41,31 @@ def agrees(head: StepHead, numpy: NumpyHead, target: LoadedModel) -> bool:
             for way, of_way in zip(ways, texts, strict=True)
         )
         same = (own, found), (head.logits(own), numpy.logits(found)), (head.onward(own), numpy.onward(found))
-        if not all(_alike(*both) for both in same):
+        if not all(alike(*both) for both in same):
             return False
         for of_way in texts:
             of_way[0].roll_back(counts[0] - _BACK)
     return True
 
 
-def _alike(own: mx.array, found: mx.array) -> bool:
+def host_of(
+    head: Head, target: LoadedModel, trial: Callable[[StepHead, NumpyHead, LoadedModel], bool] = agrees
+) -> NumpyHead | None:
+    """What makes its forwards of few pairs; None: MLX does. `trial`: whether it does so rightly."""
+    if not isinstance(head, StepHead):
+        return None
+    try:
+        with named_errors("numpy's forwards of the head", logging.INFO):
+            found = numpy_head(head, target)
+            if trial(head, found, target):
+                return found
+        reason = "its vectors differ"
+    except ModelError as error:
+        reason = first_line(error)
+    log.info("numpy's forwards are not for this head: %s", reason)
+    return None
+
+
+def alike(own: mx.array, found: mx.array) -> bool:
     largest = cast(float, mx.abs(mx.where(mx.isinf(own), 0.0, own)).max().item())
     return bool(mx.allclose(own, found, rtol=0.0, atol=_NEAR * max(largest, 1.0)).item())

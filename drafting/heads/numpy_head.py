@@ -1,12 +1,13 @@
-"""A head's forwards of few pairs by numpy, over the buffers of `engine.flat`, as `engine.numpy_flat` makes a target's.
+"""A head's forwards of few pairs by numpy, wherever its keys and values lie, as `engine.numpy_net` makes a model's.
 
-Serves MTP heads and EAGLE-3's, P-EAGLE's too, of Llama's and Qwen3's layers. Not lazy. `numpy_check` says whether it
-may be used.
+Serves MTP heads and EAGLE-3's, P-EAGLE's too, of Llama's and Qwen3's layers, in the target's process over the buffers
+of `engine.flat` and in the draft worker over those of `host_columns`. Not lazy. `numpy_check` says whether it may be
+used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from outrider.engine.blocks import Dense, Floats, Norm, host
 from outrider.engine.flat import FlatCache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_flat import spans
-from outrider.engine.numpy_net import Layer, Net, net_of, rope_of
+from outrider.engine.numpy_net import Ends, Layer, Span, ends_of, rope_of
 from outrider.engine.piece import Ints, Piece
 from outrider.engine.positions import RopeTable
 from outrider.protocol.errors import ModelError
@@ -41,19 +42,23 @@ class NumpyHead:
     scores: Rows
     stands_in: Rows
 
+    def rows(self, tokens: Ints, features: Floats, positions: Ints, spans: Iterable[Sequence[Span]]) -> Floats:
+        """Hidden vectors [T, H] of pairs at these positions; `spans`: each layer's, text by text."""
+        angles = self.rope.on_host(positions)
+        first, *others = zip(self.layers, spans, strict=True)
+        with np.errstate(all="ignore"):  # closed gates; and vectors that are no numbers are told by who drafts
+            x, seen = self.begin(tokens, features)
+            x = first[0].behind(x, seen, angles, first[1])
+            for layer, own in others:
+                x = layer(x, angles, own)
+        return x
+
     def hidden(
         self, tokens: mx.array, features: mx.array, pieces: Sequence[Piece], caches: Sequence[FlatCache]
     ) -> mx.array:
         """Hidden vectors [T, H] of pairs, piece after piece."""
-        positions = np.concatenate([piece.positions for piece in pieces])
-        angles = self.rope.on_host(positions)
-        first, *others = zip(self.layers, spans(self.layers, pieces, caches), strict=True)
-        with np.errstate(all="ignore"):  # closed gates; and vectors that are no numbers are told by who drafts
-            x, seen = self.begin(np.array(tokens), np.array(features, copy=False))
-            x = first[0].behind(x, seen, angles, first[1])
-            for layer, own in others:
-                x = layer(x, angles, own)
-        return mx.array(x)
+        positions, own = np.concatenate([piece.positions for piece in pieces]), spans(self.layers, pieces, caches)
+        return mx.array(self.rows(np.array(tokens), np.array(features, copy=False), positions, own))
 
     def logits(self, hidden: mx.array) -> mx.array:
         return mx.array(self.scores(np.array(hidden, copy=False)))
@@ -70,20 +75,20 @@ def numpy_head(head: Head, target: LoadedModel) -> NumpyHead:
     """
     if target.number_format != "float32":
         raise ModelError(f"numpy serves heads of a target in float32, not in {target.number_format}")
-    net = net_of(target)
+    ends = ends_of(target)
     try:
         if isinstance(head, Mtp):
-            return _mtp(head, net)
+            return _mtp(head, ends)
         if isinstance(head, Eagle3):
-            return _eagle3(head, net)
+            return _eagle3(head, ends)
     except (AttributeError, TypeError, KeyError) as error:
         raise ModelError(f"numpy can't serve this head: {error}") from error
     raise ModelError(f"numpy serves heads of kind mtp and eagle3; this is a {type(head).__name__}")
 
 
-def _mtp(head: Mtp, net: Net) -> NumpyHead:
-    table = host(head.embed_tokens.weight) if "embed_tokens" in head else net.embedding
-    output = Dense([head.lm_head]) if "lm_head" in head else net.head
+def _mtp(head: Mtp, ends: Ends) -> NumpyHead:
+    table = host(head.embed_tokens.weight) if "embed_tokens" in head else ends.embedding
+    output = Dense([head.lm_head]) if "lm_head" in head else ends.head
     embedding, seen, norm = Norm(head.norm_embedding), Norm(head.norm_hidden), Norm(head.norm)
     fuse, layer, form = Dense([head.fc]), Layer(head.layers[0]), head.form
 
@@ -98,8 +103,8 @@ def _mtp(head: Mtp, net: Net) -> NumpyHead:
     return NumpyHead([layer], rope_of(head.layers[0]), begin, lambda hidden: output(norm(hidden)), stands_in)
 
 
-def _eagle3(head: Eagle3, net: Net) -> NumpyHead:
-    table = host(head.embed_tokens.weight) if "embed_tokens" in head else net.embedding
+def _eagle3(head: Eagle3, ends: Ends) -> NumpyHead:
+    table = host(head.embed_tokens.weight) if "embed_tokens" in head else ends.embedding
     layers, output = [Layer(block) for block in head.layers], Dense([head.lm_head])
     seen, norm, config = Norm(head.layers[0].hidden_norm), Norm(head.norm), head.config
     known = None if head.vocabulary.ids is None else np.array(head.vocabulary.ids)

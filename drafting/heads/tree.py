@@ -14,6 +14,8 @@ import numpy as np
 
 from outrider.drafting.heads.columns import PairColumns
 from outrider.drafting.heads.head import GuessingHead
+from outrider.drafting.heads.host_columns import HostColumns
+from outrider.drafting.heads.numpy_head import NumpyHead
 from outrider.engine.layout import Layout
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import NOWHERE, Tree, feed_together
@@ -25,8 +27,12 @@ class HeadTree(Tree):
 
     columns: PairColumns
 
-    def __init__(self, head: GuessingHead, sampler: Sampler, tokens: Sequence[int]) -> None:
-        super().__init__(PairColumns(head), sampler, head.context_length, tokens)
+    def __init__(
+        self, head: GuessingHead, sampler: Sampler, tokens: Sequence[int], numpy: NumpyHead | None = None
+    ) -> None:
+        """`numpy` makes the forwards of few pairs."""
+        columns = PairColumns(head) if numpy is None else HostColumns(head, numpy)
+        super().__init__(columns, sampler, head.context_length, tokens)
 
     def ready(self, ahead: int = 0) -> bool:
         """Whether it can grow, or could once `ahead` tokens more were read."""
