@@ -12,7 +12,8 @@ class OwnDrafter:
     """A drafter in the target's process, by the name that Verify calls it by.
 
     `model`: its files. `is_head`: it reads the target. `agreement`: in what share of the tokens of a trial text it said
-    the target's own; -1: it was not tried. `weight`: its bytes of weights over the target's.
+    the target's own; -1: it was not tried. `weight`: a token of its chains over a step of the target, as
+    tried at load, or where that was not tried its bytes of weights over the target's.
     """
 
     name: Name

@@ -75,6 +75,7 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
     link.send(Loading("target", "importing MLX"))
     models_only()
     from outrider.drafting.heads import load as heads
+    from outrider.drafting.heads.step_cost import step_cost
     from outrider.engine import memory
     from outrider.engine.abilities import abilities
     from outrider.engine.loading import load
@@ -95,7 +96,8 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
     texts = rank_zero.texts(options.model, model) if rank_zero is not None else None
     kinds = [kind for kind, _ in options.own]
     wanted = [own_loading.Wanted(n, *one) for n, one in zip(names_of(kinds), options.own, strict=True)]
-    loaded = own_loading.load(wanted if able.chains else (), model, tell, rank_zero is None)
+    cost = step_cost if profile is None else None
+    loaded = own_loading.load(wanted if able.chains else (), model, tell, rank_zero is None, cost)
     able = replace(able, drafters=loaded.told, left_out=loaded.left_out)
     own, teller, untold = OwnDrafters(loaded.drafters), None, ""
     memory.set_limits(model.weight_bytes + own.weight_bytes)  # each load has set them for its own alone

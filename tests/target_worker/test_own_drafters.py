@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 
@@ -10,10 +12,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from outrider.drafting.continuation import Continuation
+from outrider.drafting.heads import step_cost
+from outrider.drafting.heads.drafter import HeadDrafter
+from outrider.drafting.heads.head import Head
+from outrider.drafting.heads.line import Line
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.engine.readers import Reader, Readers
+from outrider.engine.slots import Slot
 from outrider.engine.taps import TapPoints
+from outrider.engine.verify import Verdict
 from outrider.protocol.heads import names_of
 from outrider.protocol.kv import KvCost
 from outrider.protocol.messages import Halt, Open, Outcome, Verify
@@ -113,13 +122,49 @@ def test_one_that_cannot_be_used_is_left_out_with_a_sentence_and_ends_nothing(
     head = write_feature_head(tmp_path / "head", target)
     kinds = [("eagle3", str(tmp_path / "none")), ("eagle3", str(head)), ("draft", str(tmp_path / "none"))]
     wanted = [Wanted(n, *one) for n, one in zip(names_of(kind for kind, _ in kinds), kinds, strict=True)]
-    loaded = own_loading.load(wanted, target, lambda stage: None, alone=True)
+    loaded = own_loading.load(wanted, target, lambda stage: None, alone=True, cost=None)
     assert list(loaded.drafters) == ["eagle3-2"] == [one.name for one in loaded.told]
     assert loaded.told[0].is_head and loaded.told[0].agreement > 0.1 and 0 < loaded.told[0].weight < 1
     assert [words.split(" is left out: ")[0] for words in loaded.left_out] == [
         "the drafter eagle3",
         "the drafter draft",
     ]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_heads_weight_is_what_its_trial_took_or_its_bytes(target: LoadedModel, tmp_path: Path, alone: bool) -> None:
+    wanted = [Wanted("eagle3", "eagle3", str(write_feature_head(tmp_path / "head", target)))]
+
+    def fails(head: HeadDrafter, model: LoadedModel) -> float:
+        raise ZeroDivisionError
+
+    tried = own_loading.load(wanted, target, lambda stage: None, alone, cost=lambda head, model: 3.5)
+    plain, failed = (own_loading.load(wanted, target, lambda stage: None, alone, cost) for cost in (None, fails))
+    by_bytes = plain.told[0].weight
+    assert 0 < by_bytes < 1 and [tried.told[0].weight, failed.told[0].weight] == [3.5 if alone else by_bytes, by_bytes]
+
+
+@pytest.mark.parametrize("made", [token_head, mtp_head])
+def test_a_trial_tells_a_token_of_a_chain_over_a_step(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch, made: Callable[[LoadedModel], Head]
+) -> None:
+    """By a clock that moves by 10 a step and by 2 a drafted token; by a real one it is some number."""
+    now, own = [0.0], drafter(made(target), target)
+    verified, drafted = step_cost.verify, own.continuations
+
+    def step(slot: Slot) -> Verdict:
+        now[0] += 10
+        return verified(slot)
+
+    def chains(lines: Sequence[Line], depths: Sequence[int]) -> list[Continuation]:
+        now[0] += 2 * sum(depths)
+        return drafted(lines, depths)
+
+    real = step_cost.step_cost(own, target)
+    assert real is not None and 0 < real < math.inf
+    monkeypatch.setattr(step_cost, "verify", step)
+    monkeypatch.setattr(own, "continuations", chains)
+    assert step_cost.step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
 
 
 def test_memory_for_texts_is_shared_out_by_what_each_keeps(target: LoadedModel) -> None:

@@ -38,5 +38,5 @@ class OwnDrafts:
         return self._step_ms.value is not None
 
     def step_ms(self, forward_ms: float) -> float:
-        """A token of a chain; by its weights, where it has not drafted yet and a step of the target takes so long."""
+        """A token of a chain; by its trial, where it has not drafted yet and a step of the target takes so long."""
         return self._step_ms.value if self._step_ms.value is not None else self._weight * forward_ms
