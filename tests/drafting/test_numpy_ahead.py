@@ -13,6 +13,7 @@ import pytest
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.continuation import Continuation
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.growth import Wanted
 from outrider.drafting.heads import host_columns, tree_check
 from outrider.drafting.heads.ahead import AheadHead
 from outrider.drafting.heads.head import GuessingHead
@@ -83,13 +84,13 @@ class Played:
         found = []
         for work, said in zip(self.works, self.together.continuations(self.works, [3, 2, 4]), strict=True):
             assert isinstance(said, Continuation) and said.chain
-            work.commit((), said.chain, 3, 6)
+            work.commit((), Wanted(said.chain, 3, 6))
         for turn in range(count):
             found.append(self._grown())
             for number, (work, branches) in enumerate(zip(self.works, found[-1], strict=True)):
                 outcome = list(branches)[turn % len(branches)]
                 new = outcome if (number + turn) % 4 else (7, 9)  # what nobody drafted
-                work.commit(new, branches[outcome] if new == outcome else (4,), 3, 6)
+                work.commit(new, Wanted(branches[outcome] if new == outcome else (4,), 3, 6))
                 self.texts[number] += new
             self.tell(number for number in range(len(self.works)) if (number + turn) % 3)  # of some late
         return found
