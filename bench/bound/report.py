@@ -88,10 +88,10 @@ def verdict(rows: Sequence[Row], today: Sequence[Timed]) -> list[str]:
         name, best = max(_case(among, case.partition(",")[0]), key=lambda named: total_rate(named[1].timed))
         against = ratio(best.timed, today)
         lines.append(f"- {case}: at most {against} of today's best, by {name}: {judged(against)}")
-    best = max(rows, key=lambda row: total_rate(row.counted.timed))
-    against = ratio(best.counted.timed, rows[0].counted.timed)
+    row = max(rows, key=lambda row: total_rate(row.counted.timed))
+    against = ratio(row.counted.timed, rows[0].counted.timed)
     lines.append(
-        f"- with today's misses and gaps, foreseeing: {against} of today's best, by {best.name}: {judged(against)}"
+        f"- with today's misses and gaps, foreseeing: {against} of today's best, by {row.name}: {judged(against)}"
     )
     return lines
 

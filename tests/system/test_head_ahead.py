@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from outrider.drafting.drafter import TokenTree
+from outrider.drafting.heads import tree_check
 from outrider.drafting.heads.ahead import AheadHead
 from outrider.drafting.heads.head import PairHead, StepHead
+from outrider.drafting.heads.numpy_check import host_of
+from outrider.drafting.heads.numpy_head import NumpyHead
 from outrider.drafting.heads.pairs import PairFeed, Pairs
 from outrider.drafting.heads.tree import HeadTree
 from outrider.engine.loading import LoadedModel
@@ -59,8 +62,10 @@ class Lossy(Cluster):
             super().send_drafter(name, kept.pop())
 
 
-def cluster(target: LoadedModel, head: StepHead, kind: type[Cluster] = Cluster, **other: Any) -> Cluster:
-    drafter = AheadHead(head, "eagle3", target.vocab_size)
+def cluster(
+    target: LoadedModel, head: StepHead, kind: type[Cluster] = Cluster, numpy: NumpyHead | None = None, **other: Any
+) -> Cluster:
+    drafter = AheadHead(head, "eagle3", target.vocab_size, numpy=numpy)
     return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
 
 
@@ -107,11 +112,14 @@ def test_features_are_used(target: LoadedModel, made: Heads, monkeypatch: pytest
     assert accepted(fresh) > max(map(accepted, others)) + 0.2
 
 
-@pytest.mark.parametrize("made", [token_head, random_head, mtp_head, parallel_head])
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_after_each_round_it_is_as_one_that_read_the_text_at_once(target: LoadedModel, made: Heads, mode: str) -> None:
+@matrix(made=[token_head, random_head, mtp_head, parallel_head], mode=["sd", "ssd"], by_numpy=[False, True])
+def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
+    target: LoadedModel, made: Heads, mode: str, by_numpy: bool
+) -> None:
     """Whatever was accepted: guesses leave nothing behind, and each true row is read once."""
     head = made(target)
+    numpy = host_of(head, target, tree_check.agrees) if by_numpy else None
+    assert (numpy is not None) == by_numpy
     told: dict[int, np.ndarray[Any, Any]] = {}
     seen: set[int] = set()
 
@@ -123,7 +131,7 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(target: Loaded
             rows = np.stack([told[at] for at in range(tree.committed_len - 1)])
             assert distance(head, tree, list(text[: tree.committed_len]), rows) < 2e-3
 
-    played = cluster(target, head, schedule=MIXED, after_draft=check)
+    played = cluster(target, head, schedule=MIXED, numpy=numpy, after_draft=check)
     send = played.send_drafter
 
     def watched(name: str, message: Message) -> None:
