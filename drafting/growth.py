@@ -157,7 +157,8 @@ class Growth:
         tokens = [*line.tokens, *(g.bonus if g.tip is None else None for g in self._growing)]
         if not tokens:
             return []
-        nodes, fed = (yield TreeFeed(parents, tokens)), len(self._unfed)
+        wanted = [*line.wanted, *(self._depth - len(g.chain) for g in self._growing)]
+        nodes, fed = (yield TreeFeed(parents, tokens, wanted)), len(self._unfed)
         self._unfed = ()
         self._spine += nodes[:fed]
         for growing, node in zip(self._growing, nodes[fed:], strict=True):

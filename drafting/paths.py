@@ -53,10 +53,10 @@ class Paths:
             path += [last] if last is not None else []
         return path
 
-    def line(self, node: int, tokens: Sequence[int]) -> TreeFeed:
-        """What feeds `tokens` one behind the other, the first behind `node`."""
+    def line(self, node: int, tokens: Sequence[int], wanted: int = 1) -> TreeFeed:
+        """What feeds `tokens` one behind the other, the first behind `node`. `wanted`: so many more behind the last."""
         following = range(self.tree.next_node, self.tree.next_node + len(tokens) - 1)
-        return TreeFeed([node, *following][: len(tokens)], tokens)
+        return TreeFeed([node, *following][: len(tokens)], tokens, [*[1] * len(tokens[1:]), wanted][: len(tokens)])
 
     def places(self, chain: Sequence[int], nodes: Sequence[int], ends: int) -> list[Place]:
         """What is thought at each place of a chain; `nodes[i]` is the one that its token i follows.

@@ -112,8 +112,8 @@ class WorkAhead:
         if depth < 1:
             return Continuation()
         nodes = [self.tree.root]
-        for _ in range(depth - 1):
-            nodes += yield TreeFeed(nodes[-1:], [None])
+        for wanted in range(depth - 1, 0, -1):
+            nodes += yield TreeFeed(nodes[-1:], [None], [wanted])
         chain = tuple(self.tree.best(nodes))
         if self._wanted.least >= 1.0 or self._paths.are_drawn:
             return Continuation(chain, self._paths.drawn_from(nodes))
@@ -147,8 +147,9 @@ class WorkAhead:
             piece, self._behind = self._behind[:_PIECE], self._behind[_PIECE:]
             self.tree.read(piece, more=len(self._behind) > _BESIDE)
         else:
-            line = [*self._behind, *(self._wanted.verifying or ())]
-            nodes = yield self._paths.line(self.tree.root, line)
+            verifying = self._wanted.verifying
+            line = [*self._behind, *(verifying or ())]
+            nodes = yield self._paths.line(self.tree.root, line, self._wanted.depth if verifying is None else 1)
             self.tree.commit(nodes[: len(self._behind)])
             self._behind = []
         if not self._behind and self._has_root:

@@ -12,7 +12,7 @@ from typing import Any
 HEADS = ("dflash", "eagle3", "mtp", "redrafter", "early-exit")
 OF_TARGET = ("mtp", "early-exit")
 """Those that a target's own repository may hold; the others lie in one of their own."""
-AHEAD = ("eagle3", "mtp", "redrafter")
+AHEAD = ("dflash", "eagle3", "mtp", "redrafter")
 """Those that can draft in a process of their own, ahead of the target's rows."""
 _WORDS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash", "dspark")}
 """What an architecture's name holds, whichever kind of head it is."""

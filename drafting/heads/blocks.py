@@ -9,10 +9,10 @@ import mlx.core as mx
 
 from outrider.drafting.heads.head import BlockHead, MaskedHead
 from outrider.drafting.heads.line import Line
-from outrider.drafting.heads.links import Link
+from outrider.drafting.heads.links import FEW, Link
 from outrider.drafting.heads.numpy_head import NumpyHead
 from outrider.drafting.heads.pairs import PairFeed, Reader
-from outrider.drafting.heads.walk import FEW, walk
+from outrider.drafting.heads.walk import walk
 
 
 class Slots(Reader, Protocol):

@@ -98,7 +98,7 @@ class PairColumns:
     def hidden(self, parts: Sequence[Part]) -> Any:
         """Hidden vectors [T, H] of these pairs; those of a `StepHead` then stand in for what is to come."""
         tokens = [part.tokens for part in parts]
-        features = _picked([row for part in parts for row in part.features()], self._dtype)
+        features = picked([row for part in parts for row in part.features()], self._dtype)
         offset = mx.array(np.concatenate([part.places for part in parts]))
         caches: list[Any] = [PartCache(parts, number, offset) for number in range(len(self.leaves))]
         flat = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
@@ -236,7 +236,7 @@ def made(parts: Sequence[Part], onward: mx.array | Floats) -> None:
             part.text.made(column, (onward, index))
 
 
-def _picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
+def picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
     """These rows as one array [T, W]; those of one array in a row are taken from it at once."""
     found = []
     for _, group in groupby(rows, key=lambda row: id(row[0])):

@@ -31,6 +31,7 @@ class DFlashConfig:
     """Sizes and switches. `taps`: layers' outputs. `depth`: the most tokens that a block drafts.
 
     `from_anchor`: the last token's own row drafts the first. `windows`: what each layer sees, None for everything.
+    `sees_prefixes`: it was trained with more than a block's first token known.
     `own_output`: it has an output layer of its own, over its own tokens. `multiplier`, `softcap`: what becomes of
     vectors before the output layer, and of logits behind it.
     """
@@ -45,6 +46,7 @@ class DFlashConfig:
     mask_token: int
     depth: int
     from_anchor: bool = False
+    sees_prefixes: bool = False
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
@@ -143,6 +145,10 @@ class DFlash(nn.Module):  # type: ignore[misc]
     @property
     def from_anchor(self) -> bool:
         return self._config.from_anchor
+
+    @property
+    def sees_prefixes(self) -> bool:
+        return self._config.sees_prefixes
 
     @property
     def link(self) -> Link | None:

@@ -36,6 +36,7 @@ _Layer = Callable[[mx.array], mx.array]
 _FAMILIES = ("qwen3", "llama", "dflash", "dspark", "")
 _TARGETS = ("embed_tokens.", "lm_head.", "verifier_norm.", "verifier_lm_head.", "rotary_emb.", "t2d")
 _BLOCK = 16
+_VISIBLE = ("variable_prefix", "vp_drafter")  # NeMo's and SpecForge's names of D2SD's way to train
 
 
 def read(folder: Path, target: LoadedModel) -> DFlash:
@@ -109,6 +110,7 @@ def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, 
         mask_token=int(config["mask_token_id"]),
         depth=block if from_anchor else block - 1,
         from_anchor=from_anchor,
+        sees_prefixes=config.get("loss_type") in _VISIBLE,
         own_output="d2t" in weights,
         multiplier=float(config.get("output_multiplier") or 1.0),
         softcap=float(config.get("final_logit_softcapping") or 0.0),

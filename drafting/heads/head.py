@@ -112,6 +112,11 @@ class BlockHead(Head, Protocol):
         ...
 
     @property
+    def sees_prefixes(self) -> bool:
+        """Whether it has learned to go on behind tokens of a block that are known while their features are not."""
+        ...
+
+    @property
     def link(self) -> Link | None:
         """What makes the block's tokens fit together."""
         ...
@@ -121,5 +126,5 @@ class BlockHead(Head, Protocol):
         ...
 
     def block(self, tokens: mx.array, places: mx.array, caches: list[FlatCache]) -> mx.array:
-        """Hidden vectors [1, T, H] of blocks: the last token and masks of each [1, T], at these `places` [T] in it."""
+        """Hidden vectors [1, T, H] of blocks: known tokens, then masks of each [1, T], at these `places` [T] in it."""
         ...

@@ -1,8 +1,8 @@
 """What binds the tokens of a block together: each slot's candidates are scored anew once the token before is known.
 
 A block's slots are drafted at once and know nothing of each other's choice. DSpark (arXiv 2607.05147) adds a product of
-low rank of the token before and the token to come, DFlash2's selector one that looks at the slot's vector, too. Both
-are asked about a few candidates only.
+low rank of the token before and the token to come, DFlash2's selector one that looks at the slot's vector, too. Along
+a walk both are asked about a few candidates only; the selector never looks at more than `FEW`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.drafting.heads.vocabulary import DraftVocabulary
+
+FEW = 16
 
 
 class Link(Protocol):
@@ -29,6 +31,18 @@ class Link(Protocol):
         """What candidates [R, C] gain behind tokens `before` [R] in slots of these vectors [R, H], in logits [R, C].
 
         And what it remembers then.
+        """
+        ...
+
+    @property
+    def recalls(self) -> bool:
+        """Whether what it says depends on more of the chain than the token before."""
+        ...
+
+    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
+        """Logits [R, V] behind tokens `before` [R] of what these slots say alone; -inf for what it does not look at.
+
+        Of one that recalls nothing.
         """
         ...
 
@@ -52,6 +66,14 @@ class Markov(nn.Module):  # type: ignore[misc]
 
     def begin(self, rows: int) -> mx.array:
         return mx.zeros((rows, self._rank), self.markov_w2.weight.dtype)
+
+    @property
+    def recalls(self) -> bool:
+        return self._kind == "rnn"
+
+    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
+        found, _ = self._found(self.markov_w1(before), hidden, self.begin(before.shape[0]))
+        return logits + self._vocabulary.spread(self.markov_w2(found).astype(mx.float32))
 
     def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
         return None
@@ -92,6 +114,16 @@ class Selector(nn.Module):  # type: ignore[misc]
         wanted = self.predecessor_codebook[before] * self.hidden_projection(hidden)
         return _products(self.successor_codebook[candidates], wanted), memory
 
+    @property
+    def recalls(self) -> bool:
+        return False
+
+    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
+        few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
+        gains, _ = self(before, hidden, few, hidden)
+        found = mx.take_along_axis(logits, few, axis=-1) + gains
+        return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), few, found, axis=-1)
+
     def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
         return None
 
@@ -114,6 +146,13 @@ class Confident:
 
     def begin(self, rows: int) -> mx.array:
         return self.markov.begin(rows)
+
+    @property
+    def recalls(self) -> bool:
+        return self.markov.recalls
+
+    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
+        return self.markov.over(logits, before, hidden)
 
     def __call__(
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array

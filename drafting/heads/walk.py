@@ -13,10 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafting.heads.line import Line, Pick, take
-from outrider.drafting.heads.links import Link
+from outrider.drafting.heads.links import FEW, Link
 from outrider.engine.steps import Step, score
 
-FEW = 16
 Ints = np.ndarray[Any, np.dtype[np.int_]]
 
 

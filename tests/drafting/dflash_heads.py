@@ -107,10 +107,18 @@ class NumpyHead:
     def fuse(self, rows: Array) -> Array:
         return _norm(rows @ self.w["fc.weight"].T, self.w["hidden_norm.weight"])
 
-    def hidden(self, features: Array, anchor: int, depth: int) -> Array:
-        """Vectors of the `depth` tokens behind the anchor: [depth, H]."""
-        count = depth if self.layout.from_anchor else depth + 1
-        x = self.embedding[[anchor] + [MASK] * (count - 1)]
+    def hidden(
+        self, features: Array, anchor: int | list[int], depth: int, places: Array | None = None, begin: int = -1
+    ) -> Array:
+        """Vectors of the `depth` tokens behind the anchor, or behind several known ones: [depth, H].
+
+        `places` of features, and where the block begins, where that is not behind the last of all.
+        """
+        known = anchor if isinstance(anchor, list) else [anchor]
+        count = len(known) - 1 + (depth if self.layout.from_anchor else depth + 1)
+        x = self.embedding[known + [MASK] * (count - len(known))]
+        self.places = np.arange(len(features)) if places is None else places
+        self.begin = len(features) if begin < 0 else begin
         for number in range(2):
             w = {k.removeprefix(f"layers.{number}."): v for k, v in self.w.items() if k.startswith(f"layers.{number}.")}
             seen, after = self._before(w, "attention_conv", _norm(x, w["input_layernorm.weight"]))
@@ -145,6 +153,14 @@ class NumpyHead:
             gains, memory = self._gains(before, hidden[slot], memory)
             before = int(few[np.argmax(scores[slot][few] + gains[few] / temp)])
             found.append(before)
+        return found
+
+    def behind(self, before: int, hidden: Array) -> Array:
+        """Logits [V] of what a slot of this vector [H] says where it stands behind a token; a selector looks at 16."""
+        logits = self.logits(hidden[None])[0]
+        found = logits + self._gains(before, hidden, np.zeros(RANK))[0]
+        if self.layout.convolves:
+            found[np.argsort(-logits)[16:]] = -np.inf
         return found
 
     def odds(self, features: Array, anchor: int, chain: list[int]) -> list[float]:
@@ -197,26 +213,28 @@ class NumpyHead:
         return convolved(x, 0), lambda y: convolved(y, 1)
 
     def _attention(self, w: dict[str, Array], features: Array, x: Array) -> Array:
-        begin = len(features)
-        queries = _heads(x, w, "q", HEADS, begin)
-        keys = np.concatenate([_heads(features, w, "k", KV_HEADS, 0), _heads(x, w, "k", KV_HEADS, begin)], axis=1)
+        own = self.begin + np.arange(len(x))
+        queries = _heads(x, w, "q", HEADS, own)
+        keys = np.concatenate(
+            [_heads(features, w, "k", KV_HEADS, self.places), _heads(x, w, "k", KV_HEADS, own)], axis=1
+        )
         values = np.concatenate([_heads(features, w, "v", KV_HEADS), _heads(x, w, "v", KV_HEADS)], axis=1)
         keys, values = keys.repeat(HEADS // KV_HEADS, axis=0), values.repeat(HEADS // KV_HEADS, axis=0)
         scores = queries @ keys.swapaxes(1, 2) / DIM**0.5
         if self.layout.window:
-            away = (begin + np.arange(len(x)))[:, None] - np.arange(begin + len(x))
+            away = own[:, None] - np.concatenate([self.places, own])
             scores = np.where(np.abs(away) < self.layout.window, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         found = (weights / weights.sum(axis=-1, keepdims=True)) @ values
         return found.swapaxes(0, 1).reshape(len(x), -1) @ w["self_attn.o_proj.weight"].T
 
 
-def _heads(x: Array, w: dict[str, Array], key: str, count: int, begin: int | None = None) -> Array:
+def _heads(x: Array, w: dict[str, Array], key: str, count: int, places: Array | None = None) -> Array:
     y = (x @ w[f"self_attn.{key}_proj.weight"].T).reshape(len(x), count, DIM).swapaxes(0, 1)
-    if begin is None:
+    if places is None:
         return y
     y, half = _norm(y, w[f"self_attn.{key}_norm.weight"]), DIM // 2
-    angles = (begin + np.arange(len(x)))[:, None] * THETA ** (-np.arange(half) / half)
+    angles = places[:, None] * THETA ** (-np.arange(half) / half)
     a, b = y[..., :half], y[..., half:]
     return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1)
 

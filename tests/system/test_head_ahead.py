@@ -23,7 +23,7 @@ from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix
 from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.links import VirtualClock
-from tests.target_worker.block_heads import parallel_head
+from tests.target_worker.block_heads import block_head, block_token_head, convolving_head, gated_head, parallel_head
 from tests.target_worker.heads import (
     feature_head,
     mtp_head,
@@ -74,7 +74,18 @@ def accepted(run: Run) -> float:
 
 
 @matrix(
-    made=[token_head, feature_head, random_head, mtp_head, recurrent_head, parallel_head],
+    made=[
+        token_head,
+        feature_head,
+        random_head,
+        mtp_head,
+        recurrent_head,
+        parallel_head,
+        block_head,
+        gated_head,
+        convolving_head,
+        block_token_head,
+    ],
     mode=["sd", "ssd"],
     temp=[0.0, 0.8],
 )

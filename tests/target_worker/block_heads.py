@@ -34,9 +34,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def block_head(target: LoadedModel) -> DFlash:
+def block_head(target: LoadedModel, **config: Any) -> DFlash:
     """What it drafts at random: plain."""
-    return _built(_random(0), target)
+    return _built(_random(0), target, **config)
 
 
 def linked_head(target: LoadedModel) -> DFlash:
@@ -46,6 +46,15 @@ def linked_head(target: LoadedModel) -> DFlash:
     sizes |= {"joint_proj.weight": (3 * RANK, 2 * RANK + H), "joint_proj.bias": (3 * RANK,)}
     weights = _random(1) | {f"markov_head.{key}": draws.standard_normal(shape) for key, shape in sizes.items()}
     return _built(weights, target, architectures=["Qwen3DSparkModel"], markov_rank=RANK, markov_head_type="rnn")
+
+
+def gated_head(target: LoadedModel) -> DFlash:
+    """Plain, with a Markov head that each slot's vector opens."""
+    draws = np.random.default_rng(4)
+    sizes = {"markov_w1.weight": (VOCAB_SIZE, RANK), "markov_w2.weight": (VOCAB_SIZE, RANK)}
+    sizes |= {"gate_proj.weight": (RANK, RANK + H), "gate_proj.bias": (RANK,)}
+    weights = _random(4) | {f"markov_head.{key}": draws.standard_normal(shape) for key, shape in sizes.items()}
+    return _built(weights, target, projector_type="dspark", markov_rank=RANK, markov_head_type="gated", block_size=9)
 
 
 def convolving_head(target: LoadedModel) -> DFlash:
@@ -79,7 +88,14 @@ def block_feature_head(target: LoadedModel, **config: Any) -> DFlash:
     weights["layers.0.mlp.down_proj.weight"] = 1e6 * known[logits.argmax(axis=-1)].T
     weights["norm.weight"] = np.array(target.model.model.norm.weight)
     sees = {"layer_types": ["sliding_attention"], "sliding_window": 2, "intermediate_size": VOCAB_SIZE}
-    return _built(weights, target, **sees, **{"sample_from_anchor": True, **config})
+    return _built(weights, target, **{**sees, "sample_from_anchor": True, **config})
+
+
+def block_token_head(target: LoadedModel) -> DFlash:
+    """The token after any that it is told, by that token alone, as the target does; what masks say is nothing."""
+    weights = {key: np.zeros(shape) + (len(shape) == 1) for key, shape in _shapes(32).items()}
+    weights["norm.weight"] = np.array(target.model.model.norm.weight)
+    return _built(weights, target, block_size=9, sample_from_anchor=True)
 
 
 def parallel_head(target: LoadedModel) -> Eagle3:

@@ -1,0 +1,129 @@
+"""A block head in the draft worker: outcomes are the first tokens of blocks, and the text is the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafting.drafter import TokenTree
+from outrider.drafting.heads.ahead import AheadHead
+from outrider.drafting.heads.block_tree import BlockTree
+from outrider.drafting.heads.dflash import DFlash
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.messages import Features, Message
+from outrider.protocol.sampling import SamplingParams
+from tests.system.cluster import MIXED, Cluster
+from tests.system.links import VirtualClock
+from tests.system.test_head_ahead import LENGTH, PROMPT, Lossy, Plain, accepted, sampling
+from tests.target_worker.block_heads import block_feature_head, block_head, block_token_head, gated_head
+
+Heads = Callable[[LoadedModel], DFlash]
+
+
+def cluster(target: LoadedModel, head: DFlash, kind: type[Cluster] = Cluster, **other: Any) -> Cluster:
+    drafter = AheadHead(head, "dflash", target.vocab_size)
+    return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_in_company_too(target: LoadedModel, mode: str) -> None:
+    params = [sampling(temp, seed) for seed, temp in enumerate((0.0, 0.8, 0.8, 0.8))]
+    made = cluster(target, gated_head(target), full_depth=False)
+    assert made.run_together(PROMPT, params, mode) == Cluster(target, None, VirtualClock()).run_together(
+        PROMPT, params, "ar"
+    )
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_what_it_prepares_is_served(target: LoadedModel, temp: float) -> None:
+    """A head that foretells what follows any token that it is told: the first of each branch holds."""
+    run = cluster(target, block_token_head(target), depth=2).run(PROMPT, sampling(temp), "ssd")
+    assert any(round_.source == "hit" and len(round_.chain) > 1 for round_ in run.rounds) and accepted(run) > 0
+
+
+def test_features_are_used(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that knows what follows from the target's row alone; from none, or an older one, it does not."""
+    fresh = cluster(target, block_feature_head(target)).run(PROMPT, sampling(0.0), "sd")
+    zeroed, stale = block_feature_head(target), block_feature_head(target)
+    fuse = stale.fuse
+    monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros_like(fuse(rows)))
+    monkeypatch.setattr(stale, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
+    others = [cluster(target, head).run(PROMPT, sampling(0.0), "sd") for head in (zeroed, stale)]
+    assert accepted(fresh) > max(map(accepted, others)) + 0.2
+
+
+@pytest.mark.parametrize("made", [block_head, gated_head, block_token_head])
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_after_each_round_it_is_as_one_that_read_the_text_at_once(target: LoadedModel, made: Heads, mode: str) -> None:
+    """Whatever was accepted: blocks leave nothing behind, and each true row is read once."""
+    head = made(target)
+    told: dict[int, np.ndarray[Any, Any]] = {}
+    seen: set[int] = set()
+
+    def check(tree: TokenTree, text: Sequence[int]) -> None:
+        assert isinstance(tree, BlockTree)
+        if tree._nodes and tree.committed_len > len(PROMPT) and not tree.columns._waiting:
+            seen.add(tree.committed_len)
+            assert tree.column_tokens() == list(text[: tree.committed_len])
+            assert tree.columns.places.tolist() == list(range(tree.columns.end))
+            assert distance(head, tree, np.stack([told[at] for at in range(tree.columns.end)])) < 2e-3
+
+    played = cluster(target, head, schedule=MIXED, after_draft=check)
+    send = played.send_drafter
+
+    def watched(name: str, message: Message) -> None:
+        if isinstance(message, Features):
+            told.update(enumerate(message.rows, message.position))
+        send(name, message)
+
+    played.send_drafter = watched  # type: ignore[method-assign]
+    run = played.run(PROMPT, sampling(0.8), mode)
+    assert len(seen) > 4 and run.timings.predicted_n == LENGTH
+
+
+def distance(head: DFlash, tree: BlockTree, rows: np.ndarray[Any, Any]) -> float:
+    """How far what it remembers is from what a head does that is told these rows at once."""
+    fresh = AheadHead(head, "dflash", 10_000).open([1] * (len(rows) + 1), SamplingParams())
+    assert isinstance(fresh, BlockTree)
+    fresh.hear(0, rows)
+    apart = 0.0
+    for mine, theirs in zip(tree.columns.layers, fresh.columns.layers, strict=True):
+        for (a, b), (c, d) in zip(mine.first(len(rows)), theirs.first(len(rows)), strict=True):
+            apart = max(apart, float(mx.abs(a - c).max().item()), float(mx.abs(b - d).max().item()))
+    return apart
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize(("lost", "late"), [(0.2, 0.3), (1.0, 0.0)])
+def test_lost_and_late_rows_change_no_text(
+    target: LoadedModel, plain: Plain, mode: str, lost: float, late: float
+) -> None:
+    for seed in range(2):
+        made = cluster(target, block_token_head(target), Lossy, schedule=MIXED, full_depth=False, seed=seed)
+        assert isinstance(made, Lossy)
+        made.lost, made.late = lost, late
+        run = made.run(PROMPT, sampling(0.8), mode)
+        assert run.tokens == plain(target, PROMPT, sampling(0.8))
+        assert lost == 1.0 or any(round_.chain for round_ in run.rounds)
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("who", ["replace_target", "replace_drafter"])
+def test_it_is_fed_anew_after_a_restart(target: LoadedModel, plain: Plain, mode: str, who: str) -> None:
+    made = cluster(target, block_token_head(target), depth=2, full_depth=False)
+    turn, turns = made._turn, iter(range(10_000))
+
+    def turn_and_restart() -> None:
+        turn()
+        if next(turns) == 8:
+            getattr(made, who)()
+
+    made._turn = turn_and_restart  # type: ignore[method-assign]
+    run = made.run(PROMPT, sampling(0.8), mode)
+    assert run.tokens == plain(target, PROMPT, sampling(0.8))
+    assert run.timings.resumed + run.timings.rejoined == 1
+    assert any(round_.chain for round_ in run.rounds[-8:])
