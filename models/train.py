@@ -21,7 +21,7 @@ from models.training.recipe import PRESETS, Recipe, preset
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
 _OF_PAIRS = ("preset", "target_tokens", "draft_tokens")
-_OF_HEADS = ("target", "store", "text_tokens", "tokens", "length", "hidden", "vocab", "steps", "rate")
+_OF_HEADS = ("target", "store", "text_tokens", "tokens", "length", "hidden", "vocab", "steps", "rate", "visible_prefix")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,6 +88,7 @@ def _head_recipe(options: argparse.Namespace) -> HeadRecipe:
         "tokens": options.tokens,
         "length": options.length,
         "rate": options.rate,
+        "visible_prefix": options.visible_prefix,
         "batch_tokens": options.batch_tokens,
     }
     return HeadRecipe(options.head, options.seed, **{name: value for name, value in asked.items() if value is not None})
@@ -125,6 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("--hidden", type=int, help="its width (the target's)")
     head.add_argument("--vocab", type=int, help="how many tokens it can say, the most frequent (the target's)")
     head.add_argument("--steps", type=int, help="tokens it learns to draft behind one another (4)")
+    head.add_argument(
+        "--visible-prefix",
+        action="store_true",
+        default=None,
+        help="a dflash head learns with the first tokens of its blocks known, as in the draft worker they are",
+    )
     head.add_argument("--rate", type=float, help="of learning, at its highest (0.0015)")
     return parser
 

@@ -25,12 +25,14 @@ from models.training.heads.target import read_target  # noqa: E402
 from models.training.heads.writer import write  # noqa: E402
 from models.training.loop import Loop, autocast  # noqa: E402
 from outrider.drafting.heads import load as loading  # noqa: E402
+from outrider.drafting.heads.ahead import AheadHead  # noqa: E402
 from outrider.drafting.heads.contexts import Contexts  # noqa: E402
 from outrider.drafting.heads.pairs import PairFeed, Pairs  # noqa: E402
 from outrider.engine.loading import load  # noqa: E402
 from outrider.protocol.digest import digest  # noqa: E402
 from outrider.protocol.errors import InvalidRequest, ModelError  # noqa: E402
 from outrider.protocol.heads import head_kind  # noqa: E402
+from outrider.protocol.sampling import SamplingParams  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -203,6 +205,40 @@ def test_the_loader_computes_the_blocks_that_were_trained(target: Path, tmp_path
         np.testing.assert_allclose(np.array(head.logits(hidden)), [step[block] for step in steps], atol=5e-3)
 
 
+def test_blocks_learn_behind_prefixes_as_the_draft_worker_has_them(target: Path, tmp_path: Path) -> None:
+    """Some tokens behind the anchor are known, and what is learned is what follows them."""
+    made, model = recipe("dflash", visible_prefix=True), read_target(target, CPU).float()
+    config = json.loads((target / "config.json").read_text())
+    learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, config)).train()
+    with torch.no_grad():
+        for parameter in learner.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.bfloat16().float())
+    pipeline.write(tmp_path / "head", learner, digest(target))
+    head = loading.read("dflash", str(tmp_path / "head"), load(target), print)
+    ahead = AheadHead(head, "dflash", TINY.vocab)
+    assert head.sees_prefixes and ahead.note == ""
+    lesson = lesson_of(model, made.taps(TINY), 60)
+    tokens = np.array(lesson.tokens[0])
+    with torch.no_grad():
+        steps = learner(lesson)
+        known = learner._known(lesson, (60 - made.steps - 1) // (made.steps + 1) + 1)[0].tolist()
+    assert len(set(known)) > 1
+    said = {step: iter(np.array(one.hidden @ learner.output.T)) for step, one in enumerate(steps)}
+    begun = 1 + int(tokens.sum()) % (made.steps + 1)
+    for block, count in enumerate(known):
+        anchor = begun + block * (made.steps + 1)
+        if anchor >= 60 - made.steps - 1:
+            break
+        tree = ahead.open(tokens[: anchor + 1].tolist(), SamplingParams())
+        tree.hear(0, np.array(head.fuse(mx.array(lesson.rows[0, :anchor].flatten(1).numpy()))))
+        node = tree.root
+        for token in tokens[anchor + 1 : anchor + 1 + count].tolist():
+            (node,) = tree.feed([node], [token])
+        for step in range(made.steps - count):
+            np.testing.assert_allclose(np.array(tree.scores(node)), next(said[step]), atol=5e-3)
+            (node,) = tree.feed([node], [None])
+
+
 def test_the_loader_computes_the_exit_that_was_trained(target: Path, tmp_path: Path) -> None:
     made, model = recipe("early-exit", hidden=16), read_target(target, CPU).float()
     learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, {})).eval()
@@ -287,6 +323,7 @@ def test_the_target_writes_as_its_own_forward_says(target: Path) -> None:
     [
         ({"kind": "medusa"}, "no head is called 'medusa'; expected one of eagle3, mtp"),
         ({"kind": "mtp", "vocab": 100}, "mtp heads say all of the target's tokens; leave --vocab out"),
+        ({"kind": "mtp", "visible_prefix": True}, "mtp heads draft no blocks, which prefixes are of"),
         ({"kind": "mtp", "hidden": 32}, "mtp heads are as wide as their target; leave --hidden out"),
         ({"hidden": 40}, "a head's width must be a multiple of 16 up to 64"),
         ({"vocab": 999}, "a head can have 17 to 300 tokens here, not 999"),

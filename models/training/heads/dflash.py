@@ -1,6 +1,8 @@
 """DFlash (arXiv 2602.06036) for training: blocks of masks over the target's fused rows, each foretold in one forward.
 
-Many blocks of a window learn at once: each sees the rows before its anchor, and itself. Parameters carry z-lab's names.
+Many blocks of a window learn at once: each sees the rows before its anchor, and itself. With prefixes (D2SD, arXiv
+2606.04446) some of the tokens behind the anchor are known, too, as outcomes are that nobody has rows of yet. Parameters
+carry z-lab's names.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.training.heads.foretold import Foretold
-from models.training.heads.learner import Learner, Subject, positions
+from models.training.heads.learner import Learner, Subject
 from models.training.heads.store import Lesson
 from models.training.llama import Mlp, angles, rotate
 from models.training.recipe import Shape
 
 _GAMMA = 4.0  # a slot's loss weighs exp(-1 / gamma) of the one's before
+_PREFIX = 0.9  # a prefix of one token more is so many times as frequent
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +78,15 @@ class Layer(nn.Module):
 
 
 class DFlash(Learner):
-    """Blocks of a token and `depth` masks. `mask`: the token that stands for one."""
+    """Blocks of a token and `depth` masks. `mask`: the token that stands for one. `prefixes`: some are known."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, subject: Subject, layers: int, depth: int, mask: int, seed: int) -> None:
+    def __init__(self, subject: Subject, layers: int, depth: int, mask: int, seed: int, prefixes: bool = False) -> None:
         super().__init__()
         shape = subject.model.shape
-        self._subject, self._depth, self._mask = subject, depth, mask
+        self._subject, self._depth, self._mask, self._with_prefixes = subject, depth, mask, prefixes
         self.fc = nn.Linear(len(subject.taps) * shape.hidden, shape.hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(layers))
@@ -95,29 +98,40 @@ class DFlash(Learner):
         self.draw(seed)
 
     def forward(self, lesson: Lesson) -> list[Foretold]:
-        """Slot i behind the anchor a foretells token a + i, on which the target's word is at the row before."""
+        """Step i is of the slots i behind the last known token, on which the target's word is at the row before."""
         length, size = lesson.tokens.shape[1], self._depth + 1
         anchors = torch.arange(1 + int(lesson.tokens.sum()) % size, length - size, size, device=lesson.tokens.device)
-        places = (anchors[:, None] + torch.arange(size, device=anchors.device)).flatten()
+        places = anchors[:, None] + torch.arange(size, device=anchors.device)
+        known = self._known(lesson, len(anchors))
         rows = torch.arange(length, device=anchors.device)
-        blocks = Blocks(self._turns(rows), self._turns(places), _seen(anchors, length, size))
+        blocks = Blocks(self._turns(rows), self._turns(places.flatten()), _seen(anchors, length, size))
         context = self.hidden_norm(self.fc(lesson.rows.flatten(2)).float())
-        x = self._opened(lesson.tokens[:, anchors], size)
+        x = self._opened(lesson.tokens[:, places], known)
         for layer in self.layers:
             x = layer(x, context, blocks)
         hidden = self.norm(x).unflatten(1, (len(anchors), size))
-        return [
-            Foretold(
-                hidden[:, :, slot].flatten(0, 1), positions(lesson, anchors + slot - 1), math.exp((1 - slot) / _GAMMA)
-            )
-            for slot in range(1, size)
-        ]
+        steps = []
+        for step in range(1, size):
+            window, block = (known + step < size).nonzero(as_tuple=True)
+            slot = known[window, block] + step
+            where = window * length + anchors[block] + slot - 1
+            steps.append(Foretold(hidden[window, block, slot], where, math.exp((1 - step) / _GAMMA)))
+        return steps
 
-    def _opened(self, tokens: Tensor, size: int) -> Tensor:
-        """The blocks' embeddings [N, A * size, H]."""
-        ids = torch.full((*tokens.shape, size), self._mask, device=tokens.device)
-        ids[:, :, 0] = tokens
-        return self._subject.model.embed_tokens(ids.flatten(1)).float()
+    def _known(self, lesson: Lesson, blocks: int) -> Tensor:
+        """How many tokens behind the anchor are known, [N, A]: the same for a lesson; none where nothing is learned."""
+        count = len(lesson.tokens)
+        if not (self._with_prefixes and self.training):
+            return torch.zeros((count, blocks), dtype=torch.int64, device=lesson.tokens.device)
+        generator = torch.Generator().manual_seed(int(lesson.tokens.sum()))
+        often = _PREFIX ** torch.arange(self._depth)
+        drawn = torch.multinomial(often, count * blocks, replacement=True, generator=generator)
+        return drawn.view(count, blocks).to(lesson.tokens.device)
+
+    def _opened(self, tokens: Tensor, known: Tensor) -> Tensor:
+        """The embeddings [N, A * size, H] of blocks of these tokens [N, A, size], masks behind those that are known."""
+        hidden = torch.arange(tokens.shape[2], device=tokens.device) > known[..., None]
+        return self._subject.model.embed_tokens(tokens.masked_fill(hidden, self._mask).flatten(1)).float()
 
     def _turns(self, at: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos[at], self.sin[at]
@@ -128,6 +142,9 @@ class DFlash(Learner):
 
     def published(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         shape = self._subject.model.shape
+        own: dict[str, Any] = {"mask_token_id": self._mask, "target_layer_ids": list(self._subject.taps)}
+        if self._with_prefixes:
+            own |= {"loss_type": "variable_prefix", "prefix_weight_base": _PREFIX}
         config = {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -143,7 +160,7 @@ class DFlash(Learner):
             "vocab_size": shape.vocab,
             "block_size": self._depth + 1,
             "num_target_layers": shape.layers,
-            "dflash_config": {"mask_token_id": self._mask, "target_layer_ids": list(self._subject.taps)},
+            "dflash_config": own,
             "torch_dtype": "bfloat16",
         }
         # Never float16: block heads are known to overflow there.

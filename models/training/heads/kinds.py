@@ -17,7 +17,9 @@ _Make = Callable[[HeadRecipe, Subject], Learner]
 _KINDS: dict[str, _Make] = {
     "eagle3": lambda made, subject: Eagle3(subject, made.shape(subject.model.shape), made.steps, made.seed),
     "mtp": lambda made, subject: Mtp(subject, made.steps, made.seed),
-    "dflash": lambda made, subject: DFlash(subject, made.layers, made.steps, subject.rarest, made.seed),
+    "dflash": lambda made, subject: DFlash(
+        subject, made.layers, made.steps, subject.rarest, made.seed, made.visible_prefix
+    ),
     "redrafter": lambda made, subject: Redrafter(
         subject, made.hidden or subject.model.shape.hidden, made.steps, made.seed
     ),

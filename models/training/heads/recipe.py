@@ -9,6 +9,7 @@ from models.training.recipe import Phase, Shape
 from outrider.protocol.errors import InvalidRequest
 
 KINDS = ("eagle3", "mtp", "dflash", "redrafter", "early-exit")
+_OF_BLOCKS = ("dflash",)
 _OWN_WORDS = ("eagle3",)
 _OWN_WIDTH = ("eagle3", "redrafter", "early-exit")
 
@@ -24,6 +25,7 @@ class HeadRecipe:
     vocab: int | None = None  # tokens that it can say, the most frequent ones
     steps: int = 4  # tokens it learns to draft behind one another
     layers: int = 2  # of a block head
+    visible_prefix: bool = False  # a block head learns with some tokens of its blocks known
     rank: int = 128  # of an adapter, unless `hidden` says it
     text_tokens: int = 2_000_000
     tokens: int = 4_000_000  # that it sees
@@ -77,6 +79,8 @@ def check(recipe: HeadRecipe, target: Shape) -> None:
         raise InvalidRequest(f"{recipe.kind} heads say all of the target's tokens; leave --vocab out")
     if recipe.hidden is not None and recipe.kind not in _OWN_WIDTH:
         raise InvalidRequest(f"{recipe.kind} heads are as wide as their target; leave --hidden out")
+    if recipe.visible_prefix and recipe.kind not in _OF_BLOCKS:
+        raise InvalidRequest(f"{recipe.kind} heads draft no blocks, which prefixes are of; leave --visible-prefix out")
     hidden, vocab = recipe.hidden or target.hidden, recipe.vocab or target.vocab
     if hidden < target.head_dim or hidden % target.head_dim or hidden > target.hidden:
         raise InvalidRequest(
