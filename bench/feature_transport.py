@@ -16,9 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.drafting.heads.columns import PairColumns
-from outrider.drafting.heads.head import StepHead
-from outrider.drafting.heads.load import load as load_head
+from outrider.drafting.drafter import TokenTree
+from outrider.drafting.heads.ahead import AheadHead
+from outrider.drafting.heads.block_tree import BlockTree
+from outrider.drafting.heads.checkpoint import read_config
+from outrider.drafting.heads.head import BlockHead, StepHead
+from outrider.drafting.heads.load import read as read_head
+from outrider.drafting.heads.tree import HeadTree
 from outrider.engine.loading import load
 from outrider.engine.open_texts import open_texts
 from outrider.engine.slots import Slot
@@ -26,6 +30,7 @@ from outrider.engine.taps import Taps
 from outrider.engine.verify import Ask, begin
 from outrider.orchestrator.pair.model_files import embedded_pair
 from outrider.protocol.codec import decode_all, encode_all
+from outrider.protocol.heads import AHEAD, head_kind
 from outrider.protocol.messages import Features, Message, Outcome, Span
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.telling import Teller
@@ -36,17 +41,19 @@ _PROMPT = list(range(40, 90))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("head", help="the folder of an EAGLE-3 head")
+    parser.add_argument("head", help="the folder of a head that can work ahead")
     parser.add_argument("--target", type=Path, default=Path(embedded_pair()[0]))
     options = parser.parse_args()
     model = load(options.target)
-    head = load_head("eagle3", options.head, model, lambda stage: None).head
-    if not isinstance(head, StepHead):
+    kind = head_kind(read_config(Path(options.head)), model.config) or ""
+    head = read_head(kind, options.head, model, lambda stage: None) if kind in AHEAD else None
+    if not isinstance(head, StepHead | BlockHead):
         parser.error(f"{options.head} holds no head that works ahead")
+    tree = AheadHead(head, kind, model.vocab_size).open(_PROMPT, SamplingParams())
     texts, teller = open_texts(model), Teller(head, "")
     reader = teller.reader
     texts.tap(Taps(model.model, reader.points, reader.fuse))
-    slot, ear, columns = Slot(model, texts, _PROMPT, SamplingParams()), teller.ear("r", 0), PairColumns(head)
+    slot, ear = Slot(model, texts, _PROMPT, SamplingParams()), teller.ear("r", 0)
     silent, heard, way = list[float](), list[float](), list[float]()
     text = _text(slot, _ROUNDS * (_DEPTH + 1))
     slot = Slot(model, texts, _PROMPT, SamplingParams())
@@ -61,7 +68,7 @@ def main() -> int:
         (heard if number % 2 else silent).append(1000 * (time.process_time() - started))
         if told:
             outcome = Outcome("r", 0, number, at, _DEPTH, 1, Span(0, 1))
-            way.append(_travel(told, outcome, columns) - _travel([], outcome, columns))
+            way.append(_travel(told, outcome, tree) - _travel([], outcome, tree))
     verify, listened, travelled = (statistics.median(times[_WARM_UP // 2 :]) for times in (silent, heard, way))
     made = listened - verify
     rows = told[0].rows if told else np.zeros((0, 0), np.float16)
@@ -81,14 +88,14 @@ def _text(slot: Slot, length: int) -> list[int]:
     return tokens
 
 
-def _travel(told: Sequence[Features], outcome: Outcome, columns: PairColumns) -> float:
+def _travel(told: Sequence[Features], outcome: Outcome, tree: TokenTree) -> float:
     """From the target's bundle to the head's rows; milliseconds."""
     started = time.process_time()
     bundle: list[Message] = [*told, outcome]
     for here in _carried(bundle):
         for there in _carried([here]) if isinstance(here, Features) else ():
-            if isinstance(there, Features):
-                columns.hear(there.position, there.rows)
+            if isinstance(there, Features) and isinstance(tree, HeadTree | BlockTree):
+                tree.columns.hear(there.position, there.rows)
     return 1000 * (time.process_time() - started)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from outrider.orchestrator import LocalCluster
 from outrider.protocol.sampling import SamplingParams
 from tests.halts import pid_of, slowed
+from tests.target_worker.block_heads import write_block_head
 from tests.target_worker.heads import markov_llama, write_feature_head
 
 
@@ -41,3 +42,18 @@ def test_the_same_head_in_the_draft_worker_works_ahead(tmp_path: Path) -> None:
                     by_head = client.generate([40, 41, 42], params, mode=mode)
         by_name = {worker.name: worker for worker in client.stats().workers}
         assert by_name["draft-0"].backend == "eagle3" and by_name["draft-0"].state == "ready"
+
+
+def test_a_block_head_in_the_draft_worker_says_what_it_was_not_trained_for(tmp_path: Path) -> None:
+    markov_llama(tmp_path / "target")
+    head = write_block_head(tmp_path / "head")
+    with LocalCluster(
+        model=tmp_path / "target", draft_model=head, draft_backend="auto", head_in="draft-worker", ngrams=False,
+        memory=False,
+    ) as cluster:  # fmt: skip
+        client = cluster.client()
+        params = SamplingParams(max_tokens=24, temp=0.8, seed=3, ignore_eos=True)
+        alone, ahead = (client.generate([40, 41, 42], params, mode=way) for way in ("ar", "ssd"))
+        assert alone.token_ids == ahead.token_ids and len(alone.token_ids) == 24
+        by_name = {worker.name: worker for worker in client.stats().workers}
+        assert by_name["draft-0"].backend == "dflash" and "was not trained for blocks" in by_name["draft-0"].note
