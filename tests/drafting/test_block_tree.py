@@ -11,6 +11,7 @@ import pytest
 
 from outrider.drafting.calibration import Calibration
 from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.growth import Wanted
 from outrider.drafting.heads.ahead import UNTRAINED, AheadHead
 from outrider.drafting.heads.block_tree import BlockTree
 from outrider.drafting.heads.dflash import DFlash
@@ -161,7 +162,7 @@ def test_no_block_is_longer_than_those_it_was_trained_with(
         work = WorkAhead(opened(head, 20), (), POLICIES["best-first"], Calibration())
         assert len(continued(work, 40).chain) == depth
         work = WorkAhead(opened(head, 20), (), POLICIES["best-first"], Calibration())
-        work.commit((), continued(work, chain_length).chain, 4, 6)
+        work.commit((), Wanted(continued(work, chain_length).chain, 4, 6))
         deepest = 0
         while work.busy:
             ready = advanced(work)
