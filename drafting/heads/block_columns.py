@@ -18,6 +18,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from outrider.drafting.heads.columns import picked
 from outrider.drafting.heads.head import BlockHead
 from outrider.engine.buffers import with_room
 from outrider.engine.columns import Bools, Ints, NewColumns
