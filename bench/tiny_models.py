@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import _get_classes
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 _EOS = "<|endoftext|>"
@@ -21,6 +20,8 @@ _GAIN, _HEAD_GAIN = 1.5, 4.0
 
 def write_model(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """Writes a model of this configuration to `path`, without a tokenizer. The same arguments give the same weights."""
+    from mlx_lm.utils import _get_classes  # a second, which those who only write a tokenizer would pay
+
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
     draws = np.random.default_rng(seed)

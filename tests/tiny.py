@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import _get_classes
 
 from outrider.bench.tiny_models import write_tokenizer
 
@@ -134,6 +133,8 @@ def write_model(
     weight: the same seed with and without noise makes a target and a draft that often agree. `config` overrides
     config.json. The same arguments give the same weights everywhere.
     """
+    from mlx_lm.utils import _get_classes  # a second, which those who only name a model would pay
+
     settings = {**_BASE, **FAMILIES[family], **config}
     model_class, args_class = _get_classes(settings)
     model = model_class(args_class.from_dict(settings))
