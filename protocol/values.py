@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,15 @@ import numpy as np
 
 from outrider.protocol.errors import InvalidRequest
 
+_INTEGERS = (int, np.integer)
+_NUMBERS = (*_INTEGERS, float, np.floating)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(rf"(\d{{1,18}}(?:\.\d{{1,9}})?) ?({'|'.join(sorted(_UNITS, key=len, reverse=True))})", re.IGNORECASE)
 
 
 def whole(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS) or not low <= int(value) <= high:
         raise InvalidRequest(f"{name} is {_shown(value)}; expected a whole number from {low} to {high}")
     return int(value)
 
@@ -37,7 +38,7 @@ def size(name: str, value: object) -> int:
 
 
 def number(name: str, value: object, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not _within(value, low, high):
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS) or not _within(value, low, high):
         raise InvalidRequest(f"{name} is {_shown(value)}; expected a number from {low:g} to {high:g}")
     return float(value)
 

@@ -95,6 +95,6 @@ def _text(desk: Desk, one: str | list[int]) -> str:
 async def _prompt(desk: Desk, one: str | list[int]) -> Prompt:
     if isinstance(one, str):
         return await desk.plain(one)
-    if any(not 0 <= token <= MAX_TOKEN for token in one):
+    if one and not 0 <= min(one) <= max(one) <= MAX_TOKEN:
         raise Refused(f"prompt: a token id is out of range; expected whole numbers from 0 to {MAX_TOKEN}", "prompt")
     return Prompt(tuple(one))

@@ -10,7 +10,7 @@ from typing import Any
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.grammar import Grammar
 from outrider.server.problems import Refused
-from outrider.server.shapes.base import Sampling, StructuredOutputs
+from outrider.server.shapes.base import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +27,25 @@ def form_of(asked: Sampling) -> Form | None:
     Raises:
         Refused: there are two, or one can't be read.
     """
-    told = asked.structured_outputs or StructuredOutputs()
-    found = [
-        by_format(asked.response_format, "response_format"),
-        *(
-            _form(kind, text, name)
-            for kind, text, name in (
-                ("grammar", asked.grammar, "grammar"),
-                ("json_schema", asked.guided_json, "guided_json"),
-                ("regex", asked.guided_regex, "guided_regex"),
-                ("grammar", asked.guided_grammar, "guided_grammar"),
-                ("regex", _one_of(asked.guided_choice), "guided_choice"),
-                ("json_schema", asked.json_schema, "json_schema"),
-                ("json_schema", told.json_, "structured_outputs.json"),
-                ("json_schema", {"type": "object"} if told.json_object else None, "structured_outputs.json_object"),
-                ("regex", _one_of(told.choice), "structured_outputs.choice"),
-                ("regex", told.regex, "structured_outputs.regex"),
-                ("grammar", told.grammar, "structured_outputs.grammar"),
-            )
-        ),
+    given: list[tuple[str, object, str]] = [
+        ("grammar", asked.grammar, "grammar"),
+        ("json_schema", asked.guided_json, "guided_json"),
+        ("regex", asked.guided_regex, "guided_regex"),
+        ("grammar", asked.guided_grammar, "guided_grammar"),
+        ("regex", _one_of(asked.guided_choice), "guided_choice"),
+        ("json_schema", asked.json_schema, "json_schema"),
     ]
-    forms = [form for form in found if form is not None]
+    if (told := asked.structured_outputs) is not None:
+        given += [
+            ("json_schema", told.json_, "structured_outputs.json"),
+            ("json_schema", {"type": "object"} if told.json_object else None, "structured_outputs.json_object"),
+            ("regex", _one_of(told.choice), "structured_outputs.choice"),
+            ("regex", told.regex, "structured_outputs.regex"),
+            ("grammar", told.grammar, "structured_outputs.grammar"),
+        ]
+    forms = [_form(*one) for one in given if one[1] is not None]
+    if (form := by_format(asked.response_format, "response_format")) is not None:
+        forms.insert(0, form)
     if len(forms) > 1:
         names = " and ".join(form.param for form in forms)
         raise Refused(f"{names} each say what the text is to be; expected one of them", forms[1].param)
@@ -74,9 +72,7 @@ def _one_of(texts: Sequence[str] | None) -> str | None:
     return "|".join(map(re.escape, texts)) if texts is not None else None
 
 
-def _form(kind: str, given: object, name: str) -> Form | None:
-    if given is None:
-        return None
+def _form(kind: str, given: object, name: str) -> Form:
     try:
         if kind != "json_schema":
             return Form(Grammar(kind, str(given)), name)
