@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outrider.protocol import clock
 from tests.tiny import Pair, write_model
 
 FIRST = ("system", "server", "coreml", "models", "orchestrator")
@@ -48,6 +50,13 @@ def _no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
+
+
+@pytest.fixture
+def counted_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What workers measure does not hang on how quick this machine is: they see a tenth of a millisecond go by at each
+    look at the clock."""
+    monkeypatch.setattr(clock, "now", count(0, clock.MILLISECOND_NS // 10).__next__)
 
 
 @pytest.fixture(scope="session")

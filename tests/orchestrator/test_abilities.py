@@ -9,6 +9,8 @@ from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Verify
 from tests.orchestrator.cluster_in_process import Cluster
 
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
 TEXT = tuple(range(1, 90))
 WHY = "a plamo3 model can't verify several tokens at once, so it decodes one by one"
 

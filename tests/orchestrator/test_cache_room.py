@@ -13,6 +13,8 @@ from outrider.protocol.messages import Branch, Branches, Span
 from outrider.protocol.sparse import SparseQ
 from tests.orchestrator.cluster_in_process import Cluster
 
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
 TEXT = tuple(range(1000, 1300))
 
 

@@ -14,6 +14,8 @@ from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster
 from tests.orchestrator.test_rounds import PROMPT, random_text, script
 
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
 TEXT = random_text(21)
 LIKE = script(TEXT)
 OTHER = script(random_text(22))

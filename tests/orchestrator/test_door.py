@@ -1,5 +1,7 @@
 """Who may say what about a request: a word from the wrong worker, or about another round, is dropped and counted.
 
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
 What is late is only that. What answers nothing that a drafter was ever told is a lie, of some kind.
 """
 

@@ -14,6 +14,8 @@ from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster
 from tests.orchestrator.stand import Stand, says
 
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
 TEXT = tuple(range(1000, 1100))
 
 

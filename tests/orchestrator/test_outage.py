@@ -10,6 +10,8 @@ from outrider.orchestrator.events import Broke, Committed, Ended
 from outrider.protocol.messages import Open, Verify
 from tests.orchestrator.mortal import Mortal, random_text
 
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
 WAYS = ((Mortal.kill_drafter, Mortal.find_drafter), (Mortal.kill_target, Mortal.find_target))
 MODES = ("ar", "sd", "ssd", "auto")
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -34,6 +34,8 @@ from outrider.protocol.messages import (
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
 VOCAB = 200
 PROMPT = tuple(range(10, 20))
 

@@ -34,6 +34,8 @@ from tests.target_worker.heads import (
     token_head,
 )
 
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
 LENGTH = 28
 PROMPT = [40, 41, 42, 7, 8]
 Heads = Callable[[LoadedModel], StepHead]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import count, product
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,6 @@ from outrider.drafting.heads.head import Head
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.protocol import clock
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import DraftTree, United, united
 from tests.system.cluster import AMPLE, MIXED, Cluster, Run
@@ -72,10 +71,8 @@ def test_the_text_is_the_targets_own(
 
 
 @pytest.fixture
-def rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what is told and merged does not hang on how quick this machine is: workers see a tenth of a millisecond
-    go by at each look at the clock."""
-    monkeypatch.setattr(clock, "now", count(0, clock.MILLISECOND_NS // 10).__next__)
+def rows_are_cheap(counted_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what is told and merged hangs on no measurement."""
     monkeypatch.setattr(Estimates, "row_ms", lambda self: 1e-6)
     monkeypatch.setattr(Estimates, "verify_ms", lambda self, rows: 1.0 + 1e-6 * rows)
 
