@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.keys import ClientKeys
@@ -53,7 +54,8 @@ class Patience:
         """
         self._look()
         if self._asked == 1 and self._endpoint.startswith("tcp:"):
-            knock(self._endpoint, self._keys)
+            with suppress(EndpointError):  # it may only be stopped; what is left unanswered is counted below
+                knock(self._endpoint, self._keys)
         self._asked += 1  # counted, not timed: who is stopped asks nothing, and nobody owes it an answer
         if (self._asked - 1) * self.poll_ms > 1000 * self._seconds:
             raise EndpointError(

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from dataclasses import fields
+from functools import partial
 from typing import get_type_hints
 
 import numpy as np
@@ -20,6 +21,7 @@ from outrider.orchestrator.client.wish import Wish, Wishes
 from outrider.orchestrator.events import Admit, Began, Committed, Stop
 from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import EndpointError, InvalidRequest, WorkerError
+from outrider.protocol.knock import knock
 from outrider.protocol.messages import StatsQuery, Timings
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import says
@@ -131,6 +133,18 @@ def test_patience_ends_when_a_question_was_not_answered_for_too_long(mute):
         patience.silent()
     with pytest.raises(EndpointError, match="for 10 s"):
         patience.silent()
+
+
+def test_a_far_server_that_shakes_no_hands_has_as_much_time_as_any(monkeypatch):
+    """It may have been stopped: only a key that is refused ends the patience at once."""
+    monkeypatch.setattr("outrider.protocol.knock.SECONDS", 0.01)
+    monkeypatch.setattr("outrider.orchestrator.client.patience.knock", partial(knock, seconds=0.01))
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        patience = Patience(f"tcp://127.0.0.1:{stopped.getsockname()[1]}", 10.0)
+        for _ in range(11):
+            assert isinstance(patience.silent(), StatsQuery)
+        with pytest.raises(EndpointError, match="for 10 s"):
+            patience.silent()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "long", None])
