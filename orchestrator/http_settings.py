@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import ssl
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,9 +71,12 @@ class HttpSettings:
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidRequest("TLS needs a certificate and its key; expected both --tls-cert and --tls-key, or none")
-        for path in (self.tls_cert, self.tls_key):
-            if path is not None and not Path(path).is_file():
-                raise InvalidRequest(f"no such path: {path}; expected a PEM file")
+        if self.tls_cert is not None and self.tls_key is not None:
+            _check_certificate(self.tls_cert, self.tls_key)
+        if not all(name.strip() for name in self.model_names):
+            raise InvalidRequest("a served model's name is empty; expected one that requests can say")
+        for origin in self.cors_origins:
+            _check_origin(origin)
 
     @property
     def is_loopback(self) -> bool:
@@ -92,6 +96,25 @@ def tracing_wanted(settings: HttpSettings, environment: Mapping[str, str]) -> bo
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
         return False
     return settings.otlp_endpoint is not None or any(environment.get(name) for name in COLLECTORS)
+
+
+def _check_certificate(cert: str, key: str) -> None:
+    for path in (cert, key):
+        if not Path(path).is_file():
+            raise InvalidRequest(f"no such file: {path}; expected a PEM file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")  # or it would ask for one
+    except OSError as error:
+        raise InvalidRequest(
+            f"TLS can't be served with {cert} and {key} ({error.strerror}); expected a certificate and its own key,"
+            " both in PEM, the key without a password"
+        ) from None
+
+
+def _check_origin(origin: str) -> None:
+    parts = urlsplit(origin)
+    if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
+        raise InvalidRequest(f"cors_origin is {origin!r}; expected one as browsers say it, https://host:port, or *")
 
 
 def _check_collector(url: str) -> None:

@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     settings = ServeSettings(**flags.settings_of(options))
     pair = choose_pair(settings)
     _check(pair.settings)
+    SamplingParams(temp=options.temp)  # before anything starts
     where = tuning.path_for(pair.settings)
     writable(where.parent, "set XDG_CACHE_HOME to a folder that can be")
     screen = Screen()

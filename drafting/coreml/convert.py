@@ -30,7 +30,7 @@ def main() -> int:
         model = checkpoint_of(options.model, lambda stage: _say(f"{stage}\n"))
         manifest = convert(model, options.out, wanted, None if options.quiet else _bar, options.mlx_out)
     except OutriderError as error:
-        _say(f"{error}\n")
+        _say(f"{parser.prog}: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130

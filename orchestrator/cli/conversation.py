@@ -9,10 +9,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from outrider.orchestrator.cli import text_file
 from outrider.orchestrator.pair.chat import Message
 from outrider.protocol.errors import InvalidRequest
 
-EXPECTED = 'expected a JSON list like [{"role": "user", "content": "Hello"}]'
+EXPECTED = 'a JSON list like [{"role": "user", "content": "Hello"}]'
 
 
 class Conversation:
@@ -75,16 +76,16 @@ def checked(found: object, name: str) -> tuple[Message, ...]:
         InvalidRequest: it is none; `name` says whose.
     """
     if not isinstance(found, list) or not found:
-        raise InvalidRequest(f"{name} holds no conversation; {EXPECTED}")
+        raise InvalidRequest(f"{name} holds no conversation; expected {EXPECTED}")
     for number, message in enumerate(found, start=1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise InvalidRequest(f"message {number} of {name} has no role or no text; {EXPECTED}")
+            raise InvalidRequest(f"message {number} of {name} has no role or no text; expected {EXPECTED}")
     return tuple(found)
 
 
 def _read(path: Path) -> tuple[Message, ...]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{path} can't be read ({error}); {EXPECTED}") from None
+        found = json.loads(text_file.read(path, EXPECTED))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{path} can't be read ({error}); expected {EXPECTED}") from None
     return checked(found, str(path))

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from outrider.orchestrator.cli import text_file
 from outrider.orchestrator.settings import (
     BRANCH_DEPTHS,
     BRANCHES,
@@ -166,19 +167,12 @@ def _grammar(options: argparse.Namespace) -> Grammar | None:
         return Grammar("regex", options.regex)
     for kind, path in (("json_schema", options.json_schema), ("grammar", options.lark)):
         if path is not None:
-            return Grammar(kind, _file(path))
+            return Grammar(kind, text_file.read(path, "a text file"))
     return None
 
 
 def _preset(name: str) -> str:
     return f"{name}: " + " ".join(f"{field.replace('_', '-')} {value:g}" for field, value in PRESETS[name].items())
-
-
-def _file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} can't be read ({error}); expected a text file") from None
 
 
 def _bias(text: str) -> tuple[tuple[int, float], ...]:

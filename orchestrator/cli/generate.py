@@ -42,6 +42,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     screen = Screen()
+    if options.logprobs is not None and not options.json:
+        raise InvalidRequest("log-probabilities are told as JSON alone; expected --json beside --logprobs")
     prompt = prompt_of(options)
     wish = wish_of(options, prompt)
     result = generate(options, wish, screen, show_text=not options.json)

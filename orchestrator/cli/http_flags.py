@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from outrider.orchestrator.cli import text_file
 from outrider.orchestrator.http_settings import HOST, MAX_BODY_MB, PORT, HttpSettings
 from outrider.protocol import extras
 from outrider.protocol.errors import InvalidRequest
@@ -65,10 +66,7 @@ def keys_in(path: Path | None) -> list[str]:
     """A file's API keys. Raises InvalidRequest where it can't be read or has none."""
     if path is None:
         return []
-    try:
-        keys = path.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} can't be read ({error}); expected API keys, one a line") from None
+    keys = text_file.read(path, "API keys, one a line").split()
     if not keys:
         raise InvalidRequest(f"{path} has no API key in it; expected one a line")
     return keys

@@ -21,7 +21,7 @@ MAX_NAME = 64
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=list(_ACTIONS), help="see above")
-    parser.add_argument("what", nargs="*", metavar="KEY|NAME|PLACE", help="as the action has it")
+    parser.add_argument("what", nargs="*", default=[], metavar="KEY|NAME|PLACE", help="as the action has it")
     parser.add_argument("--as", dest="role", choices=ROLES, default=CLIENT, help=f"with allow; default {CLIENT}")
     parser.add_argument("--force", action="store_true", help="with make: in the place of the key there is")
     parser.add_argument("--keys", type=Path, metavar="FOLDER", help="the folder; default: ~/.config/outrider/keys")
@@ -71,6 +71,8 @@ def _list(ring: Keyring, options: argparse.Namespace) -> None:
     rows = [("own", ring.own().public, "")] if ring.has_own else []
     rows += [(one.role, one.key, one.name) for one in ring.allowed()]
     rows += [("server", server.key, server.place) for server in ring.servers()]
+    if not rows:
+        say(f"No key is known in {ring.folder}; `outrider keys make` makes one.")
     for row in rows:
         print("{:8} {} {}".format(*row).rstrip())
 

@@ -74,7 +74,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
         if settings.drafts_by_head:  # its tokens and its context are the target's, whatever it says
             draft_files = replace(draft_files, vocab_size=None, context_length=None)
     if settings.replay is not None and not settings.replay.is_file():
-        raise ModelError(f"no such path: {settings.replay}; expected the replay drafter's script")
+        raise ModelError(f"no such file: {settings.replay}; expected the replay drafter's script")
     heads, left_out = _heads(settings.head, target_files)
     folders = replace(
         settings,

@@ -134,6 +134,8 @@ def test_the_version_is_told(run):
         (["generate", "-p", "x", "--temp", "-1"], 2, "temp is -1.0"),
         (["generate", "-p", "x", "--top-p", "2"], 2, "top_p is 2.0"),
         (["generate", "-p", "x", "--logit-bias", "[1]"], 2, "JSON object"),
+        (["generate", "-p", "x", "--logprobs", "2"], 2, "expected --json beside --logprobs"),
+        (["generate", "--chat", str(PACKAGE)], 2, "can't be read (Is a directory); expected a JSON list"),
         (["generate", "-p", "x", "--num-draft-tokens", "0"], 2, "num_draft_tokens is 0"),
         (["generate", "-p", "x", "--num-draft-tokens", "1000"], 2, "from 1 to 32"),
         (["generate", "-p", "x", "--mode", "fast"], 2, "expected one of auto, ar, sd, ssd"),
@@ -242,7 +244,7 @@ def test_every_sampling_flag_reaches_the_core(run, stand, codec):
         "--repetition-context-size", "4", "--presence-penalty", "0.5", "--frequency-penalty", "0.25",
         "--presence-context-size", "5", "--frequency-context-size", "6", "--logit-bias", '{"11": -5}', "--ignore-eos",
         "--stop", "end", "--stop", "quit", "--sampling", "residual", "--saguaro", "0.5", "--q-width", "50",
-        "--mode", "sd", "--num-draft-tokens", "2", "--branches", "6", "--logprobs", "3",
+        "--mode", "sd", "--num-draft-tokens", "2", "--branches", "6", "--logprobs", "3", "--json",
     )  # fmt: skip
     admit = stand.core.wait_for(Admit)[0]
     assert admit.sampling == SamplingParams(

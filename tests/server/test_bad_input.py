@@ -387,7 +387,11 @@ def test_the_description_has_every_path_and_its_errors(ask: Ask) -> None:
         ({"max_streams_per_key": 0}, "max_streams_per_key is 0"),
         ({"api_keys": ("a b",)}, "one word in ASCII"),
         ({"tls_cert": "x"}, "both --tls-cert and --tls-key"),
-        ({"tls_cert": "/no/such", "tls_key": "/no/such"}, "no such path"),
+        ({"tls_cert": "/no/such", "tls_key": "/no/such"}, "no such file"),
+        ({"tls_cert": __file__, "tls_key": __file__}, "expected a certificate and its own key"),
+        ({"model_names": ("m", "")}, "name is empty"),
+        ({"cors_origins": ("*", "localhost:3000")}, "cors_origin is 'localhost:3000'"),
+        ({"cors_origins": ("https://a.example/",)}, "as browsers say it"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
