@@ -132,14 +132,15 @@ def test_the_share_counts_operations_that_work(bench: Callable[..., Bench], monk
     engine, cpu = "MLNeuralEngineComputeDevice", "MLCPUComputeDevice"
     operations = [("ios18.conv", engine), ("ios16.constexpr_blockwise_shift_scale", cpu), ("const", cpu),
                   ("ios18.softmax", cpu), ("ios18.matmul", engine), ("add", None)]  # fmt: skip
+    package = bench("llama").package  # which imports what it needs: before nothing can be
     planned(monkeypatch, Plan({"q1": operations, "q8": [("add", None)]}, [cpu]))
-    assert compute_plan.engine_share(bench("llama").package, "CPU_AND_NE") == {"q1": 0.6667}  # of q8 nothing is told
+    assert compute_plan.engine_share(package, "CPU_AND_NE") == {"q1": 0.6667}  # of q8 nothing is told
     assert not compute_plan.has_engine()
 
 
 def test_without_a_plan_or_a_word_a_trial_goes_on(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    planned(monkeypatch, Plan(None, []))
     package = bench("llama").package
+    planned(monkeypatch, Plan(None, []))
     with pytest.raises(ModelError, match=r"Core ML does not tell: no plan$"):
         compute_plan.engine_share(package, "CPU_AND_NE")
     assert trial._engine_share(package, "CPU_AND_NE") == {}
