@@ -15,10 +15,10 @@ from typing import Any
 
 from outrider.orchestrator.certify import certify
 from outrider.orchestrator.claim import Output, faults
-from outrider.orchestrator.cli import conversation, flags
+from outrider.orchestrator.cli import conversation, flags, text_file
 from outrider.orchestrator.cli.generate import add_generation_flags, generate, prompt_of, wish_of
 from outrider.orchestrator.cli.screen import Screen
-from outrider.orchestrator.pair.model_files import find_model, read_json
+from outrider.orchestrator.pair.model_files import find_model
 from outrider.orchestrator.pair.model_text import load_text
 from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.certificate import Difference, Report
@@ -26,6 +26,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 NOT_CERTIFIED = 1
+EXPECTED = "the output of `outrider generate --json`"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +80,7 @@ def _generated(options: argparse.Namespace, screen: Screen) -> Output:
 
 def _from_file(options: argparse.Namespace) -> Output:
     path: Path = options.json_file
-    if not path.is_file():
-        raise InvalidRequest(f"no such file: {path}; expected the output of `outrider generate --json`")
-    found: dict[str, Any] = read_json(path)
+    found = _object(path)
     prompt = found.get("prompt") if options.prompt is None and options.chat is None else prompt_of(options)
     if prompt is None:
         raise InvalidRequest(f"{path} does not tell its prompt; expected --prompt, and the sampling flags, beside it")
@@ -99,9 +98,17 @@ def _from_file(options: argparse.Namespace) -> Output:
             finish_reason=_text(found["finish_reason"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidRequest(
-            f"{path} can't be used ({error}); expected what `outrider generate --json` printed"
-        ) from None
+        raise InvalidRequest(f"{path} can't be used ({error}); expected {EXPECTED}") from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(text_file.read(path, EXPECTED))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{path} is no JSON ({error}); expected {EXPECTED}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{path} holds no JSON object; expected {EXPECTED}")
+    return found
 
 
 def _text(value: object) -> str:

@@ -158,7 +158,8 @@ def test_the_version_is_told(run):
         (["overlap", "--draft-backend", "ngram"], 2, "overlap times a draft model"),
         (["pairs", "one"], 2, "only one model"),
         (["pairs", "/no/such", "/no/such"], 3, "no such path"),
-        (["verify", "-p", "x", "--json-file", "/no/such"], 2, "no such file"),
+        (["verify", "-p", "x", "--json-file", "/no/such"], 2, "No such file or directory); expected the output"),
+        (["verify", "--json-file", str(PACKAGE / "__init__.py")], 2, "is no JSON (Extra data"),
         (["verify"], 2, "nothing to verify; expected --json-file, or --prompt"),
     ],
 )
