@@ -144,6 +144,12 @@ def test_what_it_chooses_is_drawn_with_the_targets_noise(tmp_path: Path, temp: f
         (node,) = tree.feed([node], [None])
 
 
+def test_penalties_see_what_a_block_chose_before(tmp_path: Path) -> None:
+    tree = opened(head_of(write(tmp_path, "DeepSpec")), 10, repetition_penalty=50.0)
+    chain = continued(WorkAhead(tree, (), POLICIES["best-first"], Calibration()), BLOCK).chain
+    assert len(set(chain) - set(TEXTS[0][:10].tolist())) == BLOCK
+
+
 @pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
 def test_no_block_is_longer_than_those_it_was_trained_with(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
