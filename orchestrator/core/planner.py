@@ -268,7 +268,7 @@ class Planner:
                     choices = [choice for choice in record.choices if _may_have(admit, choice)]
                     controller.start_from(_of_kind(choices, kind))
             if kind and (like := self._controllers.get((*key[:-1], FREE))) is not None and not controller.knows:
-                controller.start_from(sorted(like.learned(), key=lambda choice: -choice.tokens_per_second))
+                controller.start_like(like)
             self._controllers[key] = controller
             self._forget_wished()
         self._controllers[key].odds = odds or self.texts.odds(kind, admit.sampling.temp == 0)

@@ -9,6 +9,8 @@ from outrider.orchestrator.core.learning.averages import FADE
 
 PRIOR_WEIGHT = 8.0
 PRIOR_ACCEPTANCE = 0.7
+# In one text what is believed of its kind counts like so many chains that broke.
+PRIOR_BREAKS = 3.0
 MAX_POSITIONS = 64
 # Nothing holds more seldom than this, whatever was seen, nor breaks more seldom.
 SELDOM = 0.02
@@ -49,8 +51,12 @@ class Acceptance:
 
     def rate(self, position: int) -> float:
         position = min(position, len(self._tried) - 1)
-        prior = self.prior.rate(position) if isinstance(self.prior, Acceptance) else self.prior
-        return (self._held[position] + self._weight * prior) / (self._tried[position] + self._weight)
+        held = self._held[position] + self._weight * self._believed(position)
+        return held / (self._tried[position] + self._weight)
+
+    def _believed(self, position: int) -> float:
+        """Before anything was seen."""
+        return self.prior.rate(position) if isinstance(self.prior, Acceptance) else self.prior
 
     def likelihood(self, chain_length: int, accepted: int) -> float:
         """The logarithm of the chance that so many tokens of a chain hold, and no more."""
@@ -69,3 +75,21 @@ class Acceptance:
             reach *= self.rate(position)
             total += reach
         return total
+
+
+class Shifted(Acceptance):
+    """How often tokens hold in one text: as `prior` says, but that all places break so many times as often as there.
+
+    A text is hard or easy as a whole, so a few chains show it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._broke = self._expected = PRIOR_BREAKS
+
+    def add(self, chain_length: int, accepted: int) -> None:
+        self._expected += sum(1.0 - self._believed(place) for place in range(min(accepted + 1, chain_length)))
+        self._broke += float(accepted < chain_length)
+
+    def rate(self, position: int) -> float:
+        return max(1.0 - (1.0 - self._believed(position)) * self._broke / self._expected, 0.0)

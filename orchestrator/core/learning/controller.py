@@ -16,23 +16,18 @@ from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.learning.forecasts import Forecast, Forecasts, Plan, Way
+from outrider.orchestrator.core.learning.records import Attempt, Record, Trying
 from outrider.orchestrator.core.learning.text_odds import TextOdds
 from outrider.orchestrator.core.learning.tuning import Choice
 from outrider.protocol.heads import NGRAM
 
-# An episode is long enough to be measured: rounds are kept in one mode for this many.
-EPISODE_ROUNDS = 12
+# An episode is long enough to be measured: rounds are kept in one mode for this many. What was measured in fewer than
+# `KNOWN` is asked about after each few.
+EPISODE_ROUNDS, FEW_ROUNDS, KNOWN = 12, 4, 36
 # Rounds beside the reading of a prompt say little of a way. Where so many in a row were, no others will come.
 LONGEST_READING = 6 * EPISODE_ROUNDS
-# A mode not measured for this many episodes may be tried again, if the formula puts it within the margin of the best;
-# else after so many times as long. Of what was never measured the formula may know little: its margin is wider.
-FIRST_RETRY = 6
-TUNED_RETRY = 24  # of what a tuning has looked at
-LAST_RETRY = 192
-# A try ends early when it has brought less than this share of the best.
-HOPELESS = 0.8
-# What an old episode counts when a new one comes.
-FADE = 0.7
+# The wait for another try of a way that was no use grows so many times at most.
+LONGEST_WAIT = 32
 # Another K than the tuned one is worth a try when the formula, right or wrong about both, sees this much more in it.
 OTHER_DEPTH_MARGIN = 1.05
 # Whoever is in use stays unless another is better by this much: noise should not make it waver.
@@ -46,98 +41,12 @@ MOST_ERROR = 1.5
 DEARER = 1.05
 # In company it is half of it after so many episodes, too: who runs then are others.
 HALF_FORGOTTEN = 24
-# A round counts as so many usual ones at most: what took longer was held up by something else. Of few nobody knows yet.
-HELD_UP, FEW = 4.0, 8
-# What a tuning says counts as much as this many milliseconds of measuring.
-TUNING_WEIGHT_MS = 100.0
-
-
-@dataclass(frozen=True, slots=True)
-class Trying:
-    """How tries are made. `warm_up`: the first rounds of an episode pay for the change and are not counted. `rounds`:
-    so many that are counted may end a try early, where it stays below the best by `errors` of its own rate. `margin`:
-    what was measured is tried again where it promises this share of the best; `untried`: what never was, and `first`:
-    that at once. `unlikely`: what promises less waits so many times as long."""
-
-    warm_up: int
-    rounds: int
-    errors: float
-    margin: float
-    untried: float
-    first: float
-    unlikely: int
-
+# What was never measured has to promise so much more than what a tuning or an earlier server recommends.
+UNKNOWN_MARGIN = 1.1
 
 # In company drafters have several texts to catch up with, and several requests show as much in fewer rounds; a try is
 # as dear as all of them. A crowd ends after a few episodes, so what may be better does not wait for the next.
-ALONE, TOGETHER = Trying(1, 4, math.inf, 0.9, 0.6, 1.1, 8), Trying(2, 2, 1.0, 0.95, 0.8, 0.95, 32)
-
-
-@dataclass(slots=True)
-class Record:
-    """What a way was measured to bring, and what the formula had `promised` meanwhile, old episodes fading; `retry`
-    grows each time trying it was no use.
-
-    `source` says where the numbers are from.
-    """
-
-    tokens: float = 0.0
-    milliseconds: float = 0.0
-    promised: float = 0.0
-    rounds: float = 0.0
-    last_episode: int = 0
-    retry: int = FIRST_RETRY
-    source: str = "measured"
-    _squares: tuple[float, ...] = (0.0, 0.0, 0.0)
-
-    @property
-    def rate(self) -> float | None:
-        return self.tokens / self.milliseconds if self.milliseconds > 0 else None
-
-    @property
-    def noise(self) -> float:
-        """The standard error of `rate`, by how much its rounds differ; what no round was measured of has none."""
-        if self.milliseconds <= 0:
-            return 0.0
-        tokens, mixed, milliseconds = self._squares
-        rate = self.tokens / self.milliseconds
-        return math.sqrt(max(tokens - 2 * rate * mixed + rate**2 * milliseconds, 0.0)) / self.milliseconds
-
-    def counted(self, milliseconds: float) -> float:
-        """What a round counts that took so long."""
-        return min(milliseconds, HELD_UP * self.milliseconds / self.rounds) if self.rounds >= FEW else milliseconds
-
-    def rate_here(self, formula: float) -> float | None:
-        """What it should bring where the formula says this: as much more or less as it was wrong before."""
-        return formula * self.tokens / self.promised if self.promised > 0 else self.rate
-
-    def add(self, tokens: float, milliseconds: float, promised: float, episode: int, each: bool) -> None:
-        """`each`: what is known fades with each episode since, else once however long ago it was."""
-        age = episode - self.last_episode
-        fade = FADE ** (age if each else min(age, 1))
-        self.tokens = self.tokens * fade + tokens
-        self.milliseconds = self.milliseconds * fade + milliseconds
-        self.promised = self.promised * fade + promised
-        self.rounds = self.rounds * fade + 1
-        new = (tokens**2, tokens * milliseconds, milliseconds**2)
-        self._squares = tuple(fade * known + more for known, more in zip(self._squares, new, strict=True))
-        self.last_episode = episode
-        self.source = "measured"
-
-
-@dataclass(slots=True)
-class Attempt:
-    """An episode of a way that is not known to be the best; `to_beat` is the rate of that one. `seen`: of its own."""
-
-    to_beat: float
-    trying: Trying
-    seen: Record = field(default_factory=Record)
-
-    def is_hopeless(self, rounds: int) -> bool:
-        if rounds < self.trying.rounds or self.seen.rate is None:
-            return False
-        likely = self.seen.rate + (self.trying.errors * self.seen.noise if self.seen.noise else math.inf)
-        return self.seen.rate < HOPELESS * self.to_beat or likely < self.to_beat
+ALONE, TOGETHER = Trying(1, 4, math.inf, 24, 0.9, 2), Trying(2, 2, 1.0, 6, 0.95, 32)
 
 
 @dataclass(slots=True)
@@ -162,13 +71,14 @@ class Controller:
     _home: Way | None = None
     _tuned: dict[Way, Way] = field(default_factory=dict)
     _by_load: dict[int, dict[Way, Record]] = field(default_factory=dict)
-    _episode: int = 0
+    _episode: float = 0.0
     _rounds: int = 0
     _trial: Attempt | None = None
     _is_first: bool = False
     _reading: bool = False
     _leaving: bool = False
     _read_beside: int = 0
+    _warm_up: int = 0
 
     def start_from(self, choices: Iterable[Choice]) -> None:
         """Takes rates, best first, for first measurements, soon outweighed by real ones, and a tuning's K and B."""
@@ -181,12 +91,13 @@ class Controller:
             if choice.depth and self._tuned.setdefault(way.kind, way) != way:
                 continue  # of an older tuning
             rate, records = choice.tokens_per_second / 1000, self._by_load.setdefault(_load(choice.at_once), {})
-            retry = FIRST_RETRY if choice.measured and not choice.depth else TUNED_RETRY
-            records[way] = Record(rate * TUNING_WEIGHT_MS, TUNING_WEIGHT_MS, retry=retry, source=source)
-            if choice.depth:
-                records.setdefault(way.kind, Record(retry=TUNED_RETRY))
+            records[way] = Record(told=rate, source=source)
             if choice.at_once == 1 and self._home is None:
                 self._home = way
+
+    def start_like(self, other: Controller) -> None:
+        """Takes what texts of another kind taught of the formula's errors, soon outweighed by its own."""
+        self._by_load[0] = {way: record.elsewhere() for way, record in other._by_load.get(0, {}).items()}
 
     @property
     def knows(self) -> bool:
@@ -214,7 +125,7 @@ class Controller:
     def plan(self) -> Plan:
         """The plan for the next round. A load at which no round was made was no episode."""
         if self._plan is None or self.is_due:
-            self._episode += self._rounds > 0
+            self._episode += self._rounds / self._active / EPISODE_ROUNDS
             self._rounds = 0
             self._plan = self._choose(passing=self._plan is None)
         return self._plan
@@ -222,10 +133,16 @@ class Controller:
     @property
     def is_due(self) -> bool:
         """Whether the next `plan` chooses anew."""
-        rounds, trying = self._rounds // self._active, self._trying
-        hopeless = self._trial is not None and self._trial.is_hopeless(rounds - trying.warm_up)
-        longest = trying.warm_up + trying.rounds if self._is_first else EPISODE_ROUNDS
-        return self._plan is None or rounds >= longest or hopeless
+        rounds = self._rounds // self._active
+        hopeless = self._trial is not None and self._trial.is_hopeless(rounds - self._warm_up)
+        return self._plan is None or rounds >= (FEW_ROUNDS if self._is_short else EPISODE_ROUNDS) or hopeless
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether a choice comes soon: alone, where little is known of the way and it is no try."""
+        if self._active > 1 or self._way is None:
+            return self._is_first
+        return self._trial is None and self._records[self._way].rounds < KNOWN
 
     def saw_round(self, plan: Plan, tokens: int, milliseconds: float) -> None:
         """What one request's round under `plan` brought; all that run meanwhile bring their share in the same time."""
@@ -235,7 +152,7 @@ class Controller:
         if 0 < self._read_beside <= LONGEST_READING * self._active:
             return
         self._rounds += 1
-        if self._rounds > self._trying.warm_up * self._active and milliseconds > 0:
+        if self._rounds > self._warm_up * self._active and milliseconds > 0:
             brought = tokens * self._active
             record = self._records.setdefault(self._way, Record())
             milliseconds = record.counted(milliseconds)
@@ -243,7 +160,7 @@ class Controller:
             record.add(brought, milliseconds, promised, self._episode, self._active > 1)
             if self._trial is not None:
                 if self._trial.seen.rate is None:
-                    record.retry = min(record.retry * 2, LAST_RETRY)
+                    record.waits = min(record.waits * 2, LONGEST_WAIT)
                 self._trial.seen.add(brought, milliseconds, promised, 0, each=False)
 
     @property
@@ -265,19 +182,19 @@ class Controller:
         forecasts = self._forecasts(self._active)
         guesses = self._worths(self._guesses(forecasts))
         rates = self._worths(self._rates_here(forecasts))
-        self._trial, self._is_first = None, False
+        before, self._trial, self._is_first = self._trial, None, False
         if passing and self._leaving:
             return self._take_expected(rates, guesses, forecasts)
         if not rates and self._active > 1 and Way("ar") in guesses:
             self._is_first = True
             return self._take(Way("ar"), forecasts, "what all else is held against")
-        if not rates:
-            first = max((way for way in guesses if self._differs(way, forecasts)), key=guesses.__getitem__)
-            return self._take(first, forecasts, "not measured yet")
         best = max(rates, key=rates.__getitem__)
-        current = self._way if self._way in rates else best
+        current = next((way for way in (self._way, self._home) if way in rates), best)
         if rates[best] < self._to_leave(current, best, rates[current]):
             best = current
+        if before is not None and before.is_better and self._way in rates and self._way != best:
+            self._trial = before
+            return self._take(self._way, forecasts, "better than the best so far")
         overdue = None if self._reading else self._overdue(best, rates, forecasts, guesses)
         if overdue is not None:
             self._trial = Attempt(rates[best] * self._dearer(overdue), self._trying)
@@ -297,7 +214,7 @@ class Controller:
 
     def _why_best(self, way: Way, worth: float) -> str:
         rate = worth * self._dearer(way)
-        return f"{rate * 1000:.0f} tokens/s, {self._records[way].source}, the best"
+        return f"{rate * 1000:.0f} tokens/s, {self._records[way].source or 'by the formula'}, the best"
 
     def _dearer(self, way: Way) -> float:
         """How many times as much a way has to bring as plain decoding."""
@@ -308,15 +225,20 @@ class Controller:
         return {way: rate / self._dearer(way) for way, rate in rates.items()}
 
     def _rates_here(self, forecasts: dict[Way, Forecast]) -> dict[Way, float]:
-        """Of what was measured at this load; alone, what that means for this text."""
+        """Of what was measured at this load; alone of all, what that and the formula mean for this text."""
         if self._active > 1:
             return _rates(self._records)
-        known = {way: record.rate_here(forecasts[way][1]) for way, record in self._records.items() if way in forecasts}
-        return {way: rate for way, rate in known.items() if rate is not None}
+        found = {}
+        for way, (_, formula) in forecasts.items():
+            record = self._records.setdefault(way, Record(last_episode=self._episode))
+            if record.source or self._differs(way, forecasts):
+                unknown = self._home is not None and not record.source
+                found[way] = record.rate_where(formula) / (UNKNOWN_MARGIN if unknown else 1.0)
+        return found
 
     def _why_try(self, way: Way, rates: dict[Way, float]) -> str:
-        if way in rates:
-            return f"not measured for {self._age(way)} episodes"
+        if self._records[way].source:
+            return f"not measured for {self._age(way):.0f} episodes"
         return "another K may be better" if way.kind in {known.kind for known in rates} else "not measured yet"
 
     def _to_leave(self, current: Way, other: Way, rate: float) -> float:
@@ -336,17 +258,18 @@ class Controller:
             self._records.setdefault(way, Record(last_episode=self._episode))
             if self._age(way) >= self._patience(way, rates, rates[best], guesses[way]):
                 return way
-        self._records[best].retry = FIRST_RETRY
+        self._records[best].waits = 1
         return None
 
     def _patience(self, way: Way, rates: dict[Way, float], best: float, guess: float) -> int:
-        """For how many episodes a way is left alone."""
-        if way not in rates and way.kind not in self._tuned and guess > self._trying.first * best:
-            return 0
-        retry, margin = self._records[way].retry, self._trying.margin if way in rates else self._trying.untried
+        """For how many episodes a way is left alone; in company what was never measured, and promises as much, for
+        none."""
+        trying, patience = self._trying, self._records[way].waits * self._trying.patience
         if way.mode == "ar" and self._active > 1:  # measured in a crowd's first rounds, when much else goes on
-            return retry
-        return retry if max(guess, rates.get(way, 0.0)) > margin * best else self._trying.unlikely * retry
+            return patience
+        if max(guess, rates.get(way, 0.0)) <= trying.margin * best:
+            return trying.unlikely * patience
+        return patience if way in rates else 0
 
     def _differs(self, way: Way, forecasts: dict[Way, Forecast]) -> bool:
         """Whether the formula's own K is, by the formula, clearly better than the tuned one of the same mode; and where
@@ -363,10 +286,11 @@ class Controller:
         plan, self._promised = forecasts[way]
         settings = {"ar": "", "sd": f", K = {plan.depth}"}.get(plan.mode, f", K = {plan.depth}, B = {plan.branches}")
         by = f" by {plan.drafter}" if plan.drafter else ""
+        self._warm_up = self._trying.warm_up if self._active > 1 or way != self._way else 0
         self._way, self.why = way, f"{plan.mode}{by}{settings}: {why}"
         return plan
 
-    def _age(self, way: Way) -> int:
+    def _age(self, way: Way) -> float:
         return self._episode - self._records[way].last_episode
 
     def _guesses(self, forecasts: dict[Way, Forecast]) -> dict[Way, float]:
@@ -397,7 +321,7 @@ class Controller:
 
 def _rates(records: dict[Way, Record]) -> dict[Way, float]:
     """Of what was measured."""
-    return {way: rate for way, record in records.items() if (rate := record.rate) is not None}
+    return {way: rate for way, record in records.items() if record.source and (rate := record.rate) is not None}
 
 
 def _load(active: int) -> int:

@@ -6,10 +6,13 @@ well as elsewhere. Knows counts only.
 
 from __future__ import annotations
 
-from outrider.orchestrator.core.learning.acceptance import Acceptance
+from outrider.orchestrator.core.learning.acceptance import Acceptance, Shifted
 from outrider.orchestrator.core.learning.averages import Average
-from outrider.orchestrator.core.learning.estimates import COPIED_SMOOTHING, Estimates
+from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.protocol.heads import NGRAM
+
+# Of copies: a text is some forty rounds long.
+SMOOTHING = 0.08
 
 
 class TextOdds:
@@ -21,7 +24,7 @@ class TextOdds:
         self.rounds = 0
         self._drafted: dict[str, Acceptance] = {}
         self._copied = Acceptance(prior=0.3, positions=2)
-        self._tokens, self._rows = Average(COPIED_SMOOTHING), Average(COPIED_SMOOTHING)
+        self._tokens, self._rows = Average(SMOOTHING), Average(SMOOTHING)
 
     def moves_under(self, above: TextOdds) -> None:
         """It is a text of another kind than was thought: what it has not seen itself it believes of that one."""
@@ -29,7 +32,7 @@ class TextOdds:
 
     def holding(self, drafter: str = "") -> Acceptance:
         """How well its tokens hold."""
-        own = self._drafted.setdefault(drafter, Acceptance())
+        own = self._drafted.setdefault(drafter, Shifted() if isinstance(self._above, TextOdds) else Acceptance())
         own.prior = self._above.holding(drafter)
         return own
 
