@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.core.learning.controller import EPISODE_ROUNDS, Controller
+from outrider.orchestrator.core.learning.controller import EPISODE_ROUNDS, FEW_ROUNDS, Controller
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.learning.forecasts import Forecasts, Plan, Way
 from outrider.orchestrator.core.learning.tuning import Choice
@@ -253,3 +253,37 @@ def test_in_company_what_promises_as_much_does_not_wait_for_its_first_try() -> N
     promised = Forecasts(estimates, estimates, 4, 4, 16, False).of(Way("ssd"))[1]
     seen = crowd(controller, world(ar=promised, sd=0.1, ssd=2 * promised), 3 * EPISODE_ROUNDS, 4)
     assert seen["ssd"] > EPISODE_ROUNDS * 4
+
+
+def test_what_a_tuning_says_of_a_way_is_not_the_formulas_to_change() -> None:
+    """Until it was measured: the formula learns what its costs are meanwhile."""
+    estimates = Estimates()
+    controller = Controller(estimates, MODES, 4, 16)
+    controller.start_from(TUNED)
+    controller.plan()
+    for _ in range(50):
+        estimates.saw_verify(7, 60.0)
+        estimates.saw_depth(4, 12.0)
+    for _ in range(2 * FEW_ROUNDS):
+        plan = controller.plan()
+        assert plan == Plan("ssd", 6, 4) and "204 tokens/s" in controller.why
+        controller.saw_round(plan, 1, 0.0)
+
+
+def test_one_episode_that_confirms_a_tuning_changes_nothing_of_what_is_believed() -> None:
+    controller = tuned()
+    rounds_at(controller, {6: 0.204}, 1)
+    controller.plan()
+    assert "204 tokens/s" in controller.why
+
+
+def test_a_try_that_is_better_goes_on_until_it_is_believed() -> None:
+    """However little the formula thought of it."""
+    controller = tuned()
+    rates = world(ar=0.092, sd=0.14, ssd=0.1)
+    run(controller, rates, 12 * EPISODE_ROUNDS)
+    assert run(controller, rates, 2 * EPISODE_ROUNDS)["sd"] > EPISODE_ROUNDS
+    better = world(ar=0.3, sd=0.14, ssd=0.1)
+    seen = run(controller, better, 60 * EPISODE_ROUNDS)
+    assert seen["ar"] > 10 * EPISODE_ROUNDS
+    assert run(controller, better, 10 * EPISODE_ROUNDS)["ar"] == 10 * EPISODE_ROUNDS

@@ -30,15 +30,15 @@ LONGEST_READING = 6 * EPISODE_ROUNDS
 LONGEST_WAIT = 32
 # Another K than the tuned one is worth a try when the formula, right or wrong about both, sees this much more in it.
 OTHER_DEPTH_MARGIN = 1.05
+# In larger company speculation holds up who reads a prompt, and texts end one by one, the last ones in few rows: while
+# all run it has to bring so many times as much as plain decoding for each time that there are twice as many as two.
+DEARER = 1.025
 # Whoever is in use stays unless another is better by this much: noise should not make it waver.
 STAY_MARGIN = 1.02
 # From what a tuning recommends only by this much and the error of both rates: other work comes and goes meanwhile.
 HOME_MARGIN = 1.05
 # The formula's error about a way at one load is half of it, by factors, at the next; more than this is another matter.
 MOST_ERROR = 1.5
-# In company speculation takes a second core, and texts end one by one, the last ones in few rows: while all run it has
-# to bring so many times as much as plain decoding.
-DEARER = 1.05
 # In company it is half of it after so many episodes, too: who runs then are others.
 HALF_FORGOTTEN = 24
 # What was never measured has to promise so much more than what a tuning or an earlier server recommends.
@@ -218,7 +218,7 @@ class Controller:
 
     def _dearer(self, way: Way) -> float:
         """How many times as much a way has to bring as plain decoding."""
-        return DEARER if self._active > 1 and way.mode != "ar" else 1.0
+        return math.pow(DEARER, max(_load(self._active) - 1, 0)) if way.mode != "ar" else 1.0
 
     def _worths(self, rates: dict[Way, float]) -> dict[Way, float]:
         """Tokens per millisecond of plain decoding that are worth as much."""
