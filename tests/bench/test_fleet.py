@@ -30,7 +30,7 @@ ZONE = Loss("zone", 8.0, 6.0)
 @pytest.fixture(autouse=True, scope="module")
 def short_recording() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "LEARNING", 2.0)
+        patch.setattr(service, "LEARNING", 3.0)
         patch.setattr(service, "COUNTED", 6.0)
         yield
 

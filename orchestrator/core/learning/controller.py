@@ -1,7 +1,8 @@
 """The controller of `--mode auto`: which mode, K and B the next rounds use, by the tokens a second that all bring.
 
-It predicts with the formula (`forecasts`), trusts what it measured over what it predicts, tries what it has not
-measured when the prediction says that it pays, and goes back to AR when nothing does. In company it begins with a few
+Alone, every way counts by the formula (`forecasts`) times how wrong that was in the way's own rounds (`records`), and
+others are tried seldom. In company it trusts what it measured over what it predicts, tries what it has not measured
+when the prediction says that it pays, and goes back to AR when nothing does. In company it begins with a few
 rounds of AR, which cost little and tell what the others must beat. What a tuning found best for one
 request alone it begins with, and keeps, K and B too, until something else was measured to be better. All requests of a
 kind follow one plan, so plain decoding is plain for all. What was measured is kept by load, for with each the best may
