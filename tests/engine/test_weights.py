@@ -23,7 +23,7 @@ def test_the_same_model_in_another_layout(tiny_model: Callable[..., Path], famil
     assert all(mx.array_equal(ours[name], theirs[name]) for name in theirs)
     text = mx.array([[5, 6, 7, 8, 9]])
     if weights._has_openblas():
-        assert mx.allclose(laid(text), plain(text), atol=1e-4)
+        assert mx.allclose(laid(text), plain(text), atol=1e-3)  # it adds in another order
     else:
         assert mx.array_equal(laid(text), plain(text))
 
