@@ -26,7 +26,7 @@ from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
-from tests.halts import in_the_middle
+from tests.halts import in_the_middle, slowed
 from tests.tiny import Pair
 
 LIMIT, TRIES = 200.0, 20
@@ -115,13 +115,22 @@ def test_a_worker_loads_nothing_of_text(cluster: LocalCluster, role: str) -> Non
 
 
 def test_a_drafter_that_is_killed_comes_back_into_the_same_text(cluster: LocalCluster) -> None:
-    client, before = cluster.client(), worker(cluster.client(), "draft").restarts
-    long = replace(SAMPLED, max_tokens=900)  # it outlasts its start
-    (result,) = hit_in_the_middle(cluster, [long], "ssd", "draft", "rejoined")
+    client, before = cluster.client(timeout=LIMIT), worker(cluster.client(), "draft").restarts
+    long = replace(SAMPLED, max_tokens=400)
+    stream = client.stream(PROMPT, long, mode="ssd")
+    chunks = iter(stream)
+    with slowed(worker(client, "target").pid):  # the text outlasts a drafter's start
+        next(chunks)
+        os.kill(worker(client, "draft").pid, signal.SIGKILL)
+        while (draft := worker(client, "draft")).restarts == before or draft.state != "ready":
+            next(chunks)
+    for _ in chunks:
+        pass
+    result = stream.result
+    assert result.timings.rejoined
     assert "speculation: draft-0 drafts again" in result.notes
     assert any("draft worker draft-0 ended with code -9" in note for note in result.notes)
     assert result.token_ids == client.generate(PROMPT, long, mode="ar").token_ids
-    assert worker(client, "draft").restarts > before
 
 
 def test_texts_go_on_where_they_were_when_the_target_is_killed(
