@@ -193,7 +193,8 @@ class Controller:
         current = next((way for way in (self._way, self._home) if way in rates), best)
         if rates[best] < self._to_leave(current, best, rates[current]):
             best = current
-        if before is not None and before.is_better and self._way in rates and self._way != best:
+        goes_on = before is not None and before.is_better and self._active == 1
+        if goes_on and self._way in rates and self._way != best:
             self._trial = before
             return self._take(self._way, forecasts, "better than the best so far")
         overdue = None if self._reading else self._overdue(best, rates, forecasts, guesses)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-# What an old episode counts when a new one comes.
-FADE = 0.9
+# What an old episode counts when a new one comes, of a request alone and in company, where who runs then are others.
+FADE, FADE_IN_COMPANY = 0.9, 0.7
 # What is believed of a way counts as much as this many milliseconds of measuring.
 BELIEF_MS = 150.0
 # A round counts as so many usual ones at most: what took longer was held up by something else. Of few nobody knows yet.
@@ -71,7 +71,7 @@ class Record:
     def add(self, tokens: float, milliseconds: float, promised: float, episode: float, each: bool) -> None:
         """`each`: what is known fades with each episode since, else with one however long ago it was."""
         age = episode - self.last_episode
-        fade = FADE ** (age if each else min(age, 1.0))
+        fade = FADE_IN_COMPANY**age if each else FADE ** min(age, 1.0)
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
         self.promised = self.promised * fade + promised
