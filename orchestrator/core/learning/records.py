@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-# What an old episode counts when a new one comes, of a request alone and in company, where who runs then are others.
+# What an old episode counts when a new one comes: of a request alone, and in company, where others run by then.
 FADE, FADE_IN_COMPANY = 0.9, 0.7
 # What is believed of a way counts as much as this many milliseconds of measuring.
 BELIEF_MS = 150.0
