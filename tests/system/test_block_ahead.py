@@ -18,8 +18,10 @@ from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import MIXED, Cluster
 from tests.system.links import VirtualClock
-from tests.system.test_head_ahead import LENGTH, PROMPT, Lossy, Plain, accepted, sampling
+from tests.system.test_head_ahead import LENGTH, PROMPT, accepted, sampling
 from tests.target_worker.block_heads import block_feature_head, block_head, block_token_head, gated_head
+
+pytestmark = pytest.mark.usefixtures("counted_clock")
 
 Heads = Callable[[LoadedModel], DFlash]
 
@@ -95,35 +97,3 @@ def distance(head: DFlash, tree: BlockTree, rows: np.ndarray[Any, Any]) -> float
         for (a, b), (c, d) in zip(mine.first(len(rows)), theirs.first(len(rows)), strict=True):
             apart = max(apart, float(mx.abs(a - c).max().item()), float(mx.abs(b - d).max().item()))
     return apart
-
-
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
-@pytest.mark.parametrize(("lost", "late"), [(0.2, 0.3), (1.0, 0.0)])
-def test_lost_and_late_rows_change_no_text(
-    target: LoadedModel, plain: Plain, mode: str, lost: float, late: float
-) -> None:
-    for seed in range(2):
-        made = cluster(target, block_token_head(target), Lossy, schedule=MIXED, full_depth=False, seed=seed)
-        assert isinstance(made, Lossy)
-        made.lost, made.late = lost, late
-        run = made.run(PROMPT, sampling(0.8), mode)
-        assert run.tokens == plain(target, PROMPT, sampling(0.8))
-        assert lost == 1.0 or any(round_.chain for round_ in run.rounds)
-
-
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
-@pytest.mark.parametrize("who", ["replace_target", "replace_drafter"])
-def test_it_is_fed_anew_after_a_restart(target: LoadedModel, plain: Plain, mode: str, who: str) -> None:
-    made = cluster(target, block_token_head(target), depth=2, full_depth=False)
-    turn, turns = made._turn, iter(range(10_000))
-
-    def turn_and_restart() -> None:
-        turn()
-        if next(turns) == 8:
-            getattr(made, who)()
-
-    made._turn = turn_and_restart  # type: ignore[method-assign]
-    run = made.run(PROMPT, sampling(0.8), mode)
-    assert run.tokens == plain(target, PROMPT, sampling(0.8))
-    assert run.timings.resumed + run.timings.rejoined == 1
-    assert any(round_.chain for round_ in run.rounds[-8:])

@@ -228,12 +228,13 @@ def test_a_missing_row_is_what_the_head_has_learned_for_it(target: LoadedModel) 
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("head", [token_head, block_token_head])
 @pytest.mark.parametrize(("lost", "late"), [(0.2, 0.3), (1.0, 0.0)])
 def test_lost_and_late_rows_change_no_text(
-    target: LoadedModel, plain: Plain, mode: str, lost: float, late: float
+    target: LoadedModel, plain: Plain, head: Heads, mode: str, lost: float, late: float
 ) -> None:
     for seed in range(2):
-        made = cluster(target, token_head(target), Lossy, schedule=MIXED, full_depth=False, seed=seed)
+        made = cluster(target, head(target), Lossy, schedule=MIXED, full_depth=False, seed=seed)
         assert isinstance(made, Lossy)
         made.lost, made.late = lost, late
         run = made.run(PROMPT, sampling(0.8), mode)
@@ -242,9 +243,12 @@ def test_lost_and_late_rows_change_no_text(
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize(("head", "other"), [(token_head, {}), (block_token_head, {"depth": 2})])
 @pytest.mark.parametrize("who", ["replace_target", "replace_drafter"])
-def test_it_is_fed_anew_after_a_restart(target: LoadedModel, plain: Plain, mode: str, who: str) -> None:
-    made = cluster(target, token_head(target), full_depth=False)
+def test_it_is_fed_anew_after_a_restart(
+    target: LoadedModel, plain: Plain, head: Heads, other: dict[str, int], mode: str, who: str
+) -> None:
+    made = cluster(target, head(target), full_depth=False, **other)
     turn, turns = made._turn, iter(range(10_000))
 
     def turn_and_restart() -> None:
