@@ -13,6 +13,7 @@ that rounding explains are ties; anything else is a difference, and the exit cod
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
 from outrider.bench.contest.contest import PeerProcess
 from outrider.bench.crowd.ask import Question, ask_all
 from outrider.bench.embedded import embedded_codec
 from outrider.bench.prompts import Prompt, mixed
-from outrider.bench.scrambled import scrambled
 from outrider.orchestrator.certify import certify
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.screen import Screen
@@ -180,6 +183,21 @@ def table(judge: Judge) -> str:
     cells.insert(0, ["", *SAMPLINGS])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def scrambled(model: Path, folder: Path, seed: int = 0) -> Path:
+    """Write to `folder` a draft that knows nothing, and return it: `model`'s own weights, shuffled within each tensor.
+
+    Norms are kept, so that logits keep their size.
+    """
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    rng = np.random.default_rng(seed)
+    shuffled = {
+        name: value if value.ndim < 2 else rng.permutation(value.ravel()).reshape(value.shape)
+        for name, value in sorted(load_file(model / "model.safetensors").items())
+    }
+    save_file(shuffled, folder / "model.safetensors", metadata={"format": "mlx"})
+    return folder
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -64,7 +64,6 @@ WITHIN = {
         "fleet": {"virtual", "simulation", "contest"},
         "page": set(),
         "contest": {"timing"},
-        "bound": {"timing", "contest"},
         "crowd": {"contest"},
         "conformance": set(),
         "programs": {"conformance"},

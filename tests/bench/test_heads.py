@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from outrider.bench.commands import tune_heads
-from outrider.bench.contest.statistics import Timed
-from outrider.bench.drafters import report
 from outrider.bench.timing.heads import PLAIN, Found, Way, best_of_each, measure
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.learning import tuning
@@ -87,9 +85,3 @@ def test_a_head_alone_is_tuned_beside_plain_decoding(
     ]  # fmt: skip
     assert record.step_ms == pytest.approx(10) and record.verify_ms == ((1, 10), (2, 10), (3, 10), (5, 10))
     assert {own.name: own.step_ms for own in record.own} == {"eagle3": 2, "mtp": 2} and record.temp == 0.8
-
-
-def test_auto_is_held_against_the_best_of_a_class(capsys: pytest.CaptureFixture[str]) -> None:
-    times = {"auto": [Timed(95, 1.0)] * 4, "ar": [Timed(50, 1.0)] * 4, "sd by eagle3": [Timed(100, 1.0)] * 4}
-    assert report("code", times).value == pytest.approx(0.95)
-    assert "auto / sd by eagle3: 0.95" in capsys.readouterr().out

@@ -7,9 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from outrider.bench import identity
-from outrider.bench.identity import HOUSES, SETTINGS, Case, Judge, Way, table
+from outrider.bench.identity import HOUSES, SETTINGS, Case, Judge, Way, scrambled, table
 from outrider.bench.prompts import Prompt
-from outrider.bench.scrambled import scrambled
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.certificate import Difference, Report

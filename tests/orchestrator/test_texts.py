@@ -7,11 +7,11 @@ from statistics import fmean
 
 import pytest
 
-from outrider.bench.auto_by_class import HOLDS, auto, best_of, cold
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.learning.kinds import CODE, FREE, HELD, REPEATING
 from outrider.orchestrator.core.learning.texts import Texts
 from outrider.protocol.abilities import OwnDrafter
+from tests.harness.classes_of_text import HOLDS, auto, best_of, cold
 
 DEPTH = 4
 GOOD_IN = {"eagle3": CODE, "mtp": FREE}

@@ -1,26 +1,16 @@
 """`auto` over several drafters by class of text, in arithmetic: the real planner, rounds of known luck, no model.
 
-    python -m outrider.bench.auto_by_class                 # each class told as the server tells it
-    python -m outrider.bench.auto_by_class --wrong 0.1     # a tenth of code taken for prose, and the other way
-    python -m outrider.bench.auto_by_class --wrong 0.5     # as if nothing told them apart
-    python -m outrider.bench.auto_by_class --cold --seeds 30 [--head-ms 4]    # a server that knows nothing; dear heads
-
-200 requests of 256 tokens, the classes in random order; what a drafter's token is worth depends on the class. Rates are
-over the best single way of each class at its best K, which knows the class. The second half of the requests counts.
-Cold: requests of 96 tokens, json told as code, the first ten and the last four of 24, all classes together.
+Requests come with the classes in random order; what a drafter's token is worth depends on the class. Rates are over the
+best single way of each class at its best K, which knows the class.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean
 
-from outrider.bench.contest.statistics import bootstrap
-from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.core.learning.forecasts import DEPTHS, Plan
 from outrider.orchestrator.core.learning.kinds import CODE, FREE, HELD, REPEATING
 from outrider.orchestrator.core.learning.texts import Text
@@ -170,31 +160,3 @@ def _text(planner: Planner, machine: Machine, admit: Admit, kind: str, tokens: i
         controller.saw_round(plan, brought, ms)
         said, took_ms = said + brought, took_ms + ms
     return said, took_ms
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=6, metavar="N")
-    parser.add_argument("--requests", type=int, default=200, metavar="N")
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each request, default 256")
-    parser.add_argument("--wrong", type=float, default=0.0, metavar="P", help="how often code and prose are confused")
-    parser.add_argument("--cold", action="store_true", help="a fresh server's first requests")
-    parser.add_argument("--head-ms", type=float, default=STEP_MS[ONE], metavar="MS", help="a token of a head's")
-
-
-def run(options: argparse.Namespace) -> int:
-    STEP_MS.update({ONE: options.head_ms, OTHER: options.head_ms})
-    if options.cold:
-        rates = {kind: best_of(kind) for kind in HOLDS}
-        parts = zip(*(cold(seed, rates) for seed in range(options.seeds)), strict=True)
-        for name, part in zip(("first ten", "last four of 24"), parts, strict=True):
-            print(f"{name:15} auto / best {bootstrap(list(part), fmean)}", flush=True)
-        return 0
-    found = [auto(seed, options.requests, options.tokens, options.wrong) for seed in range(options.seeds)]
-    for kind in HOLDS:
-        best = best_of(kind)
-        print(f"{kind:9} auto / best {bootstrap([one[kind] / best for one in found], fmean)}", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_program())
