@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from outrider.bench.tiny_models import write_tokenizer
+from tests.harness.tiny_models import write_tokenizer
 
 VOCAB_SIZE = 258  # 0 ends the text, 1 pads, then the 256 bytes
 

@@ -69,7 +69,7 @@ def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:
 
 
 def run_as_program() -> int:
-    """The same for the module that Python was started with, as `python -m outrider.bench.identity`."""
+    """The same for the module that Python was started with, as `python -m tests.harness.identity`."""
     module = sys.modules["__main__"]
     name = f"python -m {module.__spec__.name}" if module.__spec__ else sys.argv[0]
     return streams.guarded(lambda: run(name, module, sys.argv[1:]))

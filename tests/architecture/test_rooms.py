@@ -59,16 +59,8 @@ WITHIN = {
     "bench": {
         "timing": set(),
         "trace": set(),
-        "simulation": set(),
-        "virtual": set(),
-        "fleet": {"virtual", "simulation", "contest"},
-        "page": set(),
         "contest": {"timing"},
         "crowd": {"contest"},
-        "conformance": set(),
-        "programs": {"conformance"},
-        "fuzz": set(),
-        "fleet_failures": {"contest", "crowd"},
         "commands": {"timing", "trace", "contest", "crowd"},
     },
     "drafting/coreml": {
@@ -83,7 +75,7 @@ NOTHING: set[str] = set()
 FROM_BESIDE = {f"drafting/coreml/{room}": NOTHING for room in WITHIN["drafting/coreml"]} | {
     "orchestrator/core/learning": {"ngram"},
 }
-OUTSIDE = {"launch", "tests", "models", "docs"}
+OUTSIDE = {"launch", "tests", "tools", "models", "docs"}
 WITHOUT_MLX = ("protocol", "grammar", "orchestrator", "server", "fleet", "outrider")
 MLX = {"mlx", "mlx_lm"}
 # Who may ask what time it is: to tell people, never to decide. All else is by clocks that nobody can set.

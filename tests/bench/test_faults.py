@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.faults import Faults
 from outrider.protocol.messages import WorkerStats
+from tests.harness.faults import Faults
 
 
 def worker(name: str, state: str, pid: int) -> WorkerStats:

@@ -8,16 +8,16 @@ from functools import cache
 
 import pytest
 
-from outrider.bench.fleet import service
-from outrider.bench.fleet.engine import Engine
-from outrider.bench.fleet.gate import Gate, Least, PowerOfTwo, Router, Sessions
-from outrider.bench.fleet.job import Job
-from outrider.bench.fleet.plan import Fleet, Loss, Scaling, Sizes, Traffic
-from outrider.bench.fleet.report import difference, losses, table
-from outrider.bench.fleet.simulation import Outcome, Simulation
-from outrider.bench.virtual.remembered import Remembered
-from outrider.bench.virtual.world import World
 from outrider.protocol.profile import Latency, Profile
+from tests.harness.virtual.remembered import Remembered
+from tests.harness.virtual.world import World
+from tools.fleet import service
+from tools.fleet.engine import Engine
+from tools.fleet.gate import Gate, Least, PowerOfTwo, Router, Sessions
+from tools.fleet.job import Job
+from tools.fleet.plan import Fleet, Loss, Scaling, Sizes, Traffic
+from tools.fleet.report import difference, losses, table
+from tools.fleet.simulation import Outcome, Simulation
 
 MACHINE = Profile(
     "a slow machine", ("none",), Latency(((1, 100.0), (8, 150.0))), Latency(((1, 8.0), (16, 12.0))), 0.5, (0.8,), (0.5,)

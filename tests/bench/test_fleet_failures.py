@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.fleet_failures.__main__ import chosen
-from outrider.bench.fleet_failures.clockwork import Clockwork
-from outrider.bench.fleet_failures.costs import stamps_by_client
-from outrider.bench.fleet_failures.reader import Broken, Reader, Wanted
-from outrider.bench.fleet_failures.report import row, table
-from outrider.bench.fleet_failures.rows import Struck
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol.errors import InvalidRequest
+from tools.fleet_failures.__main__ import chosen
+from tools.fleet_failures.clockwork import Clockwork
+from tools.fleet_failures.costs import stamps_by_client
+from tools.fleet_failures.reader import Broken, Reader, Wanted
+from tools.fleet_failures.report import row, table
+from tools.fleet_failures.rows import Struck
 
 WANTED = Wanted((7, 8), 6, 0.8, 3)
 
@@ -61,7 +61,7 @@ def test_a_reader_whose_gate_is_gone_asks_the_next_for_the_rest() -> None:
 
 
 def test_a_reader_without_any_gate_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.fleet_failures.reader.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("tools.fleet_failures.reader.AGAIN_SECONDS", 0.0)
     with gate(0, []) as url, pytest.raises(Broken, match="before its text"):
         Reader([url], WANTED, "").read()
 

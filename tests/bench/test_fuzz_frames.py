@@ -8,14 +8,14 @@ from itertools import count
 
 import pytest
 
-from outrider.bench import fuzz_frames
-from outrider.bench.fuzz import workers_hall
-from outrider.bench.fuzz.mutation import Mutator
-from outrider.bench.fuzz.worker_hall import WorkerHall
 from outrider.orchestrator.core.door import Door
 from outrider.protocol.codec import MESSAGES, decode_all
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Message, Outcome
+from tests.harness import fuzz_frames
+from tests.harness.fuzz import workers_hall
+from tests.harness.fuzz.mutation import Mutator
+from tests.harness.fuzz.worker_hall import WorkerHall
 
 FRAMES = {"workers": 500, "clients": 500, "target": 400, "drafter": 400, "wire": 100}
 
@@ -55,7 +55,7 @@ def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def errs(message: Message) -> list[Message]:
         answers = honest(message)
         wrong = [replace(one, bonus=one.bonus + 1) for one in answers if isinstance(one, Outcome)]
-        return wrong if next(said) > 50 else answers
+        return wrong if next(said) > 5 else answers
 
     monkeypatch.setattr(workers_hall, "target", errs)
     stood, told = stands("workers")

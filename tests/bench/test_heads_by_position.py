@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.heads import Drafted, draw, held_out, told
 from outrider.protocol.messages import Timings
+from tools.heads import Drafted, draw, held_out, told
 
 ROUNDS = (
     Timings(predicted_n=10, rounds=4, accepted_by_position=(3, 2, 1), drafted_by_position=(4, 4, 4)),

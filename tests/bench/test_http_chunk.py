@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from outrider.bench.http_chunk import Costs, side, told
 from outrider.orchestrator.pair.model_files import PACKAGE
+from tools.http_chunk import Costs, side, told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the clock of another process")

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from outrider.bench import identity
-from outrider.bench.identity import HOUSES, SETTINGS, Case, Judge, Way, scrambled, table
 from outrider.bench.prompts import Prompt
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.sampling import SamplingParams
+from tests.harness import identity
+from tests.harness.identity import HOUSES, SETTINGS, Case, Judge, Way, scrambled, table
 
 CASE = Case(Prompt("code", 0, "x"), (1, 2), SamplingParams(max_tokens=3))
 DIFFERENCE = Difference(3, 6, 5, 0.5, 1e-4)

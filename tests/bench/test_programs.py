@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.conformance.said import GREETING, SUNNY
-from outrider.bench.programs.__main__ import PROGRAMS, _rows
-from outrider.bench.programs.program import Program, Run, Told, wrong
-from outrider.bench.programs.script import write_model
 from outrider.orchestrator.pair.chat import chat_template, render
+from tests.harness.conformance.said import GREETING, SUNNY
+from tests.harness.programs.__main__ import PROGRAMS, _rows
+from tests.harness.programs.program import Program, Run, Told, wrong
+from tests.harness.programs.script import write_model
 
 RIGHT = {"stream": GREETING, "city": "Paris", "answer": SUNNY, "form": {"sure": True}, "file": True}
 

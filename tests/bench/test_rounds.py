@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.trace.rounds import TracedRound, read_rounds
 from outrider.orchestrator.core.trace import ORCHESTRATOR, TARGET, Trace
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span
+from tools.trace_rounds import TracedRound, read_rounds
 
 
 def write(path: Path, *events: tuple[str, str, dict[str, Any]]) -> Path:

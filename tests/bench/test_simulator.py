@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.simulation.odds import BEYOND_RANKS, Luck
-from outrider.bench.simulation.simulator import Policy, Simulator
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.orchestrator.core.learning.controller import EPISODE_ROUNDS
 from outrider.protocol.errors import InvalidRequest
@@ -17,6 +15,8 @@ from outrider.protocol.messages import Message, Verify
 from outrider.protocol.profile import Latency, Profile
 from outrider.protocol.sampling import SamplingParams
 from tests.bench.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
+from tools.simulation.odds import BEYOND_RANKS, Luck
+from tools.simulation.simulator import Policy, Simulator
 
 PROFILES = Path(__file__).parents[2] / "bench" / "profiles"
 VERIFY_MS, STEP_MS = 10.0, 1.0

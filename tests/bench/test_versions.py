@@ -9,9 +9,9 @@ import pytest
 
 from outrider.bench.contest.contest import Run
 from outrider.bench.contest.statistics import Timed
-from outrider.bench.versions import Side, require_checkout, told
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+from tools.versions import Side, require_checkout, told
 
 
 class Echo:

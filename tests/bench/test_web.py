@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench import http_cost
 from outrider.bench.contest.statistics import Interval
-from outrider.bench.load import blocks
-from outrider.bench.web.generator import Answer, poisson
-from outrider.bench.web.latency import draw, row, table
-from outrider.bench.web.reading import Heard, heard
 from outrider.protocol.errors import WorkerError
+from tools import http_cost
+from tools.load import blocks
+from tools.web.generator import Answer, poisson
+from tools.web.latency import draw, row, table
+from tools.web.reading import Heard, heard
 
 
 def event(text: str) -> bytes:

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 
-from outrider.bench.two_hosts.wire import Relay
+from tests.harness.two_hosts.wire import Relay
 
 COUNT = 200
 

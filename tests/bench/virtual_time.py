@@ -5,10 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from outrider.bench.virtual.drafter import VOCAB as VOCAB
-from outrider.bench.virtual.drafter import Machine as Machine
-from outrider.bench.virtual.engine import Hardware, VirtualEngine
-from outrider.bench.virtual.world import World
 from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
@@ -16,6 +12,10 @@ from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Timings
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.virtual.drafter import VOCAB as VOCAB
+from tests.harness.virtual.drafter import Machine as Machine
+from tests.harness.virtual.engine import Hardware, VirtualEngine
+from tests.harness.virtual.world import World
 
 PROMPT_TOKENS = 8
 

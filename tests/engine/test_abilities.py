@@ -11,15 +11,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from outrider.bench.model_configs import config_of, model_types
-from outrider.bench.model_types import examine
-from outrider.bench.tiny_models import write_model
 from outrider.engine import abilities as module
 from outrider.engine.abilities import abilities
 from outrider.engine.cache import LengthCache
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.open_tree import tree_form
 from outrider.protocol.errors import CannotDraft, ModelError
+from tests.harness.model_configs import config_of, model_types
+from tests.harness.tiny_models import write_model
+from tools.model_types import examine
 
 Loaded = Callable[..., LoadedModel]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.bench.embedded import mixed_tokens
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.load import load as load_head
 from outrider.engine.loading import LoadedModel, load
@@ -24,6 +23,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.own_drafters import OwnDrafters
 from outrider.target_worker.own_head import beside_target
 from outrider.target_worker.worker import TargetWorker
+from tests.harness.embedded import mixed_tokens
 from tests.system.links import FakeLink, answered
 
 SHIPPED = {kind: Path(folder) for kind, folder in embedded_heads().items()}

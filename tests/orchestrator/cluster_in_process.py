@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from outrider.bench.virtual.known_text import held, path_of
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.replay import ReplayDrafter, Script
@@ -21,6 +20,7 @@ from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, RoundRecord, Span, Verify
 from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.virtual.known_text import held, path_of
 from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, through_the_codec
 

@@ -1,5 +1,5 @@
 """The scripted chat model, by the names that these tests use."""
 
-from outrider.bench.scripted_model import ANSWER, PLAIN, text_of, write_scripted
+from tests.harness.scripted_model import ANSWER, PLAIN, text_of, write_scripted
 
 __all__ = ["ANSWER", "PLAIN", "text_of", "write_scripted"]

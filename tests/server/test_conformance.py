@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.conformance.asking import Server
-from outrider.bench.conformance.case import DIFFERS, PASSES, REFUSED, Case, Cases, Outcome, Servers, outcome
-from outrider.bench.conformance.families import FAMILIES
-from outrider.bench.conformance.said import CHAT, HELLO
-from outrider.bench.conformance.table import cell, page, passing
+from tests.harness.conformance.asking import Server
+from tests.harness.conformance.case import DIFFERS, PASSES, REFUSED, Case, Cases, Outcome, Servers, outcome
+from tests.harness.conformance.families import FAMILIES
+from tests.harness.conformance.said import CHAT, HELLO
+from tests.harness.conformance.table import cell, page, passing
 from tests.server.house import House
 
 PAGE = passing((Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8"))
@@ -26,7 +26,7 @@ def servers(houses: tuple[House, House]) -> Servers:
 @pytest.mark.parametrize("case", EVERY)
 def test_a_case_that_passes_in_the_page_passes(servers: Servers, case: Case) -> None:
     found = outcome(case, servers)
-    assert cell(case.name) in PAGE, "python -m outrider.bench.conformance --write docs/conformance.md"
+    assert cell(case.name) in PAGE, "python -m tests.harness.conformance --write docs/conformance.md"
     assert found.verdict == PASSES or not PAGE[cell(case.name)], f"{case.name}: {found.words}"
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.page import visit as visiting
-from outrider.bench.page.agreement import disagreements
-from outrider.bench.page.browser import browser, found
-from outrider.bench.page.visit import colours, done, figure, generate, timings
 from outrider.orchestrator import SamplingParams
 from tests.halts import pid_of, slowed, still
 from tests.server.house import KEY, House
+from tools.page import visit as visiting
+from tools.page.agreement import disagreements
+from tools.page.browser import browser, found
+from tools.page.visit import colours, done, figure, generate, timings
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the test extra has it)")
 pytestmark = pytest.mark.skipif(found() is None, reason="there is no Chromium on the path (apt install chromium)")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 
-from outrider.bench.page.visit import ORIGINS
 from outrider.protocol.origins import Origin
 from tests.server.house import House
+from tools.page.visit import ORIGINS
 
 
 def test_the_page_is_open_its_policy_strict_and_nothing_else_is_given_out(guarded: str, pair: House) -> None:

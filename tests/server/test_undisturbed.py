@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from outrider.bench.fuzz_http import fuzz
-from outrider.bench.scripted_model import ENDLESS
+from tests.harness.fuzz_http import fuzz
+from tests.harness.scripted_model import ENDLESS
 from tests.server.house import House, serving
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -80,6 +80,6 @@ def test_bad_input_disturbs_no_text_that_is_made_meanwhile(chat: House) -> None:
 
 
 def test_random_requests_by_the_servers_own_description(chat: House, scripted: Path, tmp_path: Path) -> None:
-    """A short form of `python -m outrider.bench.fuzz_http`. Texts without an end are given up soon."""
+    """A short form of `python -m tests.harness.fuzz_http`. Texts without an end are given up soon."""
     with serving(chat.client.endpoint, scripted, tmp_path, request_timeout=1) as house:
         assert fuzz(house.url, tmp_path, seed=1, each=2, phases="fuzzing") == []

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.embedded import embedded_codec
 from outrider.engine.loading import load
 from outrider.engine.slots import open_slots
 from outrider.engine.verify import verify
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.embedded import embedded_codec
 
 SOURCE = Path(__file__).with_name("jumping_clock.c")
 PROMPT = "def fibonacci(n):"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outrider.bench.model_configs import config_of
-from outrider.bench.tiny_models import write_model, write_tokenizer
 from outrider.orchestrator import LocalCluster, SamplingParams
+from tests.harness.model_configs import config_of
+from tests.harness.tiny_models import write_model, write_tokenizer
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)  # with the prompt past the window of 12
 

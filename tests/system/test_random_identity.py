@@ -1,4 +1,4 @@
-"""Requests that come and go at random say what they say alone: the short form of `outrider.bench.random_identity`."""
+"""Requests that come and go at random say what they say alone: the short form of `tests.harness.random_identity`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench import random_identity
 from outrider.bench.crowd.ask import Question
-from outrider.bench.crowd.chance import MODES, Sizes, question, subject
 from outrider.bench.crowd.reply import Arrival, Reply
-from outrider.bench.random_identity import Course, compared, judged
 from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.sampling import SamplingParams
+from tests.harness import random_identity
+from tests.harness.chance import MODES, Sizes, question, subject
+from tests.harness.random_identity import Course, compared, judged
 
 SOURCE = range(2, 2000)
 ASKED = Question((1, 2), SamplingParams(max_tokens=3), "ssd")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.bench.random_identity import DIFFERENT
-from outrider.bench.resume import broken, kills
 from outrider.orchestrator.cli.screen import Screen
+from tests.harness.random_identity import DIFFERENT
+from tests.harness.resume import broken, kills
 
 
 def test_broken_connections_and_a_killed_server_change_no_text() -> None:

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.chaos import AT_ONCE, Course, Strike
-from outrider.bench.faults import Faults
-from outrider.bench.mixed import Load
-from outrider.bench.random_identity import DIFFERENT
-from outrider.bench.soak import settled
 from outrider.orchestrator import Client, GenerationResult, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
 from tests.halts import in_the_middle, slowed
+from tests.harness.chaos import AT_ONCE, Course, Strike
+from tests.harness.faults import Faults
+from tests.harness.mixed import Load
+from tests.harness.random_identity import DIFFERENT
+from tests.harness.soak import settled
 from tests.tiny import Pair
 
 LIMIT, TRIES = 200.0, 20

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from outrider import Client, SamplingParams
-from outrider.bench.two_hosts import namespace
-from outrider.bench.two_hosts.drafter import NAME, far_cluster, wait_for
-from outrider.bench.two_hosts.hosts import TwoHosts
 from tests.halts import in_the_middle
+from tests.harness.two_hosts import namespace
+from tests.harness.two_hosts.drafter import NAME, far_cluster, wait_for
+from tests.harness.two_hosts.hosts import TwoHosts
 
 WHY_NOT = namespace.why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))

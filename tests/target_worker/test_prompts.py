@@ -145,7 +145,7 @@ def test_a_request_opened_anew_reads_only_what_is_new(model: LoadedModel) -> Non
 
 
 def test_many_requests_of_which_some_are_cancelled_give_all_back(model: LoadedModel) -> None:
-    """The short form of `outrider.bench.soak`: every place, and every byte that is not an entry's."""
+    """The short form of `tests.harness.soak`: every place, and every byte that is not an entry's."""
     draws, each = random.Random(1), TargetWorker(FakeLink("t"), model).kv  # type: ignore[arg-type]
     bench, running = Bench(model, KvMemory(each.of(1000))), deque[str]()
     for number in range(40):

@@ -1,0 +1,221 @@
+"""Workers are killed and stopped at random while texts grow: each text must be what it is undisturbed.
+
+    python -m tests.harness.chaos                       # 500 strikes
+    python -m tests.harness.chaos --kills 12 --seed 7
+
+SIGKILL or SIGSTOP hits the drafter, the target or both once so many chunks have come, at random; four requests are
+always in flight, in all modes, T = 0 and 0.8, with penalties, biases, filters and stop strings. The next strike comes
+when all workers are there again and texts grow. What a request says undisturbed was asked before, on the same cluster.
+Prints how long texts stood still; the exit code is 1 where a text is another one (certified ties are listed and count
+as the same), a request fails, or a worker does not come back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from outrider.bench.crowd.ask import Question, ask, ask_all
+from outrider.bench.crowd.reply import Arrival, Reply
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.protocol import values
+from outrider.protocol.errors import OutriderError, WorkerError
+from tests.harness.chance import MODES, Sizes, question, subject
+from tests.harness.embedded import embedded_codec, words
+from tests.harness.random_identity import DIFFERENT, SAME, TIE, Judged, judged
+
+VICTIMS = (("draft",), ("target",), ("draft", "target"))
+AT_ONCE = 4
+MOST_CHUNKS = 24
+PATIENCE_S = 60.0
+LOOK_S = 0.02
+WORKER_TIMEOUT = 2
+SIZES = Sizes(prompt=200, text=160)
+
+
+class Growth:
+    """The chunks that have come, of all requests."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._grown = threading.Condition()
+
+    def heard(self, _: Arrival) -> None:
+        with self._grown:
+            self._count += 1
+            self._grown.notify_all()
+
+    def wait(self, more: int) -> None:
+        """Until so many more have come. Raises WorkerError when they don't."""
+        with self._grown:
+            until = self._count + more
+            if not self._grown.wait_for(lambda: self._count >= until, PATIENCE_S):
+                raise WorkerError(f"no text has grown for {PATIENCE_S:.0f} s")
+
+
+class Blow(Protocol):
+    """What befalls a cluster while texts grow."""
+
+    def fall(self, client: Client, growth: Growth) -> Struck:
+        """Waits for its moment, falls, and waits until all is well again.
+
+        Raises:
+            WorkerError: it does not get well.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """What a blow brought: seconds until texts grew again, and until they did once all workers were there."""
+
+    strike: Blow
+    pause_s: float
+    resumed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """Hits workers of these roles with a signal, once so many more chunks have come."""
+
+    roles: tuple[str, ...]
+    number: signal.Signals
+    after: int
+
+    def __str__(self) -> str:
+        return f"{self.number.name} {' and '.join(self.roles)}"
+
+    def fall(self, client: Client, growth: Growth) -> Struck:
+        growth.wait(self.after)
+        before = {worker.name: worker.pid for worker in client.stats().workers if worker.role in self.roles}
+        for pid in before.values():
+            os.kill(pid, self.number)
+        began = time.monotonic()
+        _until_ready(client, before)
+        ready = time.monotonic()
+        growth.wait(1)
+        return Struck(self, time.monotonic() - began, time.monotonic() - ready)
+
+
+def strikes(count: int, seed: int) -> Iterator[Strike]:
+    """So many by chance."""
+    rng = random.Random(f"strikes {seed}")
+    for _ in range(count):
+        number = rng.choice((signal.SIGKILL, signal.SIGSTOP))
+        yield Strike(rng.choice(VICTIMS), number, rng.randint(1, MOST_CHUNKS))
+
+
+def _until_ready(client: Client, before: dict[str, int]) -> None:
+    """Until all workers are ready and those named `before` have other processes. Raises WorkerError when they don't."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        workers = client.stats().workers
+        if all(worker.state == "ready" and before.get(worker.name) != worker.pid for worker in workers):
+            return
+        time.sleep(LOOK_S)
+    raise WorkerError(f"not all workers came back within {PATIENCE_S:.0f} s; stats say {client.stats().workers}")
+
+
+class Course:
+    """One run on `client`'s cluster: the questions with what they say undisturbed, then asked again under strikes.
+
+    `waits_ms`: for each text under strikes the longest wait for a chunk.
+    """
+
+    def __init__(self, client: Client, count: int, seed: int) -> None:
+        self._client = client
+        self._codec = embedded_codec()
+        self._questions = list(_questions(count, seed))
+        self._alone = list(ask_all(client, self._questions, 1))
+        self._over = threading.Event()
+        self.found: list[Judged] = []
+        self.waits_ms: list[float] = []
+        self.strikes: list[Struck] = []
+
+    def run(self, planned: Sequence[Blow], screen: Screen) -> None:
+        """They fall while `AT_ONCE` requests are always in flight. Raises OutriderError where one fails."""
+        growth = Growth()
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            asking = [threads.submit(self._ask_on, place, growth) for place in range(AT_ONCE)]
+            try:
+                for number, strike in enumerate(planned):
+                    screen.show(f"strike {number + 1} of {len(planned)}: {strike}; {len(self.found)} texts")
+                    self.strikes.append(strike.fall(self._client, growth))
+            finally:
+                self._over.set()
+            for one in asking:
+                one.result()
+
+    def _ask_on(self, place: int, growth: Growth) -> None:
+        """One question after the other until there are no more strikes."""
+        number = place
+        while not self._over.is_set():
+            at = number % len(self._questions)
+            reply = ask(self._client, self._questions[at], growth.heard)
+            self.waits_ms.append(max(reply.gaps_ms, default=0.0))
+            self.found.append(self._judged(number, self._questions[at], reply, self._alone[at]))
+            number += AT_ONCE
+
+    def _judged(self, number: int, asked: Question, reply: Reply, alone: Reply) -> Judged:
+        return judged(number, AT_ONCE, asked, reply, alone, self._codec)
+
+
+def _questions(count: int, seed: int) -> Iterator[Question]:
+    source = words()
+    for number in range(count):
+        one = question(number, seed, subject(number // len(MODES), seed, source, SIZES))
+        yield replace(one, after=0.0, until=None)
+
+
+def report(course: Course) -> str:
+    """What came of it, in a few lines."""
+    found, hit = course.found, course.strikes
+    counts = ", ".join(f"{sum(one.verdict == word for one in found)} {word}" for word in (SAME, TIE, DIFFERENT))
+    lines = [f"{len(hit)} strikes, {len(found)} texts: {counts}"]
+    for strike in sorted({name for one in hit if "target" in (name := str(one.strike))}):
+        these = [one for one in hit if str(one.strike) == strike]
+        pauses, resumed = [one.pause_s for one in these], [one.resumed_s for one in these]
+        lines.append(
+            f"{strike}: {len(these)} times, texts stood still for {statistics.median(pauses):.1f} s (median),"
+            f" {max(pauses):.1f} at most; {max(resumed):.1f} s at most once all workers were there"
+        )
+    return "\n".join(lines)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kills", type=int, default=500, metavar="N", help="how many strikes, default 500")
+    parser.add_argument("--texts", type=int, default=24, metavar="N", help="how many different requests, default 24")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other requests and strikes, default 0")
+
+
+def run(options: argparse.Namespace) -> int:
+    planned = list(strikes(values.whole("kills", options.kills, 1, 1_000_000), options.seed))
+    texts, screen = values.whole("texts", options.texts, AT_ONCE, 10_000), Screen()
+    with LocalCluster(progress=screen.show, max_active=AT_ONCE, worker_timeout=WORKER_TIMEOUT) as cluster:
+        screen.show("what the texts are undisturbed")
+        course = Course(cluster.client(timeout=PATIENCE_S), texts, options.seed)
+        failed = ""
+        try:
+            course.run(planned, screen)
+        except OutriderError as error:
+            failed = f"{type(error).__name__}: {error}"
+    screen.clear()
+    told = [str(one) for one in course.found if one.verdict != SAME] + [report(course)]
+    print("\n".join([*told, *([failed] if failed else [])]))
+    return int(bool(failed) or any(one.verdict == DIFFERENT for one in course.found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,53 @@
+"""Asks a server what other projects' tests ask of theirs, and writes down what came of it.
+
+    python -m tests.harness.conformance                              # what does not pass, and how many do
+    python -m tests.harness.conformance --only tool                  # those with this word in name, source or family
+    python -m tests.harness.conformance --write docs/conformance.md  # all of it, as a page; half a minute
+
+The exit code is 1 when a case does not pass that has no reason not to.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from outrider.orchestrator.cli import run_as_program
+from tests.harness.conformance.case import PASSES, Case, Cases, Outcome, Servers, outcome
+from tests.harness.conformance.families import FAMILIES
+from tests.harness.conformance.houses import both
+from tests.harness.conformance.table import page
+
+Found = list[tuple[str, list[Outcome]]]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", metavar="WORD", help="cases with this word in name, source or family")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page here")
+
+
+def run(options: argparse.Namespace) -> int:
+    with both() as servers:
+        found = ask_all(servers, options.only.lower())
+    every = [one for _, outcomes in found for one in outcomes]
+    missed = [one for one in every if one.verdict != PASSES]
+    for one in missed:
+        print(f"{one.verdict}: {one.case.name} ({one.case.source})\n    {one.words}\n    {one.case.why or 'WHY?'}")
+    print(f"{len(every) - len(missed)} of {len(every)} cases pass; {len(missed)} do not")
+    if options.write is not None:
+        options.write.write_text(page(found), encoding="utf-8")
+    return int(any(not one.case.why for one in missed))
+
+
+def ask_all(servers: Servers, word: str = "") -> Found:
+    """The outcomes of all cases that have the word, family by family."""
+    found = [(family.title, [outcome(case, servers) for case in _chosen(family, word)]) for family in FAMILIES]
+    return [(title, outcomes) for title, outcomes in found if outcomes]
+
+
+def _chosen(family: Cases, word: str) -> list[Case]:
+    return [case for case in family if any(word in text.lower() for text in (family.title, case.name, case.source))]
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

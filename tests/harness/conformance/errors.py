@@ -1,0 +1,144 @@
+"""What can't be, and in which words it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
+from tests.harness.conformance.said import CHAT, CLAUDE, HELLO, PROMPT, RESPOND, TEXT, said
+
+cases = Cases("Errors")
+VLLM, LLAMA = "vLLM test_chat_error", "llama.cpp test_chat_completion"
+
+
+@cases.add(LLAMA)
+def _(at: Servers) -> None:
+    """Messages that are none, or no list, or have no role, or content of a wrong kind."""
+    wrong: tuple[Any, ...] = (
+        None,
+        "string",
+        [123],
+        [{}],
+        [{"role": 123}],
+        [{"role": "system", "content": 123}],
+        [*HELLO, {}],
+        [],
+    )
+    for messages in wrong:
+        refused(at.chat.post(CHAT, messages=messages), "messages")
+
+
+@cases.add(LLAMA, why="a template may take it, and clients of agents send it")
+def _(at: Servers) -> None:
+    """Two turns of the assistant's in a row at the end are refused."""
+    turn = {"role": "assistant", "content": "test"}
+    refused(at.chat.post(CHAT, messages=[*HELLO, turn, turn]))
+
+
+@cases.add("vLLM test_non_object_body_validation")
+def _(at: Servers) -> None:
+    """A body that is no object, or no JSON, is a 400 that says so."""
+    for path in (CHAT, TEXT, RESPOND, CLAUDE):
+        for body in (b"[]", b"null", b'"x"', b"{", b"", b"\xff"):
+            reply = at.chat.send("POST", path, body)
+            hold(reply.status == 400 and reply.words, f"{body!r} at {path} is {reply.status}: {reply.words!r}")
+
+
+@cases.add("OpenAI's reference")
+def _(at: Servers) -> None:
+    """An error has message, type, param and code; param names the field."""
+    error = at.chat.post(CHAT, messages=HELLO, temperature="hot").json["error"]
+    equal((set(error), error["type"]), ({"message", "type", "param", "code"}, "invalid_request_error"), "the error")
+    equal(error["param"], "temperature", "param")
+
+
+@cases.add("vLLM test_basic; OpenAI's reference")
+def _(at: Servers) -> None:
+    """A model that is not served is a 404 with OpenAI's code."""
+    reply = at.chat.post(CHAT, model="nonsense", messages=HELLO)
+    refused(reply, "nonsense", status=404)
+    equal(reply.json["error"]["code"], "model_not_found", "the code")
+
+
+@cases.add(
+    "llama.cpp test_chat_completion; mlx-lm's server",
+    why="one model is served; --served-model-name gives it more names",
+)
+def _(at: Servers) -> None:
+    """Any model's name is answered by the one that is served."""
+    at.chat.whole(CHAT, model="gpt-3.5-turbo-instruct", messages=HELLO)
+
+
+@cases.add("vLLM's and llama.cpp's practice", why="a field that is misspelt, or does nothing here, would go unnoticed")
+def _(at: Servers) -> None:
+    """Fields that nobody knows are ignored."""
+    at.chat.whole(CHAT, messages=HELLO, mirostat=2)
+
+
+@cases.add("OpenAI's reference")
+def _(at: Servers) -> None:
+    """Fields that change no answer are taken: user, metadata, store, service_tier, prediction and the like."""
+    names = ("user", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity")
+    more = {"metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "modalities": ["text"]}
+    hold(said(at.chat.whole(CHAT, messages=HELLO, **dict.fromkeys(names, "x"), **more)), "there is no text")
+
+
+@cases.add("OpenAI's reference")
+def _(at: Servers) -> None:
+    """null stands for what was left out."""
+    names = "temperature top_p max_tokens n stop seed stream tools response_format logprobs logit_bias presence_penalty"
+    at.chat.whole(CHAT, messages=HELLO, **dict.fromkeys(names.split()), frequency_penalty=None, stream_options=None)
+
+
+@cases.add("OpenAI's reference", why="no sound is made here")
+def _(at: Servers) -> None:
+    """modalities with audio."""
+    at.chat.whole(CHAT, messages=HELLO, modalities=["text", "audio"])
+
+
+@cases.add("vLLM test_chat_completion")
+def _(at: Servers) -> None:
+    """max_tokens of 0 and of less are refused."""
+    for most in (0, -1):
+        refused(at.chat.post(CHAT, messages=HELLO, max_tokens=most), "max_tokens")
+
+
+@cases.add("llama.cpp test_chat_completion; vLLM test_completion_error")
+def _(at: Servers) -> None:
+    """A conversation longer than the context is refused, whole and streamed, with both numbers."""
+    talk = [{"role": "user", "content": "What is the best book"}] * 400
+    for stream in (False, True):
+        reply = at.pair.post(CHAT, messages=talk, stream=stream)
+        refused(reply, "context of")
+        equal(reply.json["error"]["code"], "context_length_exceeded", "the code")
+
+
+@cases.add("OpenAI's reference")
+def _(at: Servers) -> None:
+    """A path that there is not is a 404, another method a 405, both in the API's shape."""
+    refused(at.chat.get("/v1/nothing"), "", status=404)
+    wrong = at.chat.get(CHAT)
+    hold(wrong.status == 405 and wrong.words and wrong.headers.get("allow") == "POST", f"it is {wrong}")
+
+
+@cases.add("OpenAI's reference; Anthropic's reference")
+def _(at: Servers) -> None:
+    """Every answer, a refusal too, has a request id; one that is given comes back."""
+    reply = at.chat.send("GET", "/v1/models", headers={"x-request-id": "mine-1"})
+    equal(reply.headers["x-request-id"], "mine-1", "the id")
+    hold(at.chat.post(CHAT).headers["x-request-id"].startswith("req_"), "there is none")
+
+
+@cases.add("llama.cpp test_security")
+def _(at: Servers) -> None:
+    """Another site's page may not ask: no CORS headers unless the site is named."""
+    asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    reply = at.chat.send("OPTIONS", CHAT, headers=asked)
+    hold("access-control-allow-origin" not in reply.headers, "it may")
+
+
+@cases.add("vLLM test_shutdown; llama.cpp test_completion")
+def _(at: Servers) -> None:
+    """A text that was refused, or failed, leaves the server as it was."""
+    at.pair.post(TEXT, prompt="x " * 5000)
+    at.pair.whole(TEXT, prompt=PROMPT)

@@ -1,0 +1,20 @@
+"""All cases, family by family, as the table has them."""
+
+from tests.harness.conformance import (
+    chat,
+    completions,
+    errors,
+    forms,
+    messages,
+    paths,
+    probabilities,
+    responses,
+    sampling,
+    streams,
+    tools,
+)
+
+FAMILIES = tuple(
+    room.cases
+    for room in (chat, streams, completions, responses, messages, tools, forms, sampling, probabilities, paths, errors)
+)

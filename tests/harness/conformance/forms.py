@@ -1,0 +1,180 @@
+"""Text in a form: schemas, grammars, regular expressions, and what can't be one."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tests.harness.conformance.asking import choices
+from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
+from tests.harness.conformance.said import (
+    CHAT,
+    CLAUDE,
+    FORM,
+    HELLO,
+    PROMPT,
+    RESPOND,
+    TEXT,
+    THINKS,
+    TOOL,
+    in_form,
+    said,
+)
+
+cases = Cases("Text in a form")
+LLAMA, VLLM, TEXTS = "llama.cpp test_chat_completion", "vLLM test_chat", "vLLM test_completion"
+
+
+def form(text: str) -> Any:
+    """The text as JSON by FORM. Raises Unmet."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    hold(isinstance(found, dict) and found.get("kind") in ("alpha", "beta"), f"the text is {text!r}")
+    return found
+
+
+@cases.add(f"{VLLM}; {LLAMA}")
+def _(at: Servers) -> None:
+    """response_format of json_schema: the text is by the schema."""
+    form(said(at.chat.whole(CHAT, messages=HELLO, response_format=in_form(FORM, strict=True))))
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """It is so in a stream, at any temperature, with drafts."""
+    asked = {"messages": [{"role": "user", "content": PROMPT}], "response_format": in_form(FORM), "temperature": 1.0}
+    form("".join(c["delta"].get("content") or "" for c in choices(at.pair.stream(CHAT, **asked))))
+
+
+@cases.add(f"{VLLM}; {LLAMA}")
+def _(at: Servers) -> None:
+    """response_format of json_object: the text is an object."""
+    grown = at.pair.whole(TEXT, prompt=PROMPT, response_format={"type": "json_object"}, max_tokens=8)
+    hold(grown["choices"][0]["text"].lstrip().startswith("{"), f"it is {grown['choices'][0]['text']!r}")
+
+
+@cases.add(LLAMA)
+def _(at: Servers) -> None:
+    """json_object with llama.cpp's 'schema' beside it is held to that."""
+    answer = at.chat.whole(CHAT, messages=HELLO, response_format={"type": "json_object", "schema": {"const": "42"}})
+    equal(said(answer), '"42"', "the text")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """response_format of text changes nothing."""
+    at.chat.whole(CHAT, messages=HELLO, response_format={"type": "text"})
+
+
+@cases.add(LLAMA)
+def _(at: Servers) -> None:
+    """A response_format that there is not, and schemas that are none, are refused."""
+    for wrong in (
+        {"type": "sound"},
+        *({"type": "json_object", "schema": s} for s in (123, {"type": 123}, {"type": "hiccup"})),
+    ):
+        refused(at.chat.post(CHAT, messages=HELLO, response_format=wrong), "response_format")
+
+
+@cases.add("OpenAI's reference")
+def _(at: Servers) -> None:
+    """json_schema without a schema is refused."""
+    refused(at.chat.post(CHAT, messages=HELLO, response_format={"type": "json_schema"}), "schema")
+
+
+@cases.add(LLAMA)
+def _(at: Servers) -> None:
+    """json_schema at the top of the request is llama.cpp's own name for it."""
+    equal(said(at.chat.whole(CHAT, messages=HELLO, json_schema={"const": "42"})), '"42"', "the text")
+
+
+@cases.add(LLAMA)
+def _(at: Servers) -> None:
+    """A grammar in GBNF is held to."""
+    equal(said(at.chat.whole(CHAT, messages=HELLO, grammar='root ::= "a"{5,5}')), "aaaaa", "the text")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """structured_outputs.json, and guided_json as it was called before."""
+    form(said(at.chat.whole(CHAT, messages=HELLO, structured_outputs={"json": FORM})))
+    form(said(at.chat.whole(CHAT, messages=HELLO, guided_json=json.dumps(FORM))))
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """structured_outputs.regex is held to."""
+    address = r"((25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(25[0-5]|2[0-4]\d|1?\d?\d)"
+    text = at.pair.whole(TEXT, prompt=PROMPT, structured_outputs={"regex": address}, max_tokens=20, temperature=1.0)
+    found = text["choices"][0]["text"]
+    hold(re.fullmatch(address, found), f"it is {found!r}")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """structured_outputs.choice: one of the texts, and guided_choice as it was called before."""
+    ways = ["Python", "C++ (17)", "Rust"]
+    for asked in ({"structured_outputs": {"choice": ways}}, {"guided_choice": ways}):
+        text = said(at.chat.whole(CHAT, messages=HELLO, **asked, temperature=0.7, max_tokens=20))
+        hold(text in ways, f"it is {text!r}")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """structured_outputs.json_object is JSON of any kind."""
+    asked = {"messages": HELLO, "structured_outputs": {"json_object": True}, "max_tokens": 6}
+    hold(said(at.chat.whole(CHAT, **asked)).lstrip().startswith("{"), "it is none")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """A regex that is an object is refused."""
+    refused(at.chat.post(CHAT, messages=HELLO, structured_outputs={"regex": {"1": "Python"}}), "regex")
+
+
+@cases.add(TEXTS)
+def _(at: Servers) -> None:
+    """A schema that is none, a regex and a grammar that can't be compiled are refused."""
+    wrong = {"type": "object", "properties": {"foo": "bar"}}
+    bad = 'root ::= select_statementinvalidsyntax\ncolumn ::= "col_1 "'
+    for given in ({"json": wrong}, {"regex": "[.*"}, {"grammar": bad}):
+        refused(at.pair.post(TEXT, prompt=PROMPT, structured_outputs=given), "structured_outputs")
+
+
+@cases.add("vLLM test_structured_output")
+def _(at: Servers) -> None:
+    """text.format of a response is held to."""
+    answer = at.chat.whole(RESPOND, input="hi", text={"format": {"type": "json_schema", "name": "f", "schema": FORM}})
+    form(answer["output"][-1]["content"][0]["text"])
+
+
+@cases.add("llama.cpp test_compat_oai_responses")
+def _(at: Servers) -> None:
+    """text.format without its schema is refused, and text is nothing special."""
+    refused(at.chat.post(RESPOND, input="hi", text={"format": {"type": "json_schema", "name": "f"}}), "schema")
+    at.chat.whole(RESPOND, input="hi", text={"format": {"type": "text"}})
+
+
+@cases.add("Anthropic's reference")
+def _(at: Servers) -> None:
+    """output_config.format of a message is held to."""
+    asked = {"messages": HELLO, "max_tokens": 64, "output_config": {"format": {"type": "json_schema", "schema": FORM}}}
+    form(at.chat.whole(CLAUDE, **asked)["content"][-1]["text"])
+
+
+@cases.add("vLLM test_completion_with_function_calling")
+def _(at: Servers) -> None:
+    """Tools beside a schema: the model calls one, or says what is by the schema."""
+    at.chat.whole(CHAT, messages=HELLO, tools=[TOOL], response_format=in_form(FORM))
+
+
+@cases.add("vLLM test_structured_outputs_with_reasoning")
+def _(at: Servers) -> None:
+    """A model that thinks does so first, and then answers by the schema."""
+    asked = {"messages": HELLO, "response_format": in_form(FORM), "chat_template_kwargs": THINKS}
+    message = at.chat.whole(CHAT, **asked)["choices"][0]["message"]
+    form(message["content"])
+    hold(message.get("reasoning_content"), "there is no thought")

@@ -1,0 +1,41 @@
+"""The servers that are asked: each a cluster on this machine with HTTP before it, at a free port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.machine.http_process import Listener
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from tests.harness.conformance.asking import Server
+from tests.harness.conformance.case import Servers
+from tests.harness.scripted_model import write_scripted
+
+
+@contextmanager
+def serving(target: Path, draft: Path, names: tuple[str, ...] = ()) -> Iterator[str]:
+    """The URL of a pair that is served; everything ends with the block."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="outrider-http-")))
+        cluster = stack.enter_context(LocalCluster(model=target, draft_model=draft))
+        listener = Listener(HttpSettings(port=0, model_names=names))
+        stack.callback(listener.close)
+        process = listener.serve(cluster.endpoint, find_model(str(target)), folder, "warning")
+        stack.callback(process.close)
+        yield listener.url
+
+
+@contextmanager
+def both() -> Iterator[Servers]:
+    """The scripted chat model's, and the embedded pair's; they start side by side."""
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        chatty = write_scripted(Path(stack.enter_context(TemporaryDirectory(prefix="outrider-chatty-"))) / "chatty")
+        pairs = ((chatty, chatty, ("chatty",)), (EMBEDDED_TARGET, EMBEDDED_DRAFT, ()))
+        urls = pool.map(lambda pair: stack.enter_context(serving(*pair)), pairs)
+        chat, embedded = (Server(url) for url in urls)
+        yield Servers(chat, embedded)

@@ -1,0 +1,186 @@
+"""OpenAI's responses: items in and out, events in their order, and what a stateless server can't."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
+from tests.harness.conformance.said import CITY, GREETING, PARIS, RESPOND, SUNNY, THINKS
+
+cases = Cases("Responses")
+VLLM, LLAMA, OPENAI = "vLLM test_simple", "llama.cpp test_compat_oai_responses", "OpenAI's reference"
+TOOL = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": False}
+NO_STORE = "nothing is stored here; send the whole input"
+
+
+def text(answer: Any) -> str:
+    """The text of all messages of a response."""
+    return "".join(part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"])
+
+
+def message(role: str, words: str, kind: str = "input_text") -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": words}]}
+
+
+@cases.add(f"{VLLM}; {LLAMA}")
+def _(at: Servers) -> None:
+    """A response has an id, is complete, and its message has an id of its own."""
+    answer = at.chat.whole(RESPOND, model=at.chat.model, input="hi")
+    hold(answer["id"].startswith("resp_") and answer["output"][0]["id"].startswith("msg_"), "an id is otherwise")
+    equal((answer["status"], answer["incomplete_details"]), ("completed", None), "the status")
+    equal(text(answer), GREETING, "the text")
+
+
+@cases.add(f"{VLLM}; {LLAMA}")
+def _(at: Servers) -> None:
+    """Messages in, with instructions, with parts and without their type."""
+    for given in ([{"role": "user", "content": "hi"}], [message("system", "Be kind."), message("user", "hi")]):
+        equal(text(at.chat.whole(RESPOND, input=given, instructions="Be kind.")), GREETING, "the text")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """Earlier output, a reasoning item without words among it, is read with and without ids."""
+    for more in ({}, {"id": "x_1", "status": "completed"}):
+        earlier = [message("assistant", "Yes.", "output_text") | more, {"type": "reasoning", "summary": [], **more}]
+        given = [message("user", "hi"), *earlier, message("user", "hi")]
+        equal(text(at.chat.whole(RESPOND, input=given)), GREETING, "the text")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """max_output_tokens: the response is incomplete, and says why."""
+    answer = at.chat.whole(RESPOND, input="hi", max_output_tokens=2)
+    equal((answer["status"], answer["incomplete_details"]), ("incomplete", {"reason": "max_output_tokens"}), "status")
+
+
+@cases.add(f"{VLLM}; {LLAMA}")
+def _(at: Servers) -> None:
+    """A stream's deltas together are the text of the response that its last event has."""
+    told = at.chat.stream(RESPOND, input="hi")
+    deltas = "".join(event["delta"] for event in told if event["type"] == "response.output_text.delta")
+    equal((told[-1]["type"], deltas), ("response.completed", text(told[-1]["response"])), "end and deltas")
+
+
+@cases.add(f"{VLLM}; {LLAMA}")
+def _(at: Servers) -> None:
+    """A stream's events are numbered, and what begins ends, in order and under its id."""
+    told = at.chat.stream(RESPOND, input="hi")
+    equal([event["sequence_number"] for event in told], list(range(len(told))), "the numbers")
+    kinds = [event["type"] for event in told if not event["type"].endswith("delta")]
+    expected = ["created", "in_progress", "output_item.added", "content_part.added", "output_text.done",
+                "content_part.done", "output_item.done", "completed"]  # fmt: skip
+    equal(kinds, [f"response.{kind}" for kind in expected], "their order")
+    ids = {event["item_id"] for event in told if "item_id" in event}
+    equal(ids, {told[-1]["response"]["output"][0]["id"]}, "the ids")
+
+
+@cases.add("vLLM test_function_call")
+def _(at: Servers) -> None:
+    """A call is an item with name, arguments and call_id; with its output the conversation goes on."""
+    call = at.chat.whole(RESPOND, input="hi", tools=[TOOL])["output"][-1]
+    equal(
+        (call["type"], call["name"], json.loads(call["arguments"])), ("function_call", "get_weather", PARIS), "the call"
+    )
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "22 C"}
+    answer = at.chat.whole(RESPOND, input=[message("user", "hi"), call, output], tools=[TOOL])
+    equal(text(answer), SUNNY, "the text")
+
+
+@cases.add("vLLM test_function_call")
+def _(at: Servers) -> None:
+    """A stream tells a call's arguments in deltas, and whole in the end."""
+    told = at.chat.stream(RESPOND, input="hi", tools=[TOOL])
+    deltas = "".join(e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta")
+    whole = [e["arguments"] for e in told if e["type"] == "response.function_call_arguments.done"]
+    equal((json.loads(deltas), whole), (PARIS, [deltas]), "the arguments")
+
+
+@cases.add("vLLM test_function_call")
+def _(at: Servers) -> None:
+    """tool_choice is told again, none calls nothing, and required calls one."""
+    answer = at.chat.whole(RESPOND, input="hi", tools=[TOOL], tool_choice="none")
+    equal((text(answer), answer["tool_choice"]), (GREETING, "none"), "text and choice")
+    called = at.chat.whole(RESPOND, input="hi", tools=[TOOL], tool_choice="required")["output"][-1]
+    equal(called["type"], "function_call", "the item")
+
+
+@cases.add("vLLM test_simple; vLLM test_basic")
+def _(at: Servers) -> None:
+    """A model that thinks has a reasoning item before its message."""
+    answer = at.chat.whole(RESPOND, input="hi", chat_template_kwargs=THINKS)
+    equal([item["type"] for item in answer["output"]], ["reasoning", "message"], "the items")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """Usage tells how many of the tokens were thoughts, whole and streamed."""
+    whole = at.chat.whole(RESPOND, input="hi", chat_template_kwargs=THINKS)
+    last = at.chat.stream(RESPOND, input="hi", chat_template_kwargs=THINKS)[-1]["response"]
+    for answer in (whole, last):
+        count = answer["usage"]["output_tokens_details"]["reasoning_tokens"]
+        hold(0 < count < answer["usage"]["output_tokens"], f"reasoning_tokens is {count}")
+
+
+@cases.add("vLLM test_sampling_params")
+def _(at: Servers) -> None:
+    """temperature, top_p, top_k, seed are heeded."""
+    asked = {"input": "hi", "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 42, "max_output_tokens": 12}
+    first, second = (at.pair.whole(RESPOND, **asked) for _ in range(2))
+    equal((text(second), first["temperature"], first["top_p"]), (text(first), 0.8, 0.95), "text and fields")
+
+
+@cases.add("vLLM test_sampling_params")
+def _(at: Servers) -> None:
+    """repetition_penalty, stop and ignore_eos are heeded, as in chats."""
+    equal(text(at.chat.whole(RESPOND, input="hi", stop=[", dear"])), "Hello there", "the text")
+    answer = at.chat.whole(RESPOND, input="hi", ignore_eos=True, repetition_penalty=1.2, max_output_tokens=9)
+    equal(answer["usage"]["output_tokens"], 9, "the number")
+
+
+@cases.add("vLLM test_sampling_params")
+def _(at: Servers) -> None:
+    """A response's seed that no 64 bits hold is refused."""
+    refused(at.chat.post(RESPOND, input="hi", seed=2**63), "seed")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """top_logprobs with include: the log-probabilities of the text's tokens."""
+    asked = {"input": "hi", "top_logprobs": 3, "include": ["message.output_text.logprobs"]}
+    part = at.chat.whole(RESPOND, **asked)["output"][0]["content"][0]
+    hold(part["logprobs"] and len(part["logprobs"][0]["top_logprobs"]) == 3, "there are none")
+
+
+@cases.add(OPENAI)
+def _(at: Servers) -> None:
+    """reasoning.effort, store, metadata, truncation of disabled and parallel_tool_calls are taken."""
+    asked = {"reasoning": {"effort": "low"}, "store": False, "metadata": {"a": "b"}, "truncation": "disabled"}
+    equal(text(at.chat.whole(RESPOND, input="hi", **asked, parallel_tool_calls=True)), GREETING, "the text")
+
+
+@cases.add("vLLM test_stateful", why=NO_STORE)
+def _(at: Servers) -> None:
+    """previous_response_id goes on with an earlier response."""
+    first = at.chat.whole(RESPOND, input="hi")["id"]
+    at.chat.whole(RESPOND, input="hi", previous_response_id=first)
+
+
+@cases.add("vLLM test_stateful", why=NO_STORE)
+def _(at: Servers) -> None:
+    """GET /v1/responses/{id} tells an earlier response."""
+    at.chat.get(f"/v1/responses/{at.chat.whole(RESPOND, input='hi')['id']}").ok()
+
+
+@cases.add("vLLM test_stateful", why="answers are given at once; cancel by leaving")
+def _(at: Servers) -> None:
+    """background: the response is made while nobody waits."""
+    at.chat.whole(RESPOND, input="hi", background=True)
+
+
+@cases.add("vLLM test_image", why="only text is read here")
+def _(at: Servers) -> None:
+    """An image among the input is read."""
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
+    at.chat.whole(RESPOND, input=[{"role": "user", "content": [image]}])

@@ -1,0 +1,53 @@
+"""Outcomes as a page of Markdown: a table a family, in which each verdict is what the server answered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from outrider.protocol.version import PACKAGE_VERSION
+from tests.harness.conformance.case import DIFFERS, PASSES, REFUSED, Outcome
+
+HEAD = f"""# Conformance
+
+What the public tests of vLLM, llama.cpp and mlx-lm ask of a server, and OpenAI's and Anthropic's references, told
+again in our own words and asked of Outrider {PACKAGE_VERSION}: of the embedded pair, and of a tiny chat model with a
+template, thoughts and tools. This page is made by asking:
+
+    python -m tests.harness.conformance --write docs/conformance.md
+
+The suite asks the same, and fails when a case that passes here does not. *passes*: as expected there. *refused*: an
+error with these words. *differs*: answered, but otherwise. What does not pass is meant to be so, for the reason given.
+"""
+
+
+def page(families: Sequence[tuple[str, Sequence[Outcome]]]) -> str:
+    """The whole page; each family is its title and its outcomes."""
+    every = [one for _, outcomes in families for one in outcomes]
+    counts = Counter(one.verdict for one in every)
+    told = ", ".join(f"{counts[verdict]} {word}" for verdict, word in
+                     ((PASSES, "pass"), (REFUSED, "are refused"), (DIFFERS, "differ")))  # fmt: skip
+    tables = [f"## {title}\n\n{_table(outcomes)}" for title, outcomes in families]
+    return "\n".join([HEAD, f"Of {len(every)} cases {told}.\n", *tables])
+
+
+def _table(outcomes: Iterable[Outcome]) -> str:
+    rows = [f"| {cell(one.case.name)} | {cell(one.case.source)} | {cell(_told(one))} |" for one in outcomes]
+    return "\n".join(["| expected | where | here |", "|---|---|---|", *rows, ""])
+
+
+def _told(one: Outcome) -> str:
+    if one.verdict == PASSES:
+        return PASSES
+    return f"**{one.verdict}**: {one.words}; {one.case.why or 'not yet'}"
+
+
+def cell(text: str) -> str:
+    """As it stands in a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def passing(text: str) -> dict[str, bool]:
+    """Whether each case passes, by its name, as a page that was made here says."""
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and line.count(" | ") >= 2]
+    return {cells[0].removeprefix("| "): cells[-1].startswith(PASSES) for cells in rows if cells[0] != "| expected"}

@@ -1,0 +1,177 @@
+"""Tools: calls, their results, which may be called, and how a stream tells of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.harness.conformance.asking import choices
+from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
+from tests.harness.conformance.said import (
+    CHAT,
+    GREETING,
+    HELLO,
+    OTHER,
+    PARIS,
+    SUNNY,
+    TOOL,
+    WEATHER,
+    called,
+    result,
+    said,
+)
+
+cases = Cases("Tools")
+LLAMA, VLLM = "llama.cpp test_tool_call", "vLLM tests/tool_use"
+
+
+def calls(at: Servers, **asked: Any) -> list[tuple[str, Any]]:
+    """Names and arguments of the calls of a whole answer."""
+    message = at.chat.whole(CHAT, **{"messages": HELLO, "tools": [TOOL], **asked})["choices"][0]["message"]
+    made = [call["function"] for call in message.get("tool_calls") or ()]
+    return [(one["name"], json.loads(one["arguments"])) for one in made]
+
+
+@cases.add(f"{LLAMA}; {VLLM}")
+def _(at: Servers) -> None:
+    """A call has a name, arguments that are JSON, an id, and the reason is tool_calls."""
+    choice = at.chat.whole(CHAT, messages=HELLO, tools=[TOOL])["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    equal((call["type"], choice["finish_reason"]), ("function", "tool_calls"), "type and reason")
+    hold(call["id"] and json.loads(call["function"]["arguments"]) == PARIS, f"the call is {call}")
+
+
+@cases.add(f"{LLAMA}; {VLLM}")
+def _(at: Servers) -> None:
+    """A stream tells name, id and arguments by the call's index, and ends with tool_calls."""
+    told = list(choices(at.chat.stream(CHAT, messages=HELLO, tools=[TOOL])))
+    parts = [call for choice in told for call in choice["delta"].get("tool_calls") or ()]
+    name = "".join(part["function"].get("name") or "" for part in parts)
+    arguments = "".join(part["function"].get("arguments") or "" for part in parts)
+    equal((name, json.loads(arguments), {part["index"] for part in parts}), ("get_weather", PARIS, {0}), "the call")
+    equal(told[-1]["finish_reason"], "tool_calls", "the reason")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """What is said before a call is content; the marks of the format are not."""
+    choice = at.chat.whole(CHAT, messages=HELLO, tools=[TOOL])["choices"][0]
+    equal(choice["message"]["content"], "I look.", "the content")
+
+
+@cases.add(f"{LLAMA}; {VLLM}")
+def _(at: Servers) -> None:
+    """With the tool's result the conversation goes on."""
+    talk = [*HELLO, called(), result()]
+    equal(said(at.chat.whole(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
+
+
+@cases.add("mlx-lm test_server")
+def _(at: Servers) -> None:
+    """A result may be parts of text, or nothing."""
+    for content in ([{"type": "text", "text": "22 C"}], "", None):
+        talk = [*HELLO, called(), result(content)]
+        equal(said(at.chat.whole(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """Several calls of one answer have indices and ids of their own."""
+    told = list(choices(at.chat.stream(CHAT, messages=HELLO, tools=[TOOL], chat_template_kwargs={"both": True})))
+    parts = [call for choice in told for call in choice["delta"].get("tool_calls") or ()]
+    equal([part["index"] for part in parts], [0, 1], "the indices")
+    equal(len({part["id"] for part in parts}), 2, "the number of ids")
+
+
+@cases.add("OpenAI's reference; vLLM test_parallel_tool_calls")
+def _(at: Servers) -> None:
+    """parallel_tool_calls: false leaves one call."""
+    found = calls(at, chat_template_kwargs={"both": True}, parallel_tool_calls=False)
+    equal(found, [("get_weather", {"city": "Oslo"})], "the calls")
+
+
+@cases.add(f"{LLAMA}; {VLLM}")
+def _(at: Servers) -> None:
+    """tool_choice none: no call."""
+    equal(said(at.chat.whole(CHAT, messages=HELLO, tools=[TOOL], tool_choice="none")), GREETING, "the text")
+
+
+@cases.add(f"{LLAMA}; {VLLM}")
+def _(at: Servers) -> None:
+    """tool_choice required: a call, of several tools, too."""
+    equal(calls(at, tools=[OTHER, TOOL], tool_choice="required"), [("get_weather", PARIS)], "the calls")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """A named function: a call of it."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    equal(calls(at, tools=[OTHER, TOOL], tool_choice=named), [("get_weather", PARIS)], "the calls")
+
+
+@cases.add("vLLM test_completion_with_function_calling")
+def _(at: Servers) -> None:
+    """A named function is called even by a model that would call another."""
+    found = calls(at, tools=[OTHER, TOOL], tool_choice={"type": "function", "function": {"name": "other"}})
+    equal([name for name, _ in found], ["other"], "the calls")
+
+
+@cases.add("vLLM test_tool_choice_null")
+def _(at: Servers) -> None:
+    """tool_choice null, and no tools or none in the list, are as if they were left out."""
+    equal(calls(at, tool_choice=None), [("get_weather", PARIS)], "the calls")
+    left_out: tuple[Any, ...] = (None, [])
+    for tools in left_out:
+        equal(said(at.chat.whole(CHAT, messages=HELLO, tools=tools)), GREETING, "the text")
+
+
+@cases.add(VLLM)
+def _(at: Servers) -> None:
+    """tool_choice that requires a call, without tools, is refused."""
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        refused(at.chat.post(CHAT, messages=HELLO, tool_choice=choice), "tool_choice")
+
+
+@cases.add("vLLM test_completion_with_function_calling")
+def _(at: Servers) -> None:
+    """A function that is not among the tools is refused, and named."""
+    wrong = {"type": "function", "function": {"name": "nonsense"}}
+    refused(at.chat.post(CHAT, messages=HELLO, tools=[TOOL], tool_choice=wrong), "nonsense")
+
+
+@cases.add("vLLM test_completion_with_function_calling")
+def _(at: Servers) -> None:
+    """A tool_choice that there is not is refused."""
+    for wrong in ("sometimes", {}, {"type": "function"}):
+        refused(at.chat.post(CHAT, messages=HELLO, tools=[TOOL], tool_choice=wrong), "tool_choice")
+
+
+@cases.add("OpenAI's reference", why="deprecated since 2023 in favour of tools, which are here")
+def _(at: Servers) -> None:
+    """functions and function_call."""
+    at.chat.whole(CHAT, messages=HELLO, functions=[TOOL["function"]])
+
+
+@cases.add("OpenAI's reference", why="nothing is searched or run here; functions are yours")
+def _(at: Servers) -> None:
+    """The server runs tools of its own, such as web_search."""
+    answer = at.chat.whole("/v1/responses", input="hi", tools=[{"type": "web_search"}])
+    hold(
+        any(item["type"] == "web_search_call" for item in answer["output"]), "the tool is left out, and a note says so"
+    )
+
+
+@cases.add("vLLM test_namespace_tools; Codex's practice")
+def _(at: Servers) -> None:
+    """A response's tools of other kinds do not keep its functions from being called."""
+    mine = {"type": "function", **WEATHER}
+    others = [{"type": "web_search"}, {"type": "namespace", "name": "agents", "tools": [mine]}]
+    answer = at.chat.whole("/v1/responses", input="hi", tools=[*others, mine])
+    equal(answer["output"][-1]["type"], "function_call", "the item")
+    hold("namespace, web_search" in answer["outrider"]["notes"][0], f"the notes are {answer['outrider']['notes']}")
+
+
+@cases.add(LLAMA)
+def _(at: Servers) -> None:
+    """Tools for a model that knows none are refused with the reason."""
+    refused(at.pair.post(CHAT, messages=HELLO, tools=[TOOL]), "no template")

@@ -1,0 +1,165 @@
+"""The clients' endpoint of an orchestrator under fire: the real front and its socket, the embedded pair's text side.
+
+Behind it a core that says each text at once. Clients that lie and strangers throw what they like, while an honest one
+asks, again and again, and holds every text to what it should be.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import zmq
+
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.events import Admit, Began, Committed, Ended, Quit, Stop, ToCore, ToFront, WorkersChanged
+from outrider.orchestrator.front.admission import Admission
+from outrider.orchestrator.front.client_socket import ClientSocket
+from outrider.orchestrator.front.loop import Front
+from outrider.orchestrator.lines import Drain, End, Lines
+from outrider.orchestrator.mailbox import Mailbox
+from outrider.orchestrator.pair.pairing import choose_pair, read_pair
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.codec import MESSAGES
+from outrider.protocol.directory import private_directory
+from outrider.protocol.messages import Cancel, Generate, StatsQuery, Timings, WorkerStats
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.tallies import Durations
+from tests.harness.fuzz.hall import ENDLESS, Broken
+from tests.harness.fuzz.mutation import Mutator
+
+VOCABULARY, LONGEST, SENDERS = 4096, 40, 4
+PATIENCE_S = 30.0
+
+
+def text(seed: int, count: int) -> tuple[int, ...]:
+    """What a request with this seed is told."""
+    return tuple(1 + zlib.crc32(f"{seed} {place}".encode()) % (VOCABULARY - 1) for place in range(count))
+
+
+class ReadyCore:
+    """Says each text at once: the body of a thread, and what a front looks up in a core."""
+
+    workers_endpoint = "ipc:///none"
+    stale_messages = rejected_frames = dropped_branches = 0
+    round_seconds = verify_seconds = Durations()
+
+    def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
+        self._inbox, self._outbox = inbox, outbox
+        target = WorkerStats("target", "target-0", "ready", 1, "", "", VOCABULARY, 8192, 1, 1, "")
+        outbox.put(WorkersChanged((target,), True))
+
+    def run(self) -> None:
+        while True:
+            self._inbox.wake.poll()
+            for event in self._inbox.take():
+                match event:
+                    case Admit():
+                        self._say(event)
+                    case Stop(request=request, reason=reason):
+                        self._outbox.put(Ended(request, reason, Timings()))
+                    case Quit():
+                        return
+
+    def _say(self, admit: Admit) -> None:
+        count = min(admit.sampling.max_tokens, LONGEST)
+        self._outbox.put(Began(admit.request, "ssd"))
+        self._outbox.put(Committed(admit.request, text(admit.sampling.seed or 0, count)))
+        self._outbox.put(Ended(admit.request, "length", Timings(predicted_n=count)))
+
+
+class ClientsHall:
+    """See the module. `endpoint` None: a path of its own."""
+
+    def __init__(self, rng: random.Random, endpoint: str | None = None) -> None:
+        self._rng = rng
+        self._mutator = Mutator(rng, [*MESSAGES, *(["Generate"] * 20), *(["Cancel", "StatsQuery"] * 3)])
+        self._stack = ExitStack()
+        directory = self._stack.enter_context(private_directory())
+        self._context: zmq.Context[Any] = zmq.Context()
+        with patch("outrider.orchestrator.front.client_socket.CLIENTS", ENDLESS):
+            self.clients = ClientSocket(self._context, endpoint or directory.endpoint("clients"))
+        self._lines = Lines(
+            Mailbox[ToCore](self._context), Mailbox[ToFront](self._context), Mailbox[Drain | End](self._context)
+        )
+        core = ReadyCore(self._lines.core, self._lines.events)
+        pair = choose_pair(ServeSettings())
+        front = Front(pair, Admission(read_pair(pair)), self.clients, self._lines, core, lambda announced: None)
+        self._threads = [threading.Thread(target=body, daemon=True) for body in (front.run, core.run)]
+        for thread in self._threads:
+            thread.start()
+        self._front = front
+        self._outside: zmq.Context[Any] = zmq.Context()
+        self._senders = [self._sender() for _ in range(SENDERS)]
+        self._asker = ThreadPoolExecutor(1)
+        self._asked: Future[None] | None = None
+        self.texts = 0
+        for sampling in (SamplingParams(max_tokens=3, seed=1), SamplingParams(max_tokens=9, temp=0.8, stop=("a",))):
+            self._mutator.show(Generate("q1", "a prompt", None, sampling))
+        self._mutator.show(Cancel("q1"))
+        self._mutator.show(StatsQuery("q2", "q1"))
+
+    def fire(self) -> None:
+        at = self._rng.randrange(SENDERS)
+        if self._rng.random() < 0.01:
+            self._senders[at].close(linger=100)
+            self._senders[at] = self._sender()
+        try:
+            self._senders[at].send_multipart(self._mutator.frames() or [b""], zmq.NOBLOCK)
+        except zmq.Again:
+            self._hear()
+            self._senders[at].send_multipart([b""])
+
+    def rest(self) -> None:
+        if self._asked is not None:
+            self._asked.result(PATIENCE_S)
+        self._asked = self._asker.submit(self.ask)
+        self._hear()
+        if not all(thread.is_alive() for thread in self._threads):
+            raise Broken("a thread of the orchestrator has ended")
+
+    def ask(self) -> None:
+        """An honest client's question, and whether its answer is right."""
+        seed = self.texts
+        result = Client(self.clients.endpoint, PATIENCE_S).generate([1, 2, 3], SamplingParams(max_tokens=20, seed=seed))
+        if result.token_ids != text(seed, 20):
+            raise Broken(f"seed {seed} is told {result.token_ids}")
+        self.texts += 1
+
+    def told(self) -> str:
+        stats = self._front.stats("")
+        return (
+            f"{self.texts} honest texts, each right; {stats.finished} requests ended and {stats.failed} were refused in"
+            f" all, {stats.rejected_frames} frames were refused"
+        )
+
+    def close(self) -> None:
+        self._asker.shutdown()
+        for sender in self._senders:
+            sender.close(linger=0)
+        self._lines.orders.put(End())
+        self._threads[0].join(PATIENCE_S)
+        self._lines.core.put(Quit())
+        self._threads[1].join(PATIENCE_S)
+        self._lines.close()
+        self._outside.destroy(linger=0)
+        self._context.destroy(linger=0)
+        self._stack.close()
+
+    def _sender(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._outside.socket(zmq.DEALER)
+        if self._rng.random() < 0.5:
+            socket.setsockopt(zmq.IDENTITY, b"c" + self._rng.randbytes(self._rng.randrange(1, 40)))
+        socket.connect(self.clients.endpoint)
+        return socket
+
+    def _hear(self) -> None:
+        """Answers are thrown away."""
+        for sender in self._senders:
+            while sender.poll(0):
+                sender.recv_multipart()

@@ -1,0 +1,105 @@
+"""A whole cluster under fire: both sockets of a real server with real workers, as any peer reaches them.
+
+Strangers, clients that lie and a drafter that has joined throw what they like; what is more than a peer may say the
+server does not read. An honest client asks meanwhile, and has to be told what it was told before the fire.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import zmq
+
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.protocol.codec import MESSAGES
+from outrider.protocol.messages import Cancel, Generate, Shutdown, StatsQuery
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.worker_link import INCARNATION_BITS
+from tests.harness.fuzz.company import Peer, drafter
+from tests.harness.fuzz.hall import Broken
+from tests.harness.fuzz.mutation import Mutator
+
+PROMPT = "def fibonacci(n):"
+SAMPLING = SamplingParams(max_tokens=24, temp=0.8, seed=5)
+RESTS_A_QUESTION = 10
+PATIENCE_S = 60.0
+
+
+class ProcessesHall:
+    """See the module."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._cluster = LocalCluster()
+        self._client = self._cluster.client(PATIENCE_S)
+        self._expected = self._ask()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._asked = Mutator(rng, ["Generate", "Cancel", "StatsQuery", *MESSAGES])
+        for message in (Generate("q", "def ", None, SamplingParams(max_tokens=4)), Cancel("q"), StatsQuery("q")):
+            self._asked.show(message)
+        self._worked = Mutator(rng, list(MESSAGES))
+        self._rests = self._texts = self._liars = self._unsent = 0
+        self._lied = self._sender()
+        self._liar = self._new_liar()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that may not grow."""
+        return self._cluster.pid
+
+    def fire(self) -> None:
+        try:
+            if self._rng.random() < 0.5:
+                self._lied.send_multipart(self._asked.frames() or [b""], zmq.NOBLOCK)
+            else:
+                self._liar.throw(self._worked.frames(), self._rng.random() < 0.1)
+        except zmq.Again:  # the server does not read so fast
+            self._unsent += 1
+
+    def rest(self) -> None:
+        self._rests += 1
+        while self._lied.poll(0):
+            self._lied.recv_multipart()
+        for message in self._liar.heard():
+            if isinstance(message, Shutdown):
+                self._liar.close()
+                self._liar = self._new_liar()
+                break
+            self._worked.show(message, *drafter(message))
+        if self._rests % RESTS_A_QUESTION == 0:
+            self._lied.close(linger=0)
+            self._lied = self._sender()
+            if self._ask() != self._expected:
+                raise Broken("an honest client is told another text")
+            self._texts += 1
+
+    def told(self) -> str:
+        stats = self._client.stats()
+        return (
+            f"{self._texts} honest texts, each right; {self._liars} drafters came, {stats.rejected_frames} frames were"
+            f" refused, {self._unsent} found no room on their way"
+        )
+
+    def close(self) -> None:
+        self._lied.close(linger=0)
+        self._liar.close()
+        self._context.destroy(linger=0)
+        self._cluster.close()
+
+    def _ask(self) -> tuple[int, ...]:
+        return tuple(self._client.generate(PROMPT, SAMPLING, chat_template=False).token_ids)
+
+    def _sender(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.connect(self._cluster.endpoint)
+        return socket
+
+    def _new_liar(self) -> Peer:
+        self._liars += 1
+        endpoint, number = self._cluster.workers_endpoint, self._rng.getrandbits(INCARNATION_BITS)
+        liar = Peer(self._context, endpoint, "draft", number)
+        liar.hot.setsockopt(zmq.SNDTIMEO, 0)
+        liar.beat.setsockopt(zmq.SNDTIMEO, 0)
+        liar.hello()
+        return liar

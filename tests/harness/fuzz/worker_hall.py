@@ -1,0 +1,170 @@
+"""A worker's socket as an orchestrator that lies has it: the real workers' loops, in this thread, with a tiny model.
+
+What arrives is decoded as a worker's link does that. After each batch everything is closed again, and an honest request
+has to get the answer that it should.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.codec import MESSAGES, decode_all
+from outrider.protocol.errors import ProtocolError
+from outrider.protocol.messages import Branches, Close, Commit, Halt, KvMemory, Message, Open, Outcome, Prepare, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.worker import TargetWorker
+from tests.harness.fuzz.hall import Broken
+from tests.harness.fuzz.mutation import Mutator
+
+VOCABULARY, CONTEXT, KV_LIMIT = 64, 96, 1 << 20
+MOST_TURNS = 2  # after each frame: an orchestrator may want work without end
+WORDS = ("Open", "Verify", "Prepare", "Halt", "Commit", "Close", "KvMemory")
+
+
+class Idle(Exception):
+    """The worker would wait."""
+
+
+class Link:
+    """What arrived, and what the worker said."""
+
+    name = "worker"
+
+    def __init__(self) -> None:
+        self.inbox: deque[Message] = deque()
+        self.said: list[Message] = []
+
+    def send(self, *messages: Message) -> None:
+        self.said += messages
+
+    def receive(self, wait: bool) -> Message | None:
+        if self.inbox:
+            return self.inbox.popleft()
+        if wait:
+            raise Idle
+        return None
+
+    def poll(self, milliseconds: float) -> None: ...
+
+    def expect(self, milliseconds: float) -> None: ...
+
+
+class Table(nn.Module):  # type: ignore[misc]
+    """A model that looks at the last token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: list[nn.Module] = []
+        self._table = mx.array(np.random.default_rng(1).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32))
+
+    def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
+        return self._table[tokens]
+
+
+def tiny() -> LoadedModel:
+    return LoadedModel(
+        model=Table(), config={}, model_type="table", vocab_size=VOCABULARY, context_length=CONTEXT, parameters=0,
+        weight_bytes=0, attention_only=True,
+    )  # fmt: skip
+
+
+class WorkerHall:
+    """See the module; `target`: of which kind."""
+
+    def __init__(self, rng: random.Random, target: bool) -> None:
+        self._target = target
+        self._mutator = Mutator(rng, [*MESSAGES, *(WORDS * 10)])
+        self._link = Link()
+        drafter = MlxDrafter(tiny()) if not target else None
+        self._worker = (
+            DraftWorker(self._link, drafter, POLICIES["best-first"])
+            if drafter is not None
+            else TargetWorker(self._link, tiny())  # type: ignore[arg-type]
+        )
+        self._serial = self._answered = self._refused = self._ended = 0
+        self._turn(KvMemory(KV_LIMIT))
+        self._expected = self._honest()
+        for message in _examples():
+            self._mutator.show(message)
+
+    def fire(self) -> None:
+        try:
+            self._link.inbox += decode_all(self._mutator.frames())
+        except ProtocolError:
+            self._refused += 1
+        self._turns()
+        self._answered += len(self._link.said)
+        self._link.said.clear()
+
+    def rest(self) -> None:
+        self._turn()
+        held: dict[str, object] = getattr(self._worker, "_running", {})
+        self._turn(*map(Close, held), KvMemory(KV_LIMIT))
+        if held:
+            raise Broken(f"{list(held)} are held although they were closed")
+        said = self._honest()
+        if said != self._expected:
+            raise Broken(f"an honest request is told {said}, not {self._expected}")
+
+    def told(self) -> str:
+        return f"{self._answered} answers, {self._refused} frames refused, told to end {self._ended} times"
+
+    def close(self) -> None: ...
+
+    def _honest(self) -> list[object]:
+        """What the worker says of a request that is as it should be."""
+        self._serial += 1
+        name = f"honest {self._serial}"
+        self._turn(Open(name, 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(), (), 3, 2, ()))
+        said = [message for message in self._link.said if getattr(message, "request", "") == name]
+        self._turn(Close(name))
+        self._link.said.clear()
+        if self._target:
+            return [message.bonus for message in said if isinstance(message, Outcome)]
+        deepest = [message for message in said if isinstance(message, Branches) and message.final]
+        if not deepest:
+            raise Broken(f"an honest request is told {said}")
+        return list(deepest[-1].entries)
+
+    def _turn(self, *messages: Message) -> None:
+        """Says these, and lets the worker work until it waits."""
+        self._link.inbox += messages
+        for _ in range(1000):
+            if not self._turns():
+                return
+        raise Broken("the worker does not come to rest")
+
+    def _turns(self) -> bool:
+        """A few; whether there is more to do."""
+        for _ in range(MOST_TURNS):
+            try:
+                if not self._worker.turn():
+                    self._ended += 1
+                    setattr(self._worker, "_ending", False)  # noqa: B010 # told to end, which a liar may tell
+            except Idle:
+                return False
+        return True
+
+
+def _examples() -> list[Message]:
+    """What an honest orchestrator says."""
+    return [
+        Open("r", 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(max_tokens=30), (0,), 3, 4, ()),
+        Open("s", 0, 0, np.array([4, 5], np.int32), SamplingParams(temp=0.8, seed=1, logprobs=2), (), 2, 4, None),
+        Verify("r", 0, 1, 4, (7, 8)),
+        Verify("s", 0, 1, 3, (), going_on=True, room=20),
+        Prepare("r", 0, 1, 4, ((7, 9),), ((1, 2),)),
+        Commit("r", 0, 1, 4, (6,), (7, 8), 3, 4),
+        Commit("s", 0, 1, 3, (6,), None, 3, 4),
+        Halt("s", 0),
+        Close("s"),
+    ]

@@ -1,0 +1,192 @@
+"""The workers' endpoint of an orchestrator under fire: the real pool and rounds, in this thread, over a real socket.
+
+A drafter that has joined throws what it likes, and so do strangers, while requests are under way with honest workers.
+Once it is sent away another one comes.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import zmq
+
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core.workers.pool import WorkerPool
+from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.clock import now
+from outrider.protocol.codec import MESSAGES
+from outrider.protocol.directory import private_directory
+from outrider.protocol.messages import Shutdown
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.worker_link import INCARNATION_BITS
+from tests.harness.fuzz.company import Peer, drafter, target, token
+from tests.harness.fuzz.hall import ENDLESS, Broken
+from tests.harness.fuzz.mutation import Mutator
+
+POOL = "outrider.orchestrator.core.workers.pool"
+SPAWNER = "outrider.orchestrator.core.workers.supervisor.spawn_worker"
+AT_ONCE, MAX_TOKENS, EXCHANGES = 3, 60, 3
+PATIENCE = 1000  # rests in which some request must get on
+WAIT_MS = 5
+MODES = ("ssd", "ssd", "sd", "auto")
+
+
+class Process:
+    """What the pool thinks that it has started."""
+
+    pid = 1
+
+    def exit_code(self) -> int | None:
+        return None
+
+    def log_tail(self) -> str:
+        return ""
+
+    def kill(self) -> None: ...
+
+    def terminate(self) -> None: ...
+
+    def wait(self, grace: float) -> int:
+        return 0
+
+
+class WorkersHall:
+    """See the module."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng, self._mutator = rng, Mutator(rng, list(MESSAGES))
+        self._stack = ExitStack()
+        directory = self._stack.enter_context(private_directory())
+        self._context: zmq.Context[Any] = zmq.Context()
+        with patch(f"{POOL}.DRAFTERS", ENDLESS), patch(f"{POOL}.STRANGERS", ENDLESS):
+            self._pool = WorkerPool(self._context, ServeSettings(), directory.path)
+        incarnations: dict[str, int] = {}
+
+        def spawn(role: str, name: str, endpoint: str, settings: object, folder: object, incarnation: int) -> Process:
+            incarnations[name] = incarnation
+            return Process()
+
+        with patch(SPAWNER, spawn):
+            self._pool.start()
+        self._rounds = Rounds(self._pool, RoundSettings(4, 8), self._hear, Trace(None))
+        self._honest = [self._peer(name.partition("-")[0], number) for name, number in incarnations.items()]
+        for peer, name in zip(self._honest, incarnations, strict=True):
+            peer.hello(name)
+        self._liars = 0
+        self._liar, self._stranger = self._new_liar(), self._some_drafter()
+        self._begun = self._ended = self._tokens = self._idle = 0
+        self._said: dict[str, int] = {}
+        for _ in range(200):
+            self._exchange(WAIT_MS)
+        if not self._pool.ready:
+            raise Broken("the stand-in workers were not let in")
+
+    def fire(self) -> None:
+        frames = self._mutator.frames()
+        if self._rng.random() < 0.25:
+            if self._rng.random() < 0.02:
+                self._stranger.close()
+                self._stranger = self._some_drafter()
+            self._stranger.throw(frames, False)
+        else:
+            self._liar.throw(frames, self._rng.random() < 0.1)
+
+    def rest(self) -> None:
+        before = self._tokens
+        for _ in range(EXCHANGES):
+            self._exchange(WAIT_MS)
+        while self._pool.socket.poll(1):
+            self._exchange(0)
+        while self._rounds.active < AT_ONCE:
+            self._begun += 1
+            name = f"r{self._begun}"
+            sampling = SamplingParams(max_tokens=MAX_TOKENS, temp=0.8, seed=1)
+            self._said[name] = 3
+            self._rounds.begin(Admit(name, (1, 2, 3), sampling, MODES[self._begun % 4], frozenset()), now())
+        self._idle = self._idle + 1 if self._tokens == before else 0
+        if self._idle > PATIENCE:
+            raise Broken(f"no request has got on for {PATIENCE} rests")
+
+    def told(self) -> str:
+        return (
+            f"{self._ended} requests with {self._tokens} tokens, each right; {self._liars} drafters came,"
+            f" {self._pool.rejected} frames and strangers' words were refused, {self._rounds.stale} words dropped"
+        )
+
+    def close(self) -> None:
+        for peer in [*self._honest, self._liar, self._stranger]:
+            peer.close()
+        self._pool.close()
+        self._context.destroy(linger=0)
+        self._stack.close()
+
+    def _exchange(self, wait_ms: int) -> None:
+        """What has come is handled, workers hear of it and answer."""
+        if self._pool.socket.poll(wait_ms):
+            arrived = list(self._pool.receive())
+            arrived.sort(key=lambda arrival: type(arrival[1]).__name__ == "Outcome")
+            self._rounds.handle_all(arrived, now())
+        self._pool.door.watch()
+        for worker in self._pool.arrivals():
+            if worker.role == "target":
+                self._rounds.found_target()
+            else:
+                self._rounds.found_drafter(worker.name)
+        for loss in self._pool.losses(now()):
+            if loss.worker.role == "target":
+                raise Broken(f"the target was lost: {loss.why}")
+            self._rounds.lost_drafter(loss.worker.name, loss.why, now())
+        self._rounds.on_time(now())
+        self._pool.flush()
+        for peer in self._honest:
+            answer = target if peer.role == "target" else drafter
+            for message in peer.heard():
+                if isinstance(message, Shutdown):
+                    raise Broken(f"an honest {peer.role} was sent away: {message.reason}")
+                if answers := answer(message):
+                    peer.say(*answers)
+        self._liar_hears()
+
+    def _liar_hears(self) -> None:
+        """It knows what it should say."""
+        for message in self._liar.heard():
+            if isinstance(message, Shutdown):
+                self._liar.close()
+                self._liar = self._new_liar()
+                return
+            self._mutator.show(message)
+            for answer in drafter(message):
+                self._mutator.show(answer)
+
+    def _hear(self, event: ToFront) -> None:
+        match event:
+            case Committed(request=request, tokens=tokens):
+                for one in tokens:
+                    if one != token(request, self._said[request]):
+                        raise Broken(f"{request} has {one} at {self._said[request]}")
+                    self._said[request] += 1
+                self._tokens += len(tokens)
+            case Ended(request=request):
+                if self._said.pop(request) != 3 + MAX_TOKENS:
+                    raise Broken(f"{request} ended too soon")
+                self._ended += 1
+            case Broke():
+                raise Broken(f"a request broke: {event}")
+
+    def _peer(self, role: str, incarnation: int) -> Peer:
+        return Peer(self._context, self._pool.endpoint, role, incarnation)
+
+    def _new_liar(self) -> Peer:
+        self._liars += 1
+        liar = self._some_drafter()
+        liar.hello()
+        return liar
+
+    def _some_drafter(self) -> Peer:
+        return self._peer("draft", self._rng.getrandbits(INCARNATION_BITS))

@@ -1,0 +1,164 @@
+"""Random requests by the HTTP server's own description, right ones and wrong ones: it may not fail, hang or grow.
+
+    python -m tests.harness.fuzz_http                       # 100,000 requests: an hour
+    python -m tests.harness.fuzz_http --requests 3000 --seed 7
+    python -m tests.harness.fuzz_http --each 100 --at-once 2
+
+The requests are schemathesis's (`pip install schemathesis`), the model is a scripted one with tools and thoughts, whose
+texts cost little. Each part is a process with a seed of its own, for schemathesis grows with what it has tried; the
+first also goes through every field's edges. One server answers all of them. Of every answer schemathesis checks status,
+kind and body, events too, against /openapi.json, and that a wrong request is refused. Prints now and then how many
+there were by status, and the server's memory. The exit code is 1 where a check failed, nothing came within 30 s, the
+process was lost, or it has grown by more than 5 % since a fifth of the requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.request import Request, urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pair.model_files import find_model
+from outrider.protocol import values
+from tests.harness.scripted_model import END, write_scripted
+from tools.web.site import Site, site
+
+GROWTH = 1.05
+CONTEXT = 192
+ANSWER_S = 30
+WORDS = 12_000
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+    "allow_header_conformance",
+)
+# Whoever asks for an answer within a millionth of a second is told that it took longer; what is wrong may be too large.
+SETTINGS = """[checks]
+not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "504"]
+negative_data_rejection.expected-statuses = ["400", "401", "404", "405", "413", "415", "5xx"]
+"""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the parts so far. `faults`: what schemathesis found, in its words."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    early: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.statuses.total()
+
+    def __str__(self) -> str:
+        by_status = (f"{count} {status}" for status, count in sorted(self.statuses.items()))
+        return f"{self.count} requests, {', '.join(by_status)}"
+
+
+def with_context(model: Path, tokens: int) -> Path:
+    """The same model with another context, so that a text without an end has one."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": tokens}))
+    return model
+
+
+def fuzz(url: str, folder: Path, seed: int, each: int, phases: str) -> list[str]:
+    """One run of schemathesis, so many requests to each path of the server at `url`; what it found."""
+    (folder / "schemathesis.toml").write_text(SETTINGS)
+    report = folder / "report.json"
+    ended = subprocess.run(
+        python("-m", "schemathesis.cli", "--config-file", str(folder / "schemathesis.toml"), "run",
+               f"{url}/openapi.json", "--seed", str(seed), "--max-examples", str(each), "--phases", phases,
+               "--checks", ",".join(CHECKS), "--request-timeout", str(ANSWER_S), "--suppress-health-check", "all",
+               "--continue-on-failure", "--no-shrink", "--generation-database", "none", "--output-sanitize", "false",
+               "--no-color", "--report", "json", "--report-json-path", str(report)),
+        env=child_environment(), cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told: dict[str, Any] = json.loads(report.read_text()) if report.is_file() else {}
+    if told.get("failures") == [] and told.get("errors") == [] and told.get("complete"):
+        return []
+    return [f"seed {seed}: {ended.stdout}{ended.stderr}"]
+
+
+def fill(url: str) -> None:
+    """A tokenizer keeps the first words that it sees, 10,000 of them: it has them before its memory is looked at."""
+    words = END.join(f"a word of its own: {number}" for number in range(WORDS))
+    asked = Request(f"{url}/tokenize", json.dumps({"content": words}).encode(), {"content-type": "application/json"})
+    with urlopen(asked, timeout=ANSWER_S) as answer:
+        answer.read()
+
+
+def statuses(where: Site) -> Counter[str]:
+    """All answers so far by status, as the server counts them."""
+    with urlopen(f"{where.url}/metrics", timeout=ANSWER_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    found: Counter[str] = Counter()
+    for family in families:
+        for sample in family.samples:
+            if sample.name == "outrider:http_requests_total":
+                found[sample.labels["status"]] += int(sample.value)
+    return found
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=100_000, help="at least so many; default 100000")
+    parser.add_argument("--each", type=int, default=200, help="random requests to each path in a part; default 200")
+    parser.add_argument("--seed", type=int, default=1, help="of the first part; default 1")
+    parser.add_argument("--at-once", type=int, default=1, help="parts; to make requests up takes longest; default 1")
+
+
+def run(options: argparse.Namespace) -> int:
+    wanted = values.whole("requests", options.requests, 1, 10**9)
+    at_once = values.whole("at-once", options.at_once, 1, 64)
+    tally, seed = Tally(), options.seed
+    with TemporaryDirectory() as name, ThreadPoolExecutor(at_once) as threads:
+        folder = Path(name)
+        model = find_model(str(with_context(write_scripted(folder / "model"), CONTEXT)))
+        with (
+            LocalCluster(model=model.folder, draft_model=model.folder, memory=False) as cluster,
+            site(cluster, model) as where,
+        ):
+            pid = where.process.pid
+            fill(where.url)
+
+            def part(seed: int) -> list[str]:
+                phases = "coverage,fuzzing,stateful" if seed == options.seed else "fuzzing"
+                with TemporaryDirectory() as own:
+                    return fuzz(where.url, Path(own), seed, options.each, phases)
+
+            while tally.count < wanted:
+                found = [fault for faults in threads.map(part, range(seed, seed + at_once)) for fault in faults]
+                seed += at_once
+                where.process.check()
+                tally.faults += found
+                tally.statuses = statuses(where)
+                if not tally.early and tally.count >= wanted / 5:
+                    tally.early = where.resident
+                print(f"before seed {seed}: {tally}; {where.resident / 2**20:.1f} MiB", *found, sep="\n", flush=True)
+            grown = where.resident / tally.early
+            same = where.process.pid == pid
+    lost = "" if same else ", and its process was LOST"
+    print(f"{tally.count} requests, {len(tally.faults)} parts with faults, memory times {grown:.3f}{lost}")
+    return int(bool(tally.faults) or not same or grown > GROWTH)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,226 @@
+"""Whatever way a text is made, its tokens are the target's own: the embedded pair through the real processes.
+
+    python -m tests.harness.identity                          # 50 prompts x 200 tokens: three hours on two cores
+    python -m tests.harness.identity --at-once 8              # as many requests in each forward: an hour
+    python -m tests.harness.identity --prompts 4 --tokens 60  # minutes
+
+The reference is `ar` of the first cluster, one request at a time, and at temperature 0 mlx-lm's own plain decoding on
+the same weights. Every way below makes every prompt's text at temperature 0, and at 0.7 and 1.0 with top-p 0.95,
+penalties and a seed for each prompt. A text that differs is replayed teacher-forced through the target: differences
+that rounding explains are ties; anything else is a difference, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from outrider.bench.contest.contest import PeerProcess
+from outrider.bench.crowd.ask import Question, ask_all
+from outrider.bench.prompts import Prompt, mixed
+from outrider.orchestrator.certify import certify
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.orchestrator.pair.pairing import choose_pair
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+from tests.harness.embedded import embedded_codec
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A mode with its K and B; None: the server's own."""
+
+    mode: str
+    depth: int | None = None
+    branches: int | None = None
+
+    def asked(self, case: Case) -> Question:
+        return Question(case.tokens, case.params, self.mode, num_draft_tokens=self.depth, branches=self.branches)
+
+    def __str__(self) -> str:
+        marks = [f"K={self.depth}"] * (self.depth is not None) + [f"B={self.branches}"] * (self.branches is not None)
+        return " ".join([self.mode, *marks])
+
+
+AR = Way("ar")
+SD3, SSD3, SSD6, AUTO = Way("sd", 3), Way("ssd", 3, 12), Way("ssd", 6, 24), Way("auto")
+# By cluster: what proposes and by which policy, and the ways it is asked for.
+HOUSES: dict[str, tuple[Way, ...]] = {
+    "best-first": (
+        AR,
+        Way("sd", 1), SD3, Way("sd", 6),
+        Way("ssd", 1, 4), Way("ssd", 1, 12), Way("ssd", 3, 4), SSD3, Way("ssd", 3, 24), Way("ssd", 6, 4), SSD6,
+        AUTO,
+    ),
+    "geometric": (Way("ssd", 1, 4), SSD3, SSD6),
+    "uniform": (Way("ssd", 1, 4), SSD3, SSD6),
+    "full depth": (SSD3,),
+    "model alone": (SD3, SSD3, SSD6),
+    "n-gram alone": (SD3, Way("ssd", 6), AUTO),
+    "random draft": (SD3, SSD3, AUTO),
+}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {
+    "best-first": {},
+    "geometric": {"fan_out": "geometric"},
+    "uniform": {"fan_out": "uniform"},
+    "full depth": {"branch_depth": "full"},
+    "model alone": {"ngrams": False},
+    "n-gram alone": {"draft_backend": "ngram"},
+    "random draft": {},
+}
+SAMPLINGS = {
+    "T=0": SamplingParams(),
+    "T=0.7": SamplingParams(temp=0.7, top_p=0.95, repetition_penalty=1.1),
+    "T=1.0": SamplingParams(temp=1.0, top_p=0.95, presence_penalty=0.3, frequency_penalty=0.1),
+}
+
+
+@dataclass(slots=True)
+class Tally:
+    """How one way's texts compare with the reference."""
+
+    same: int = 0
+    ties: int = 0
+    different: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [f"{self.same} same"] + [f"{self.ties} by a tie"] * bool(self.ties)
+        return ", ".join(parts + [f"{len(self.different)} DIFFERENT"] * bool(self.different))
+
+
+class Judge:
+    """Holds the reference texts, compares others with them, and has the target replay what differs."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._reference: dict[tuple[str, str], tuple[int, ...]] = {}
+        self.tallies: dict[tuple[str, str], Tally] = {}
+
+    def compare(self, row: str, sampling: str, case: Case, tokens: Sequence[int]) -> None:
+        expected = self._reference.setdefault((sampling, case.prompt.name), tuple(tokens))
+        tally = self.tallies.setdefault((row, sampling), Tally())
+        if tuple(tokens) == expected:
+            tally.same += 1
+            return
+        report = certify(EMBEDDED_TARGET, case.tokens, tokens, case.params, self._tell)
+        if report.holds and len(tokens) == len(expected):
+            tally.ties += 1
+        else:
+            tally.different.append(f"{row}, {sampling}, {case.prompt.name}: {report.mismatches[:1] or len(tokens)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt with its tokens, and how its text is sampled."""
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    params: SamplingParams
+
+
+def cases(prompts: Sequence[Prompt], sampling: str, length: int) -> list[Case]:
+    codec = embedded_codec()
+    params = replace(SAMPLINGS[sampling], max_tokens=length, ignore_eos=True)
+    return [Case(p, codec.encode(p.text), replace(params, seed=1000 + n)) for n, p in enumerate(prompts)]
+
+
+@contextmanager
+def cluster(house: str, at_once: int, tell: Tell) -> Iterator[Client]:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"max_active": at_once, **SETTINGS[house]}
+        if house == "random draft":
+            settings |= {"model": str(EMBEDDED_TARGET), "draft_model": str(scrambled(EMBEDDED_DRAFT, Path(folder)))}
+        with LocalCluster(progress=tell, **settings) as running:
+            yield running.client()
+
+
+def judge_all(
+    prompts: Sequence[Prompt], length: int, houses: Sequence[str], samplings: Sequence[str], at_once: int, tell: Tell
+) -> Judge:
+    """All ways of these clusters, `at_once` requests at a time; the first way of the first one is the reference."""
+    judge = Judge(tell)
+    for house in houses:
+        with cluster(house, at_once, tell) as client:
+            for sampling in samplings:
+                for number, way in enumerate(HOUSES[house]):
+                    tell(f"{house}, {way}, {sampling}")
+                    alone = house == houses[0] and number == 0
+                    asked = cases(prompts, sampling, length)
+                    replies = ask_all(client, [way.asked(case) for case in asked], 1 if alone else at_once)
+                    for case, reply in zip(asked, replies, strict=True):
+                        judge.compare(f"{house}: {way}", sampling, case, reply.token_ids)
+    if "T=0" in samplings:
+        compare_peer(judge, cases(prompts, "T=0", length), tell)
+    return judge
+
+
+def compare_peer(judge: Judge, greedy: Sequence[Case], tell: Tell) -> None:
+    with PeerProcess(choose_pair(ServeSettings()).settings) as peer:
+        for case in greedy:
+            tell(f"mlx-lm: {case.prompt.name}")
+            judge.compare("mlx-lm: plain decoding", "T=0", case, peer.run(case.tokens, case.params, 0).tokens)
+
+
+def table(judge: Judge) -> str:
+    rows = list(dict.fromkeys(row for row, _ in judge.tallies))
+    cells = [[row, *(str(judge.tallies.get((row, sampling), "-")) for sampling in SAMPLINGS)] for row in rows]
+    cells.insert(0, ["", *SAMPLINGS])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def scrambled(model: Path, folder: Path, seed: int = 0) -> Path:
+    """Write to `folder` a draft that knows nothing, and return it: `model`'s own weights, shuffled within each tensor.
+
+    Norms are kept, so that logits keep their size.
+    """
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    rng = np.random.default_rng(seed)
+    shuffled = {
+        name: value if value.ndim < 2 else rng.permutation(value.ravel()).reshape(value.shape)
+        for name, value in sorted(load_file(model / "model.safetensors").items())
+    }
+    save_file(shuffled, folder / "model.safetensors", metadata={"format": "mlx"})
+    return folder
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=50, help="how many prompts, all classes in turn")
+    parser.add_argument("--tokens", type=int, default=200, help="how many tokens each")
+    parser.add_argument("--at-once", type=int, default=1, help="how many requests at a time, the reference's apart")
+    parser.add_argument("--houses", nargs="+", choices=HOUSES, default=list(HOUSES), help="only these clusters")
+    parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS), help="only these")
+
+
+def run(options: argparse.Namespace) -> int:
+    if not 1 <= options.tokens <= 600:
+        raise InvalidRequest(f"tokens is {options.tokens}; expected 1 to 600, the pair's context being 1,024")
+    screen = Screen()
+    judge = judge_all(
+        mixed(options.prompts), options.tokens, options.houses, options.samplings, options.at_once, screen.show
+    )
+    screen.clear()
+    print(table(judge))
+    different = [line for tally in judge.tallies.values() for line in tally.different]
+    print("\n".join(different) or f"No difference in {sum(t.same + t.ties for t in judge.tallies.values())} texts.")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,131 @@
+"""Mixed load for long, with a fault every five seconds: each text must be what it is undisturbed, and nothing may leak.
+
+    python -m tests.harness.mixed                       # 30 minutes
+    python -m tests.harness.mixed --minutes 3 --seed 7
+
+Four requests are always in flight: all modes, T = 0 and 0.8, penalties, biases, filters, stop strings, clients that
+leave. Faults are those of `tests.harness.faults`. What a request says undisturbed was asked before, on the same
+cluster. Prints the server's memory and open files each minute; the exit code is 1 where a text is another one
+(certified ties are listed and count as the same), a request fails, something has grown since a fifth of the time, or
+anything is still held in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import psutil
+
+from outrider.bench.crowd.ask import Question, ask, ask_all
+from outrider.bench.crowd.reply import Reply
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.protocol import values
+from outrider.protocol.errors import OutriderError
+from tests.harness.chance import MODES, question, subject
+from tests.harness.chaos import AT_ONCE, PATIENCE_S, SIZES, WORKER_TIMEOUT
+from tests.harness.embedded import embedded_codec, words
+from tests.harness.faults import Faults
+from tests.harness.random_identity import DIFFERENT, SAME, Judged, judged
+from tests.harness.soak import GROWTH, resident, settled
+
+EVERY_S = 5.0
+MINUTE_S = 60.0
+FEW_FILES = 8  # connections that come and go: those of the moment may be a few more
+
+
+def held(cluster: LocalCluster) -> tuple[int, int]:
+    """KiB and open files of the server."""
+    return resident({"": cluster.pid})[""], psutil.Process(cluster.pid).num_fds()
+
+
+class Load:
+    """Requests that never end: asks one after the other at each of `AT_ONCE` places until it is told to stop."""
+
+    def __init__(self, client: Client, count: int, seed: int) -> None:
+        self._client, self._codec, source = client, embedded_codec(), words()
+        subjects = [subject(number // len(MODES), seed, source, SIZES) for number in range(count)]
+        self._questions = [replace(question(n, seed, one), after=0.0) for n, one in enumerate(subjects)]
+        self._alone = list(ask_all(client, [replace(one, until=None) for one in self._questions], 1))
+        self._over = threading.Event()
+        self.found: list[Judged] = []
+        self.failed: list[str] = []
+
+    def begin(self, threads: ThreadPoolExecutor) -> None:
+        for place in range(AT_ONCE):
+            threads.submit(self._ask_on, place)
+
+    def end(self) -> None:
+        self._over.set()
+
+    def _ask_on(self, number: int) -> None:
+        while not self._over.is_set():
+            at = number % len(self._questions)
+            try:
+                self.found.append(self._judged(number, self._questions[at], self._alone[at]))
+            except OutriderError as error:
+                self.failed.append(f"request {number}: {type(error).__name__}: {error}")
+            number += AT_ONCE
+
+    def _judged(self, number: int, asked: Question, alone: Reply) -> Judged:
+        return judged(number, AT_ONCE, asked, ask(self._client, asked), alone, self._codec)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=int, default=30, metavar="N", help="how long, default 30")
+    parser.add_argument("--texts", type=int, default=48, metavar="N", help="how many different requests, default 48")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other requests and faults, default 0")
+
+
+def run(options: argparse.Namespace) -> int:
+    seconds = values.whole("minutes", options.minutes, 1, 10_000) * MINUTE_S
+    texts = values.whole("texts", options.texts, AT_ONCE, 10_000)
+    with LocalCluster(max_active=2 * AT_ONCE, worker_timeout=WORKER_TIMEOUT) as cluster:
+        load = Load(cluster.client(timeout=PATIENCE_S), texts, options.seed)
+        faults = Faults(cluster, random.Random(f"faults {options.seed}"))
+        early = (0, 0)
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            load.begin(threads)
+            began = time.monotonic()
+            minute = 0
+            try:
+                while (now := time.monotonic() - began) < seconds:
+                    faults.one()
+                    if early == (0, 0) and now >= seconds / 5:
+                        early = held(cluster)
+                    if now // MINUTE_S >= minute:
+                        minute += 1
+                        print(f"{now:.0f} s: {_told(load, faults, cluster)}", flush=True)
+                    time.sleep(max(EVERY_S - (time.monotonic() - began - now), 0.0))
+            finally:
+                load.end()
+        stats = settled(cluster)
+        late = held(cluster)
+        leaks = [name for name, count in (("requests run", stats.active), ("wait", stats.queued),
+                                          ("bytes are reserved", stats.kv.reserved)) if count]  # fmt: skip
+    wrong = [str(one) for one in load.found if one.verdict != SAME]
+    print("\n".join([*wrong, *load.failed, *(f"still {leak}" for leak in leaks)]))
+    grown = late[0] / max(early[0], 1)
+    print(f"{len(load.found)} texts, {Counter(one.verdict for one in load.found)}; {len(load.failed)} failed; faults:"
+          f" {dict(faults.happened)}; memory times {grown:.3f}, open files {early[1]} and {late[1]}")  # fmt: skip
+    sound = not load.failed and not leaks and all(one.verdict != DIFFERENT for one in load.found)
+    return 0 if sound and grown <= GROWTH and late[1] <= early[1] + FEW_FILES else 1
+
+
+def _told(load: Load, faults: Faults, cluster: LocalCluster) -> str:
+    size, files = held(cluster)
+    return (
+        f"{len(load.found)} texts, {faults.happened.total()} faults, {len(load.failed)} failed; server"
+        f" {size / 1024:.0f} MiB, {files} files"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

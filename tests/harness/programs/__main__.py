@@ -1,0 +1,81 @@
+"""Holds programs that speak these APIs to a whole task each: a stream, a tool and its result, JSON, or a file written.
+
+    python -m tests.harness.programs --set-up ~/programs            # prints the lines that install them
+    python -m tests.harness.programs ~/programs                     # runs those that are there: some two minutes
+    python -m tests.harness.programs ~/programs --only codex,llm
+
+They ask a scripted model, whose words are known, so that what is tried is the programs' way of asking and of reading.
+Nothing is installed, and no program sees any of your settings. The exit code is 1 when one of them fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from outrider.orchestrator.cli import run_as_program
+from tests.harness.conformance.asking import Server
+from tests.harness.conformance.houses import serving
+from tests.harness.programs.agents import AGENTS
+from tests.harness.programs.kits import KITS
+from tests.harness.programs.program import Program, Run, wrong
+from tests.harness.programs.script import write_model
+
+PROGRAMS = (*KITS, *AGENTS)
+LAST = 500
+"""So much of what a program said before it failed is told."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="where the programs are, each in a folder of its name")
+    parser.add_argument("--set-up", action="store_true", help="print the lines that install them there")
+    parser.add_argument("--only", default="", help="some of them, with commas between")
+
+
+def run(options: argparse.Namespace) -> int:
+    chosen = [name.strip() for name in options.only.lower().split(",") if name.strip()]
+    programs = [one for one in PROGRAMS if not chosen or one.folder in chosen]
+    if options.set_up:
+        print("\n".join(program.set_up(str(options.folder)) for program in programs))
+        return 0
+    there = [program for program in programs if program.is_at(options.folder / program.folder)]
+    failed = 0
+    with TemporaryDirectory(prefix="outrider-programs-") as home:
+        works = {program.name: Path(home, program.folder) for program in PROGRAMS}
+        model = write_model(Path(home, "model"), works)
+        print("| program | version | API | did | seconds |\n|---|---|---|---|---|")
+        with serving(model, model, ("scripted",)) as url:
+            name = Server(url).model
+            for program in there:
+                works[program.name].mkdir()
+                tried = Run((options.folder / program.folder).resolve(), works[program.name], url, name)
+                for row, is_right in _rows(program, tried):
+                    print(row, flush=True)
+                    failed += not is_right
+    missing = [program.name for program in programs if program not in there]
+    print(f"\nnot found in {options.folder}: {', '.join(missing)}" if missing else "")
+    return int(failed > 0)
+
+
+def _rows(program: Program, tried: Run) -> Iterator[tuple[str, bool]]:
+    """A row an API, and whether all went right."""
+    version, began = program.version(tried), time.monotonic()
+    try:
+        found = program.task(tried)
+    except (subprocess.SubprocessError, ValueError, LookupError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip()[-LAST:]
+        yield f"| {program.name} | {version} | | FAILED: {' '.join(said.split())} | |", False
+        return
+    seconds = f"{time.monotonic() - began:.0f}"
+    for api, told in found.items():
+        problems = wrong(told)
+        did = ", ".join(told) if not problems else f"FAILED: {'; '.join(problems)}"
+        yield f"| {program.name} | {version} | {api} | {did} | {seconds} |", not problems
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,89 @@
+"""A program: how it is set up, how it is run, and what has to have come of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.harness.conformance.said import GREETING, SUNNY
+
+SECONDS = 100
+Told = Mapping[str, Mapping[str, object]]
+"""By API, what each part of the task gave: stream, city, answer, form, parts or file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Where a program lies, and what it talks to. `work`: an empty folder of its own, its home, too."""
+
+    place: Path
+    work: Path
+    url: str
+    model: str
+
+    def output(self, line: list[str], **more: str) -> str:
+        """What a command prints; it sees no settings but these. Raises CalledProcessError, TimeoutExpired."""
+        bare = {"PATH": os.environ["PATH"], "HOME": str(self.work), "LANG": "C.UTF-8", "NO_COLOR": "1"}
+        return subprocess.run(
+            line, cwd=self.work, env={**bare, **more}, capture_output=True, text=True, timeout=SECONDS, check=True,
+            stdin=subprocess.DEVNULL,
+        ).stdout  # fmt: skip
+
+    def command(self, name: str) -> str:
+        """One of the program's own commands."""
+        found = [self.place / "bin" / name, self.place / "node_modules" / ".bin" / name]
+        return str(next((path for path in found if path.exists()), found[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`packages` as pip or npm take them, the first being its own. `task` runs it; `version` says which it is."""
+
+    name: str
+    packages: tuple[str, ...]
+    task: Callable[[Run], Told]
+    is_npm: bool = False
+
+    @property
+    def folder(self) -> str:
+        return self.name.lower().replace(" ", "-")
+
+    def set_up(self, home: str) -> str:
+        """The line that installs it below `home`."""
+        place = f"{home}/{self.folder}"
+        if self.is_npm:
+            return f"npm install --prefix {place} {' '.join(self.packages)}"
+        return f"python -m venv {place} && {place}/bin/pip install {' '.join(self.packages)}"
+
+    def is_at(self, place: Path) -> bool:
+        return (place / ("node_modules" if self.is_npm else "bin/python")).exists()
+
+    def version(self, run: Run) -> str:
+        """That of its own package."""
+        package = self.packages[0].partition("[")[0]
+        if self.is_npm:
+            described = run.place / "node_modules" / package / "package.json"
+            return str(json.loads(described.read_text(encoding="utf-8"))["version"])
+        ask = f"import importlib.metadata as m; print(m.version({package!r}))"
+        return run.output([run.command("python"), "-c", ask]).strip()
+
+
+def wrong(told: Mapping[str, object]) -> list[str]:
+    """The parts of a task that gave something else than they had to."""
+    expected: dict[str, Callable[[object], bool]] = {
+        "stream": lambda text: text == GREETING,
+        "city": lambda city: city == "Paris",
+        "answer": lambda text: text == SUNNY,
+        "form": _is_form,
+        "parts": _is_form,
+        "file": bool,
+    }
+    return [f"{name}: {value!r}" for name, value in told.items() if not expected[name](value)]
+
+
+def _is_form(form: object) -> bool:
+    return isinstance(form, dict) and isinstance(form.get("sure"), bool)

@@ -1,0 +1,153 @@
+"""Requests that come and go at random say what they say alone: the embedded pair through the real processes.
+
+    python -m tests.harness.random_identity                     # 2,000 requests at 1, 4 and 16 at once: 20 minutes
+    python -m tests.harness.random_identity --requests 240 --seed 7
+    python -m tests.harness.random_identity --first 960         # goes on where a run was broken off
+
+All modes, T = 0 and 0.8, penalties, biases, filters, stop strings, end tokens, prompts of 1 to 900 tokens, and clients
+that leave at any token. The reference is what a request says in `ar` on a cluster of its own that has no drafter, no
+prompt cache and no other request; four requests share one.
+Tokens, text and reason must be the same; of who left, the beginning. What differs is replayed teacher-forced through
+the target: differences that rounding explains are ties and listed; anything else is a difference, and the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from outrider.bench.commands.lists import numbers
+from outrider.bench.crowd.ask import Question, ask, ask_all
+from outrider.bench.crowd.reply import Reply
+from outrider.orchestrator.certify import certify
+from outrider.orchestrator.claim import Output, faults
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.protocol import values
+from tests.harness.chance import MODES, Sizes, question, subject
+from tests.harness.embedded import embedded_codec, words
+
+# So many requests, then it is said that they held.
+BLOCK = 240
+SAME, TIE, DIFFERENT = "same", "tie", "DIFFERENT"
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What came of a request beside so many others, against what it says alone; `why` it is not the same."""
+
+    number: int
+    at_once: int
+    question: Question
+    verdict: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        asked, params = self.question, self.question.sampling
+        how = f"{asked.mode}, {self.at_once} at once, a prompt of {len(asked.tokens)} tokens, T = {params.temp:g}"
+        return f"{self.verdict}: request {self.number}, {how}: {self.why}"
+
+
+def compared(question: Question, reply: Reply, alone: Reply) -> str:
+    """How a reply differs from the one alone; empty where it does not."""
+    count = len(reply.token_ids)
+    if reply.token_ids != (alone.token_ids[:count] if reply.cancelled else alone.token_ids):
+        pairs = enumerate(zip(reply.token_ids, alone.token_ids, strict=False))
+        at = next((place for place, (ours, theirs) in pairs if ours != theirs), min(count, len(alone.token_ids)))
+        return f"another token at {at} of {len(alone.token_ids)}"
+    if reply.text != (alone.text[: len(reply.text)] if reply.cancelled else alone.text):
+        return f"the text {reply.text[-40:]!r}, not {alone.text[-40:]!r}"
+    return "" if reply.cancelled or reply.reason == alone.reason else f"ended by {reply.reason}, not {alone.reason}"
+
+
+def judged(number: int, at_once: int, question: Question, reply: Reply, alone: Reply, codec: TextCodec) -> Judged:
+    """Compares, and has the target replay what differs."""
+    why = compared(question, reply, alone)
+    if not why:
+        return Judged(number, at_once, question, SAME)
+    report = certify(EMBEDDED_TARGET, question.tokens, reply.token_ids, question.sampling, lambda _: None)
+    found: Sequence[object] = report.mismatches[:1]
+    if not found and not reply.cancelled:
+        output = Output(
+            "", "", False, len(question.tokens), question.sampling, reply.token_ids, reply.text, reply.reason
+        )
+        found = faults(output, codec, question.tokens, report.context_length)
+    holds = not found and bool(report.ties)
+    return Judged(number, at_once, question, TIE if holds else DIFFERENT, f"{why}; {found or report.ties}")
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Which requests are made on a cluster, and compared with what they say alone, of which `plain` is asked."""
+
+    client: Client
+    plain: Client
+    codec: TextCodec
+    seed: int
+    sizes: Sizes
+    tell: Tell
+
+    def block(self, first: int, count: int, widths: Sequence[int]) -> list[Judged]:
+        """`count` requests from number `first` on: alone, then a part of them at each of the widths."""
+        source = words()
+        wanted = range(first, first + count)
+        subjects = {n: subject(n, self.seed, source, self.sizes) for n in sorted({n // len(MODES) for n in wanted})}
+        alone = {}
+        for place, (number, (tokens, sampling)) in enumerate(subjects.items()):
+            self.tell(f"alone: {place} of {len(subjects)}")
+            alone[number] = ask(self.plain, Question(tokens, sampling, "ar"))
+        order = random.Random(first).sample(wanted, count)
+        found = []
+        for place, width in enumerate(widths):
+            chosen = order[place * count // len(widths) : (place + 1) * count // len(widths)]
+            asked = [question(n, self.seed, subjects[n // len(MODES)]) for n in chosen]
+            replies = ask_all(self.client, asked, width)
+            for done, (number, one, reply) in enumerate(zip(chosen, asked, replies, strict=True)):
+                self.tell(f"{width} at once: {done} of {len(chosen)}")
+                found.append(judged(number, width, one, reply, alone[number // len(MODES)], self.codec))
+        return found
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="how many, default 2000")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="the number of the first one, default 0")
+    parser.add_argument("--at-once", default="1,4,16", metavar="N,N,...", help="how many at a time, default 1,4,16")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other requests, default 0")
+
+
+def run(options: argparse.Namespace) -> int:
+    end = values.whole("requests", options.requests, 1, 1_000_000)
+    first = values.whole("first", options.first, 0, end - 1)
+    widths = [values.whole("at-once", width, 1, 256) for width in numbers("at-once", options.at_once, int)]
+    codec, screen = embedded_codec(), Screen()
+    found: list[Judged] = []
+    with (
+        LocalCluster(progress=screen.show, draft_backend="none", mode="ar", prompt_cache=False, max_active=1) as alone,
+        LocalCluster(progress=screen.show, max_active=max(widths)) as cluster,
+    ):
+        course = Course(cluster.client(), alone.client(), codec, options.seed, Sizes(), screen.show)
+        for begin in range(first, end, BLOCK):
+            tell = lambda said, begin=begin: screen.show(f"requests {begin} to {min(begin + BLOCK, end)}, {said}")  # noqa: E731
+            block = replace(course, tell=tell).block(begin, min(BLOCK, end - begin), widths)
+            screen.clear()
+            print("\n".join([*(str(one) for one in block if one.verdict != SAME), _sums(block)]), flush=True)
+            found += block
+    print(f"all, seed {options.seed}: {_sums(found)}")
+    return int(any(one.verdict == DIFFERENT for one in found))
+
+
+def _sums(found: Sequence[Judged]) -> str:
+    counts = [f"{sum(one.verdict == verdict for one in found)} {verdict}" for verdict in (SAME, TIE, DIFFERENT)]
+    return f"requests {min(o.number for o in found)} to {max(o.number for o in found)}: {', '.join(counts)}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,177 @@
+"""Texts that are broken off go on with another server: are they the same, and how long do readers wait?
+
+    python -m tests.harness.resume                          # 500 requests, then 20 kills: some minutes
+    python -m tests.harness.resume --requests 40 --kills 2
+
+*Broken*: of each request the connection breaks at a token drawn by chance, up to twice, before the first one too; the
+other of two servers goes on. All modes, T = 0 and 0.8, penalties, filters, stop strings, end tokens. Each text is
+compared with what it says alone in `ar`; what differs is replayed through the target, and rounding's ties are listed.
+*Kills*: the server of a text, reached by TCP, dies by SIGKILL at a token by chance; from that moment until the next
+token. The exit code is 1 where a text is another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import zmq
+
+from outrider.bench.crowd.ask import Question, ask, ask_all
+from outrider.bench.crowd.reply import Arrival, Reply
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.client.dialogue import Dialogue
+from outrider.orchestrator.client.patience import Patience
+from outrider.orchestrator.client.result import Chunk
+from outrider.orchestrator.client.resumed import Resumed
+from outrider.protocol import values
+from outrider.protocol.errors import EndpointError
+from outrider.protocol.messages import Message
+from outrider.protocol.sampling import SamplingParams
+from tests.harness.chance import MODES, Sizes, question, subject
+from tests.harness.embedded import embedded_codec, words
+from tests.harness.random_identity import DIFFERENT, SAME, TIE, Judged, judged
+
+SIZES = Sizes(prompt=200, text=48)
+AT_ONCE, MOST_CUTS = 4, 2
+SECOND = 1.0
+KILLED = SamplingParams(max_tokens=96, temp=0.8, ignore_eos=True)
+
+
+class Cuts:
+    """After how many tokens of a try a request's connection breaks, drawn once for each request."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._left: dict[str, list[int]] = {}
+        self.made = 0
+
+    def next(self, dialogue: Dialogue) -> int | None:
+        """Of its next try; None: it may end."""
+        if dialogue.request not in self._left:
+            rng = random.Random(f"cuts {self._seed} {len(self._left)}")
+            longest = dialogue.opening.sampling.max_tokens
+            self._left[dialogue.request] = [rng.randint(0, longest - 1) for _ in range(rng.randint(1, MOST_CUTS))]
+        return self._left[dialogue.request].pop() if self._left[dialogue.request] else None
+
+
+class Cutting(Client):
+    """A client whose connection breaks as `cuts` has it."""
+
+    def __init__(self, endpoint: str, cuts: Cuts) -> None:
+        super().__init__(endpoint)
+        self._cuts = cuts
+        self._left: dict[str, int | None] = {}
+
+    def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
+        self._left[dialogue.request] = self._cuts.next(dialogue)
+        for chunk in super().once(dialogue):
+            left = self._left[dialogue.request]
+            self._left[dialogue.request] = None if left is None else left - len(chunk.token_ids)
+            yield chunk
+
+    def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message:
+        left = self._left.get(about or "")
+        if left is not None and left <= 0:
+            self._cuts.made += 1
+            raise EndpointError("the connection has broken")
+        return super()._receive(socket, patience, about)
+
+
+def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], int]:
+    """What came of so many requests, and how often they were broken off."""
+    source, codec, cuts = words(), embedded_codec(), Cuts(seed)
+    subjects = {n: subject(n, seed, source, SIZES) for n in range(-(-requests // len(MODES)))}
+    asked = [question(n, seed, subjects[n // len(MODES)]) for n in range(requests)]
+    plain = LocalCluster(progress=screen.show, draft_backend="none", mode="ar", prompt_cache=False, max_active=1)
+    with plain:
+        alone = []
+        for number, (tokens, sampling) in subjects.items():
+            screen.show(f"alone: {number} of {len(subjects)}")
+            alone.append(ask(plain.client(), Question(tokens, sampling, "ar")))
+    with LocalCluster(progress=screen.show) as one, LocalCluster(progress=screen.show) as other:
+        both = Resumed([Cutting(cluster.client().endpoint, cuts) for cluster in (one, other)])
+        found = []
+        for number, reply in enumerate(ask_all(both, asked, AT_ONCE)):
+            screen.show(f"broken off: {number} of {requests}")
+            found.append(judged(number, AT_ONCE, asked[number], reply, alone[number // len(MODES)], codec))
+    return found, cuts.made
+
+
+class Assassin:
+    """Kills the server `pid` once `tokens` of a text have come."""
+
+    def __init__(self, pid: int, tokens: int) -> None:
+        self._pid, self._left = pid, tokens
+        self.struck = 0.0
+
+    def heard(self, arrival: Arrival) -> None:
+        self._left -= arrival.tokens
+        if self._left <= 0 and not self.struck:
+            os.kill(self._pid, signal.SIGKILL)
+            self.struck = time.perf_counter()
+
+    def wait(self, reply: Reply) -> float:
+        """The longest that the reader had to wait afterwards, seconds; what had been sent before comes at once."""
+        times = [self.struck, *(arrival.at for arrival in reply.arrivals if arrival.at > self.struck)]
+        return max(after - before for before, after in pairwise(times))
+
+
+def kills(count: int, seed: int, screen: Screen) -> tuple[list[float], int]:
+    """The readers' waits in seconds, each after their server's death; how many texts were others."""
+    rng, waits, others = random.Random(f"kills {seed}"), list[float](), 0
+    prompt, sampling = tuple(words()[:64]), replace(KILLED, seed=seed)
+    with LocalCluster(progress=screen.show) as steady:
+        text = ask(steady.client(), Question(prompt, sampling, "ar")).token_ids
+        for number in range(count):
+            with LocalCluster(progress=screen.show, endpoint="tcp://127.0.0.1:0") as doomed:
+                screen.show(f"kills: {number} of {count}")
+                assassin = Assassin(doomed.pid, rng.randint(1, KILLED.max_tokens - 8))
+                both = Resumed([Client(doomed.endpoint, timeout=SECOND), steady.client(SECOND)])
+                reply = ask(both, Question(prompt, sampling, MODES[number % len(MODES)]), assassin.heard)
+            others += reply.token_ids != text
+            waits.append(assassin.wait(reply))
+    return waits, others
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=500, metavar="N", help="broken off at random, default 500")
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="of servers, default 20")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other requests, default 0")
+
+
+def run(options: argparse.Namespace) -> int:
+    requests = values.whole("requests", options.requests, 0, 100_000)
+    count = values.whole("kills", options.kills, 0, 10_000)
+    screen, wrong = Screen(), 0
+    if requests:
+        found, cuts = broken(requests, options.seed, screen)
+        screen.clear()
+        sums = [f"{sum(one.verdict == verdict for one in found)} {verdict}" for verdict in (SAME, TIE, DIFFERENT)]
+        print("\n".join([*(str(one) for one in found if one.verdict != SAME)]))
+        print(f"{requests} requests, broken off {cuts} times: {', '.join(sums)}", flush=True)
+        wrong += sum(one.verdict == DIFFERENT for one in found)
+    if count:
+        waits, others = kills(count, options.seed, screen)
+        screen.clear()
+        middle, worst = 1000 * statistics.median(waits), 1000 * max(waits)
+        print(
+            f"{count} servers killed: next token after {middle:.0f} ms (p50), {worst:.0f} ms (worst);"
+            f" {others} texts differ"
+        )
+        wrong += others
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

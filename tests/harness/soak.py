@@ -1,0 +1,99 @@
+"""Many requests of random sizes, some cancelled: none may be lost, and memory must stay what it was.
+
+    python -m tests.harness.soak                               # 1,000 requests, 8 at once, one in eight cancelled
+    python -m tests.harness.soak --requests 60 --kv-memory 20MB
+
+Prints the resident memory of target, drafter and server after a fifth of the requests and at the end, and what the
+prompt caches hold then, so that nobody takes a cache that fills for a process that grows. The exit code is 1 where a
+request is lost, a place or a byte is not given back, or a process has grown by more than 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+from outrider.bench.crowd.ask import Question, ask
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import Stats
+from outrider.protocol.values import size
+from tests.harness.chance import Sizes, question, subject
+from tests.harness.embedded import words
+
+GROWTH = 1.05
+SIZES = Sizes(prompt=700, text=60)
+PATIENCE_S = 30.0
+
+
+def resident(pids: dict[str, int]) -> dict[str, int]:
+    """KiB of each process."""
+    told = {name: subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
+            for name, pid in pids.items()}  # fmt: skip
+    return {name: int(said.stdout or 0) for name, said in told.items()}
+
+
+def end_of(client: Client, asked: Question) -> str:
+    """How one request ended: eos, stop, length, cancelled, or the error."""
+    try:
+        return ask(client, asked).reason
+    except OutriderError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def settled(cluster: LocalCluster) -> Stats:
+    """The statistics once nothing runs."""
+    deadline, client = time.monotonic() + PATIENCE_S, cluster.client()
+    while (stats := client.stats()).active + stats.queued and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)  # the last CLOSE is on its way to the workers
+    return client.stats()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--kv-memory", default="60MB", help="little, so that the caches are full after a fifth")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def run(options: argparse.Namespace) -> int:
+    source = words()
+    about = [subject(number, options.seed, source, SIZES) for number in range(options.requests)]
+    plan = [replace(question(number, options.seed, one), after=0.0) for number, one in enumerate(about)]
+    ends: list[str] = []
+    with LocalCluster(max_active=options.at_once, kv_memory=options.kv_memory) as cluster:
+        pids = {worker.name: worker.pid for worker in cluster.client().stats().workers} | {"server": cluster.pid}
+        early = plan[: max(options.requests // 5, 1)]
+        sizes, caches = [], []
+        for part in (early, plan[len(early) :]):
+            with ThreadPoolExecutor(options.at_once + 2) as threads:
+                ends += threads.map(partial(end_of, cluster.client()), part)
+            stats = settled(cluster)
+            sizes.append(resident(pids))
+            caches.append({worker.name: worker.cache.bytes / 1e6 for worker in stats.workers})
+    grown = {name: sizes[1][name] / max(sizes[0][name], 1) for name in pids}
+    for name in pids:
+        print(f"{name}: {sizes[0][name] / 1024:.0f} MiB, in the end {sizes[1][name] / 1024:.0f}: {grown[name]:.3f}")
+    for worker in stats.workers:
+        use = worker.cache
+        early_mb, late_mb = (held[worker.name] for held in caches)
+        print(f"{worker.name}: {use.entries} texts kept in {late_mb:.1f} MB ({early_mb:.1f} after a fifth), {use.hits}"
+              f" of {use.lookups} found something, {use.tokens_saved} tokens not read again")  # fmt: skip
+    lost = [end for end in ends if end not in ("eos", "length", "stop", "cancelled")]
+    kept = sum(worker.cache.bytes for worker in stats.workers)
+    print(f"{len(ends)} requests, {ends.count('cancelled')} cancelled, {len(lost)} lost; {stats.active} still run")
+    for end in lost[:5]:
+        print(end)
+    sound = not lost and not stats.active and not stats.queued and kept <= size("kv_memory", options.kv_memory)
+    return 0 if sound and max(grown.values()) <= GROWTH else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,74 @@
+"""A drafter started as a person would, `outrider worker draft --connect ENDPOINT`, and a cluster whose only one is far.
+
+Server and drafter have keys and know each other's, for the link between the hosts is beyond loopback.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Unpack
+
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.settings import Settings
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.keyring import DRAFTER, Allowed, Keyring, Server
+from tests.harness.two_hosts.hosts import ADDRESS, TwoHosts
+from tests.harness.two_hosts.namespace import Namespace
+
+NAME = "far"
+_PLACE = f"{ADDRESS}:7000"
+PATIENCE_S = 120.0
+LOOK_S = 0.05
+
+
+@contextmanager
+def far_cluster(hosts: TwoHosts, options: Sequence[str] = (), **settings: Unpack[Settings]) -> Iterator[Client]:
+    """A client of a cluster on one host whose only drafter, called `NAME`, is on the other; `options` are its own."""
+    endpoint = f"tcp://{_PLACE}"
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+        ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
+        Keyring(theirs).trust(Server(_PLACE, Keyring(ours).make().public))
+        Keyring(ours).allow(Allowed(DRAFTER, Keyring(theirs).make().public, NAME))
+        settings |= Settings(draft_backend="ngram", workers_endpoint=endpoint, keys=ours)
+        with hosts.here.entered():
+            cluster = LocalCluster(**settings)
+        with cluster:
+            client = cluster.client(timeout=PATIENCE_S)
+            with drafter(client, hosts.there, endpoint, NAME, "--keys", str(theirs), *options):
+                yield client
+
+
+@contextmanager
+def drafter(client: Client, host: Namespace, endpoint: str, name: str, *options: str) -> Iterator[None]:
+    """Runs until the end of the block, ready from its beginning."""
+    command = python("-m", "outrider", "worker", "draft", "--connect", endpoint, "--name", name, *options)
+    with host.entered():
+        process = subprocess.Popen(command, env=child_environment())
+    try:
+        wait_for(client, name, "ready")
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def state(client: Client, name: str) -> str:
+    """What the cluster says of the worker of this name; empty: nothing."""
+    return next((worker.state for worker in client.stats().workers if worker.name == name), "")
+
+
+def wait_for(client: Client, name: str, wanted: str) -> float:
+    """Until the worker is in this state; how long that took, in seconds. Raises WorkerError when it never is."""
+    began = time.monotonic()
+    while (found := state(client, name)) != wanted:
+        if time.monotonic() > began + PATIENCE_S:
+            raise WorkerError(f"{name} is {found or 'nowhere'} after {PATIENCE_S:.0f} s; expected {wanted}")
+        time.sleep(LOOK_S)
+    return time.monotonic() - began

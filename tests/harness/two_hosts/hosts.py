@@ -1,0 +1,99 @@
+"""Two hosts with a link between them: what is started in one reaches the other by `ADDRESS` alone.
+
+Needs root and iproute2. The link is netem's where the kernel has it, else a process of ours carries the packets.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from tests.harness.two_hosts.namespace import Namespace
+from tests.harness.two_hosts.netem import Cable, has_netem
+from tests.harness.two_hosts.wire import Wire
+
+ADDRESS = "192.0.2.1"
+_THERE = "192.0.2.2"
+_NAMES = ("near0", "far0")
+
+
+class Link(Protocol):
+    """What joins the two."""
+
+    def shape(self, delay_ms: float, loss: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What has gone over the link, headers of IP and TCP included, before any of it was lost."""
+
+    bytes_there: int
+    bytes_back: int
+    packets: int
+
+    def __sub__(self, before: Carried) -> Carried:
+        return Carried(
+            self.bytes_there - before.bytes_there,
+            self.bytes_back - before.bytes_back,
+            self.packets - before.packets,
+        )
+
+
+class TwoHosts:
+    """`here` is reached at `ADDRESS` from `there`. A context manager; see `namespace.why_not` for who can't.
+
+    Raises:
+        WorkerError: the system does not let us make it.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.here, self.there = Namespace(), Namespace()
+        self._shape = 0.0, 0.0
+        self.by_netem = has_netem()
+        self._link: Link = Cable(self.here, self.there, _NAMES) if self.by_netem else self._wire(seed)
+        for host, name, address in zip((self.here, self.there), _NAMES, (ADDRESS, _THERE), strict=True):
+            host.ip("address", "add", f"{address}/24", "dev", name)
+            host.ip("link", "set", name, "up")
+
+    def _wire(self, seed: int) -> Wire:
+        return Wire(self.here, self.there, _NAMES, seed)
+
+    def shape(self, rtt_ms: float = 0.0, loss: float = 0.0) -> None:
+        """From now on packets take half of `rtt_ms` each way, and the share `loss` of them is lost, each way."""
+        self._shape = rtt_ms / 2, loss
+        self._link.shape(*self._shape)
+
+    def carried(self) -> Carried:
+        """So far."""
+        there, back = (
+            json.loads(host.run("ip", "-j", "-s", "link", "show", "dev", name))[0]["stats64"]["tx"]
+            for host, name in ((self.here, _NAMES[0]), (self.there, _NAMES[1]))
+        )
+        return Carried(there["bytes"], back["bytes"], there["packets"] + back["packets"])
+
+    def cut(self, pulled: bool = False) -> None:
+        """Nothing gets through from now on. `pulled`: the cable is out of the far host, whose system knows; else the
+        cut is somewhere on the way, and nobody does."""
+        if pulled:
+            self.there.ip("link", "set", _NAMES[1], "down")
+        else:
+            self._link.shape(self._shape[0], 1.0)
+
+    def heal(self) -> None:
+        """After either cut."""
+        self.there.ip("link", "set", _NAMES[1], "up")
+        self._link.shape(*self._shape)
+
+    def close(self) -> None:
+        self._link.close()
+        self.here.close()
+        self.there.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

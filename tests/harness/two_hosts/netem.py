@@ -1,0 +1,40 @@
+"""A link that the kernel shapes: two ends of a virtual cable, each with netem for what it sends."""
+
+from __future__ import annotations
+
+import shutil
+
+from outrider.protocol.errors import WorkerError
+from tests.harness.two_hosts.namespace import Namespace
+
+
+def has_netem() -> bool:
+    """Whether this kernel can: many are built without it."""
+    if shutil.which("tc") is None:
+        return False
+    host = Namespace()
+    try:
+        host.run("tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+    except WorkerError:
+        return False
+    finally:
+        host.close()
+    return True
+
+
+class Cable:
+    """Between devices of these names in two namespaces."""
+
+    def __init__(self, here: Namespace, there: Namespace, names: tuple[str, str]) -> None:
+        self._ends = ((here, names[0]), (there, names[1]))
+        here.ip("link", "add", names[0], "type", "veth", "peer", "name", names[1], "netns", there.path)
+        for host, name in self._ends:  # a packet is lost by itself, not with all that was sent together
+            host.ip("link", "set", name, "gso_max_segs", "1")
+
+    def shape(self, delay_ms: float, loss: float) -> None:
+        shape = ("delay", f"{round(delay_ms * 1000)}us", "loss", f"{loss:.4%}", "limit", "10000")
+        for host, name in self._ends:
+            host.run("tc", "qdisc", "replace", "dev", name, "root", "netem", *shape)
+
+    def close(self) -> None:
+        """The kernel takes it away with its namespaces."""

@@ -1,0 +1,95 @@
+"""A real draft worker in virtual time, which drafts known texts with a profile's odds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.paced import PacedDrafter
+from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.engine.pace import Pace
+from outrider.protocol.messages import Message
+from outrider.protocol.profile import Profile
+from tests.harness.virtual.world import World
+
+VOCAB = 4096
+Texts = Collection[tuple[int, ...]]
+Deliver = Callable[[str, Message], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a drafter runs. Drafters with one `seed` are one model: they err in the same places. `hop`: seconds."""
+
+    profile: Profile
+    hop: float = 0.0
+    fan_out: str = "best-first"
+    seed: int = 0
+
+
+class Idle(Exception):
+    """The draft worker would wait."""
+
+
+class VirtualDrafter:
+    """A draft worker, `way` seconds from the orchestrator, held to its own latency.
+
+    What a forward takes passes for it alone: it looks for news only between two, and what it says leaves when it ends.
+    One that is `gone` hears and says nothing any more.
+    """
+
+    def __init__(self, name: str, world: World, machine: Machine, texts: Texts, deliver: Deliver) -> None:
+        self.name, self.model, self.inbox = name, machine.seed, deque[Message]()
+        self.way = machine.profile.link_ms / 1000 + machine.hop
+        self.gone = False
+        self._world, self._deliver = world, deliver
+        self._scheduled = False
+        profile = machine.profile
+        script = Script(texts, profile.acceptance, profile.bonus_ranks, VOCAB, seed=machine.seed)
+        pace = Pace(profile.draft, self._nap, world.clock)
+        drafter = PacedDrafter(ReplayDrafter(script), profile.name, pace, world.clock)
+        self._worker = DraftWorker(self, drafter, POLICIES[machine.fan_out])
+
+    def hear(self, message: Message) -> None:
+        """Sent now, it arrives after its way."""
+        self._world.after(self.way, lambda: self._arrived(message))
+
+    def send(self, message: Message) -> None:
+        self._world.after(self.way, lambda: self._said(message))
+
+    def receive(self, wait: bool) -> Message | None:
+        if wait and not self.inbox:
+            raise Idle
+        return self.inbox.popleft() if self.inbox else None
+
+    def expect(self, milliseconds: float) -> None:
+        """Nobody watches."""
+
+    def _said(self, message: Message) -> None:
+        if not self.gone:
+            self._deliver(self.name, message)
+
+    def _arrived(self, message: Message) -> None:
+        self.inbox.append(message)
+        self._wake(0.0)
+
+    def _wake(self, seconds: float) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._world.after(seconds, self._turn)
+
+    def _turn(self) -> None:
+        self._scheduled, began = False, self._world.now
+        if self.gone:
+            return
+        with suppress(Idle):
+            self._worker.turn()
+            self._wake(0.0)
+        self._world.now = began
+
+    def _nap(self, seconds: float) -> None:
+        self._world.now += seconds

@@ -1,0 +1,182 @@
+"""An engine in virtual time: the real rounds, controller and speculation cache, a paced target, real draft workers.
+
+Nothing sleeps: forwards and messages take a latency profile's time on a clock of their own, so a minute of a simulated
+machine takes seconds and repeats exactly. What real processes add (sockets, scheduling, Python) is left out, but for
+`hop_ms`, the one-way time of any message. Knows no line of waiting requests and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outrider.orchestrator.core.learning.tuning import Tuning
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.events import Admit, ToFront
+from outrider.protocol.abilities import Abilities
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.messages import Message
+from outrider.protocol.profile import Profile
+from tests.harness.virtual.drafter import Machine, VirtualDrafter
+from tests.harness.virtual.remembered import Remembered
+from tests.harness.virtual.target import PacedTarget
+from tests.harness.virtual.world import World
+
+TARGET = "target-0"
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What an engine runs on. `others`: its further drafters. `prompt_ms`: reading a token of a prompt, 0: no time.
+    `remembers`: so many tokens of texts that have ended."""
+
+    profile: Profile
+    hop_ms: float = 0.0
+    fan_out: str = "best-first"
+    others: tuple[Machine, ...] = ()
+    prompt_ms: float = 0.0
+    remembers: int = 0
+
+    @property
+    def drafters(self) -> tuple[Machine, ...]:
+        return (Machine(self.profile, self.hop_ms / 1000, self.fan_out), *self.others)
+
+
+class VirtualEngine:
+    """The workers that `rounds` see, in `world`; `tell` hears what the front would."""
+
+    target_context = 1 << 20
+    target_abilities = Abilities()
+
+    def __init__(
+        self,
+        world: World,
+        hardware: Hardware,
+        settings: RoundSettings,
+        tell: Callable[[ToFront], None],
+        texts: Sequence[tuple[int, ...]] = (),
+        tunings: Sequence[Tuning] = (),
+        memory: Sequence[Tuning] = (),
+    ) -> None:
+        """`texts`: those that drafters know beside the ones that run."""
+        self.world = world
+        self.gone = False
+        self._hardware = hardware
+        self._hop = hardware.hop_ms / 1000
+        self._texts = {f"known {number}": text for number, text in enumerate(texts)}
+        self.target = PacedTarget(
+            world,
+            hardware.profile,
+            self._hop,
+            lambda message: self._handle(TARGET, message),
+            hardware.prompt_ms,
+            Remembered(hardware.remembers),
+        )
+        self._drafters = {name: self._started(name) for name in self._names()}
+        self.rounds = Rounds(self, settings, tell, Trace(None), tunings, memory)
+
+    # --- what the rounds see --------------------------------------------------------------------------------------
+
+    def notes(self) -> list[str]:
+        return []
+
+    def is_target(self, name: str) -> bool:
+        return name == TARGET
+
+    def model(self, name: str) -> object:
+        return self._drafters[name].model
+
+    def drafters(self) -> set[str]:
+        return set(self._drafters)
+
+    def vocabulary(self, name: str) -> int:
+        return 1 << 20
+
+    def prefill_workers(self) -> set[str]:
+        """There are none."""
+        return set()
+
+    def features(self, name: str) -> str:
+        """Nobody reads the target's rows."""
+        return ""
+
+    def lied(self, name: str, kind: str) -> None:
+        raise WorkerError(f"{name} is honest, and was taken for a liar: {kind}")
+
+    def send_target(self, message: Message) -> None:
+        text = self._texts.get(getattr(message, "request", ""), ())
+        self.world.after(self._hop, lambda: self.target.hear(text, message))
+
+    def send_drafter(self, name: str, message: Message) -> None:
+        if name in self._drafters:
+            self._drafters[name].hear(message)
+
+    def let_go(self) -> None:
+        """Messages leave by the virtual clock."""
+
+    # --- what a front does ----------------------------------------------------------------------------------------
+
+    def begin(self, admit: Admit, text: tuple[int, ...]) -> None:
+        """A request whose prompt, and what it will say, is `text`."""
+        self._texts[admit.request] = text
+        self.rounds.begin(admit, self.world.now_ns())
+        self._watch_deadline()
+
+    def forget(self, request: str) -> None:
+        """The request has ended."""
+        del self._texts[request]
+
+    # --- what may happen ------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """All of it is gone at once."""
+        self.gone = True
+        self.target.end()
+        for drafter in self._drafters.values():
+            drafter.gone = True
+
+    def lose_drafters(self, count: int, noticed: float) -> None:
+        """The last `count` drafters are gone, which is noticed after so many seconds."""
+        lost = [self._drafters[name] for name in self._names()[-count:] if name in self._drafters] if count else []
+        for drafter in lost:
+            drafter.gone = True
+        self.world.after(noticed, lambda: self._do_without(lost))
+
+    def regain_drafters(self) -> None:
+        """New ones are there in the place of those that were lost."""
+        for name in self._names():
+            if name not in self._drafters and not self.gone:
+                self._drafters[name] = self._started(name)
+                self.rounds.found_drafter(name)
+
+    def _do_without(self, lost: Sequence[VirtualDrafter]) -> None:
+        if self.gone:
+            return
+        for drafter in lost:
+            del self._drafters[drafter.name]
+            self.rounds.lost_drafter(drafter.name, f"{drafter.name} was lost", self.world.now_ns())
+        self._watch_deadline()
+
+    def _names(self) -> list[str]:
+        return [f"draft-{number}" for number in range(len(self._hardware.drafters))]
+
+    def _started(self, name: str) -> VirtualDrafter:
+        machine = self._hardware.drafters[self._names().index(name)]
+        return VirtualDrafter(name, self.world, machine, self._texts.values(), self._handle)
+
+    def _handle(self, sender: str, message: Message) -> None:
+        if not self.gone:
+            self.rounds.handle(sender, message, self.world.now_ns())
+            self._watch_deadline()
+
+    def _watch_deadline(self) -> None:
+        deadline_ns = self.rounds.next_deadline_ns()
+        if deadline_ns is not None:
+            left = max(deadline_ns / 1e9 - self.world.now, 0.0) + 1e-9
+            self.world.after(left, self._on_time, last=True)
+
+    def _on_time(self) -> None:
+        if not self.gone:
+            self.rounds.on_time(self.world.now_ns())

@@ -1,0 +1,132 @@
+"""Asks a real Prometheus every question of the Grafana dashboard, about a server that it scrapes meanwhile.
+
+    outrider serve --port 8080 &
+    python -m tools.dashboard --url http://127.0.0.1:8080
+
+needs `prometheus` on the path and, of the checkout, docs/grafana.json. It fails when a question can't be answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlencode, urlsplit
+from urllib.request import Request, urlopen
+
+from outrider.orchestrator.cli import run_as_program
+from outrider.protocol.errors import EndpointError, InvalidRequest
+
+SCRAPES = 8
+START_SECONDS = 30.0
+CONFIG = """global: {{scrape_interval: 1s}}
+scrape_configs: [{{job_name: outrider, static_configs: [{{targets: ["{target}"]}}]}}]
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A panel's PromQL, with the dashboard's variables filled in."""
+
+    panel: str
+    query: str
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", required=True, help="where the server speaks HTTP")
+    parser.add_argument("--dashboard", type=Path, default=Path("docs/grafana.json"), metavar="FILE")
+
+
+def run(options: argparse.Namespace) -> int:
+    program = shutil.which("prometheus")
+    if program is None:
+        raise InvalidRequest("prometheus is not on the path; install it, as with apt-get install prometheus")
+    try:
+        dashboard = json.loads(options.dashboard.read_text(encoding="utf-8"))
+        model = _get(f"{options.url}/v1/models")["data"][0]["id"]
+    except URLError as error:
+        raise EndpointError(f"{options.url} does not answer ({error}); expected a running `outrider serve`") from None
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{options.dashboard} can't be read ({error}); expected docs/grafana.json") from None
+    asked = questions(dashboard, model)
+    with TemporaryDirectory() as folder, _prometheus(program, Path(folder), urlsplit(options.url).netloc) as base:
+        for _ in range(SCRAPES):
+            _work(options.url)
+            time.sleep(1.0)
+        told = [(one, _answer(base, one.query)) for one in asked]
+    for one, answer in told:
+        print(f"{one.panel:32} {answer}")
+    bad = [one.panel for one, answer in told if not answer[:1].isdigit() or answer.startswith("0 ") or "NaN" in answer]
+    print(
+        f"{len(told) - len(bad)} of {len(told)} questions were answered" + (f"; not: {', '.join(bad)}" if bad else "")
+    )
+    return 1 if bad else 0
+
+
+def questions(dashboard: dict[str, Any], model: str) -> list[Question]:
+    """All that its panels ask about `model`."""
+    return [
+        Question(panel["title"], target["expr"].replace("$model_name", model).replace("$__rate_interval", "10s"))
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+    ]
+
+
+def _work(url: str) -> None:
+    """Something to be counted: an answer by each mode, and one that is refused."""
+    bodies: list[dict[str, Any]] = [{"speculation": {"mode": mode}} for mode in ("ar", "sd", "ssd")]
+    for body in (*bodies, {"max_tokens": -1}):
+        data = json.dumps({"prompt": "def fibonacci(n):", "max_tokens": 24, **body}).encode()
+        asked = Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+        with suppress(HTTPError), urlopen(asked) as answer:
+            answer.read()
+
+
+def _answer(base: str, query: str) -> str:
+    """How many series there are and the first one's value, or what was wrong."""
+    try:
+        found = _get(f"{base}/api/v1/query?{urlencode({'query': query}, quote_via=quote)}")["data"]["result"]
+    except HTTPError as error:
+        return str(json.load(error)["error"])
+    return f"{len(found)} series" + (f", the first is {found[0]['value'][1]}" if found else "")
+
+
+@contextmanager
+def _prometheus(program: str, folder: Path, target: str) -> Iterator[str]:
+    """The URL of one that scrapes `target` every second and keeps what it finds in `folder`."""
+    (folder / "prometheus.yml").write_text(CONFIG.format(target=target), encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    line = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    process = subprocess.Popen([*line, f"--web.listen-address={address}", "--log.level=error"])
+    try:
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until and process.poll() is None:
+            with suppress(OSError), urlopen(f"http://{address}/-/ready"):
+                break
+            time.sleep(0.1)
+        else:
+            raise EndpointError(f"prometheus does not answer at {address}; its words above tell why")
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _get(url: str) -> Any:
+    with urlopen(url) as answer:
+        return json.load(answer)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

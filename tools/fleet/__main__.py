@@ -1,0 +1,190 @@
+"""Planning a fleet: what 100 engines with 1,000 drafters would bring, and what the loss of a zone would cost.
+
+    python -m tools.fleet run --rate 12 --seconds 300 --lose zone --at 120 --back 60
+    python -m tools.fleet run --rate 12 --seconds 75 --lose zone --at 35 --rounds   # minutes
+    python -m tools.fleet load --rates 4,8,12,16 --picture load.png
+    python -m tools.fleet need --rates 3,6,12,24
+    python -m tools.fleet check --engines 4 --rates 0.25,0.5,0.7 --seconds 150   # flow against rounds
+
+Virtual time: nothing sleeps, and the same seed gives the same numbers. Each engine brings what the real rounds,
+controller, speculation cache and draft workers were recorded to bring with so many requests at once (`flow`); with
+`--rounds` each of them makes the rounds themselves. Machines are profiles (docs/simulation.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from bisect import bisect_left
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.screen import Screen
+from outrider.protocol import values
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.profile import Profile
+from tools.fleet import picture
+from tools.fleet.plan import LOSSES, ROUTINGS, Fleet, Loss, Scaling, Sizes, Traffic
+from tools.fleet.report import difference, losses, table
+from tools.fleet.service import recorded
+from tools.fleet.simulation import Outcome, Simulation
+
+PROFILE = Path(__file__).parents[2] / "bench" / "profiles" / "two-macs-ethernet.json"
+WARM_UP = 0.2  # of the time is not counted
+SHOWN = 10
+AT_ONCE = 1.0  # second in the line, at most, of 99 in 100
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("run", "load", "need", "check"))
+    parser.add_argument("--profiles", nargs="+", type=Path, default=[PROFILE], metavar="FILE", help="in turns")
+    parser.add_argument("--engines", type=int, default=100, metavar="N")
+    parser.add_argument("--drafters", type=int, default=10, metavar="N", help="of each engine")
+    parser.add_argument("--zones", type=int, default=3, metavar="N")
+    parser.add_argument("--spread", action="store_true", help="an engine's drafters stand in all zones")
+    parser.add_argument("--active", type=int, default=4, metavar="N", help="requests at once on an engine")
+    parser.add_argument("--routing", choices=ROUTINGS, default=ROUTINGS[0])
+    parser.add_argument("--prompt-rate", type=float, default=120.0, metavar="TOKENS", help="of prompts, a second")
+    parser.add_argument("--scale", metavar="LEAST:MOST:EACH", help="engines by requests, as Ray Serve does")
+    parser.add_argument("--rate", type=float, default=12.0, metavar="N", help="requests a second")
+    parser.add_argument("--rates", default="2,6,10,12,14,16,18", metavar="N,N", help="of `load` and `check`")
+    parser.add_argument("--seconds", type=float, default=300.0, metavar="S")
+    parser.add_argument("--prompt", type=int, default=150, metavar="TOKENS", help="median of what a turn adds")
+    parser.add_argument("--answer", type=int, default=120, metavar="TOKENS", help="median")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--lose", choices=LOSSES)
+    parser.add_argument("--at", type=float, default=120.0, metavar="S")
+    parser.add_argument("--back", type=float, metavar="S", help="so long after the loss")
+    parser.add_argument("--rounds", action="store_true", help="each engine makes the real rounds")
+    parser.add_argument("--picture", type=Path, metavar="FILE")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="what came out, as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    fleet, traffic = _fleet(options), _traffic(options)
+    if options.what == "run":
+        _one(fleet, traffic, options)
+    elif options.what == "load":
+        _loads(fleet, traffic, options)
+    elif options.what == "need":
+        _need(fleet, traffic, options)
+    else:
+        _check(fleet, traffic, options)
+    return 0
+
+
+def _one(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
+    loss = Loss(options.lose, options.at, options.back) if options.lose else None
+    screen = Screen()
+
+    def shown(second: float) -> None:
+        if second % SHOWN == 0:
+            screen.show(f"second {second:.0f} of {traffic.seconds:.0f}")
+
+    outcome = Simulation(fleet, traffic, options.rounds, loss).run(WARM_UP * traffic.seconds, shown)
+    screen.clear()
+    print(table({f"{traffic.rate:g}": outcome}))
+    without = None
+    if loss is not None:
+        without = None if options.rounds else Simulation(fleet, traffic, False).run(WARM_UP * traffic.seconds)
+        print(losses(outcome, loss, without))
+    if options.picture:
+        picture.over_time(outcome, loss, options.picture, without)
+    _write(options.out, [outcome])
+
+
+def _loads(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
+    found = {}
+    for rate in _rates(options.rates):
+        simulation = Simulation(fleet, replace(traffic, rate=rate), options.rounds)
+        found[f"{rate:g}"] = simulation.run(WARM_UP * traffic.seconds)
+    print(table(found))
+    if options.picture:
+        picture.over_load(found, options.picture)
+    _write(options.out, list(found.values()))
+
+
+def _need(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
+    """The fewest engines with which nearly all have their turn at once, for each load."""
+    print("| requests/s | engines | tok/s | targets busy |\n|---|---|---|---|")
+    for rate in _rates(options.rates):
+        asked = replace(traffic, rate=rate)
+
+        def enough(engines: int, asked: Traffic = asked) -> bool:
+            made = replace(fleet, engines=engines)
+            return Simulation(made, asked, options.rounds).run(WARM_UP * asked.seconds).sums.queued[1] <= AT_ONCE
+
+        least = most = math.ceil(rate / _most(fleet, traffic))
+        while not enough(most):
+            least, most = most + 1, 2 * most
+        least = bisect_left(range(most + 1), True, least, most, key=enough)
+        found = Simulation(replace(fleet, engines=least), asked, options.rounds).run(WARM_UP * asked.seconds).sums
+        print(f"| {rate:g} | {least} | {found.rate:.0f} | {found.busy:.2f} |", flush=True)
+
+
+def _most(fleet: Fleet, traffic: Traffic) -> float:
+    """Requests a second that an engine could answer if prompts took no time."""
+    paces = [recorded(fleet, profile, fleet.drafters)[0] for profile in fleet.profiles]
+    best = max(pace.rate * (n + 1) for service in paces for n, pace in enumerate(service))
+    return best / (traffic.answer.median * math.exp(traffic.answer.sigma**2 / 2))
+
+
+def _check(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
+    """Flow against rounds, of the same traffic."""
+    for rate in _rates(options.rates):
+        asked = replace(traffic, rate=rate)
+        flow, rounds = (Simulation(fleet, asked, real).run(WARM_UP * traffic.seconds) for real in (False, True))
+        print(table({f"{rate:g}, rounds": rounds, f"{rate:g}, flow": flow}))
+        print(difference(flow, rounds), flush=True)
+
+
+def _fleet(options: argparse.Namespace) -> Fleet:
+    return Fleet(
+        tuple(Profile.read(path) for path in options.profiles),
+        engines=values.whole("engines", options.engines, 1, 10_000),
+        drafters=values.whole("drafters", options.drafters, 1, 64),
+        zones=values.whole("zones", options.zones, 1, 1000),
+        spread=options.spread,
+        active=values.whole("active", options.active, 1, 256),
+        ongoing=options.active + 1,
+        prompt_rate=values.number("prompt_rate", options.prompt_rate, 1.0, 1e9),
+        routing=options.routing,
+        scaling=_scaling(options.scale) if options.scale else None,
+    )
+
+
+def _scaling(text: str) -> Scaling:
+    try:
+        least, most, each = text.split(":")
+        return Scaling(int(least), int(most), float(each))
+    except ValueError as error:
+        raise InvalidRequest(f"scale is {text}; expected LEAST:MOST:EACH, as 10:100:3") from error
+
+
+def _traffic(options: argparse.Namespace) -> Traffic:
+    return Traffic(
+        values.number("rate", options.rate, 1e-6, 1e6),
+        values.number("seconds", options.seconds, 1.0, 1e6),
+        Sizes(values.whole("prompt", options.prompt, 1, 1 << 16)),
+        Sizes(values.whole("answer", options.answer, 1, 1 << 16)),
+        seed=options.seed,
+    )
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [values.number("rate", float(part), 1e-6, 1e6) for part in text.split(",")]
+    except ValueError as error:
+        raise InvalidRequest(f"rates is {text}; expected numbers with commas between, as 4,8,12") from error
+
+
+def _write(path: Path | None, outcomes: list[Outcome]) -> None:
+    if path is not None:
+        told = [{"sums": asdict(one.sums), "tokens": sorted(one.tally.tokens.items())} for one in outcomes]
+        path.write_text(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,132 @@
+"""Engines on simulated devices, each real processes of this machine: a server, a target and a drafter that sleep.
+
+The target is a small stand-in, the drafter replays its texts with the profile's odds (docs/simulation.md).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.protocol.profile import Latency, Profile
+from outrider.protocol.sampling import SamplingParams
+from tools.simulation.script import starts, write_script
+from tools.simulation.stand_in import write
+
+SPARE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A text's beginning, and how much of it is wanted, so many seconds after the first was."""
+
+    start: tuple[int, ...]
+    tokens: int
+    after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Seconds: sent, the first token, the end."""
+
+    sent: float
+    first: float
+    ended: float
+    tokens: int
+
+
+class Engines:
+    """`count` servers that take the times of `profile`, up until `close`."""
+
+    def __init__(self, profile: Profile, count: int, longest: int, texts: int, active: int) -> None:
+        self._stack = ExitStack()
+        try:
+            self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+            write(self._folder)
+            self.starts = starts(texts)
+            script, machine = self._folder / "script.json", self._folder / "profile.json"
+            longest_text = SamplingParams(max_tokens=longest + SPARE_TOKENS, ignore_eos=True)
+            write_script(script, self._folder, self.starts, [longest_text] * texts)
+            machine.write_text(json.dumps(_fields(profile)))
+            self._clusters = [self._stack.enter_context(self._cluster(machine, script, active)) for _ in range(count)]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def clients(self) -> list[AsyncClient]:
+        """One for each."""
+        return [AsyncClient(cluster.endpoint, timeout=60.0) for cluster in self._clusters]
+
+    def cpu_seconds(self) -> float:
+        """What all their processes have used."""
+        found = 0.0
+        for cluster in self._clusters:
+            server = psutil.Process(cluster.pid)
+            for process in (server, *server.children(recursive=True)):
+                times = process.cpu_times()
+                found += times.user + times.system
+        return found
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _cluster(self, machine: Path, script: Path, active: int) -> LocalCluster:
+        return LocalCluster(
+            model=str(self._folder), draft_backend="replay", replay=script, simulate=machine, ngrams=False,
+            memory=False, max_active=active, prompt_cache=False,
+        )  # fmt: skip
+
+
+def slowed(profile: Profile, times: float) -> Profile:
+    """A machine that takes so many times as long for all, so that this one keeps up with several of it."""
+
+    def slower(latency: Latency) -> Latency:
+        return Latency(tuple((rows, ms * times) for rows, ms in latency.points))
+
+    return replace(profile, target=slower(profile.target), draft=slower(profile.draft), link_ms=profile.link_ms * times)
+
+
+async def asked(client: AsyncClient, ask: Ask, mode: str = "auto") -> Answer:
+    """One request, to its end."""
+    sent, first, tokens = time.perf_counter(), 0.0, 0
+    stream = client.stream(ask.start, SamplingParams(max_tokens=ask.tokens, ignore_eos=True), mode=mode)
+    async for chunk in stream:
+        first = first or time.perf_counter()
+        tokens += len(chunk.token_ids)
+    return Answer(sent, first, time.perf_counter(), tokens)
+
+
+@contextmanager
+def machine_busy() -> Iterator[list[float]]:
+    """The share of all cores that anybody used meanwhile."""
+    found: list[float] = []
+    psutil.cpu_percent()
+    yield found
+    found.append(psutil.cpu_percent() / 100)
+
+
+def _fields(profile: Profile) -> dict[str, object]:
+    def points(latency: Latency) -> dict[str, float]:
+        return {str(rows): ms for rows, ms in latency.points}
+
+    return {
+        "name": profile.name, "sources": list(profile.sources), "target_ms": points(profile.target),
+        "draft_ms": points(profile.draft), "link_ms": profile.link_ms, "acceptance": list(profile.acceptance),
+        "bonus_ranks": list(profile.bonus_ranks),
+    }  # fmt: skip
+
+
+def rate(answers: Sequence[Answer]) -> float:
+    """Tokens of all, over the time from the first one's sending to the last one's end."""
+    seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
+    return sum(answer.tokens for answer in answers) / seconds

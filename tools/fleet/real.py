@@ -1,0 +1,166 @@
+"""How far virtual time is from real processes: one engine on simulated devices, the same traffic in both.
+
+    python -m tools.fleet.real --slower 3
+
+Both begin knowing nothing. First one request after the other, then four at once, then requests that come by chance. The
+real engine is a server, a target and a drafter that sleep; prompts of 16 tokens take next to no time
+in either. Where this machine's cores are busy with other things processes are late, as the last column shows; virtual
+time never is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.protocol import values
+from outrider.protocol.profile import Profile
+from tests.harness.virtual.drafter import VOCAB
+from tests.harness.virtual.world import World
+from tools.fleet.engine import Engine
+from tools.fleet.job import Job
+from tools.fleet.plan import Fleet, Sizes
+from tools.fleet.processes import Answer, Ask, Engines, asked, machine_busy, rate, slowed
+from tools.fleet.rounds import RealRounds
+from tools.fleet.traffic import SPARE, drawn
+from tools.simulation.script import PROMPT_TOKENS
+
+PROFILE = Path(__file__).parents[2] / "bench" / "profiles" / "two-macs-ethernet.json"
+PLACES = 4
+SIZES = Sizes(64, 0.5, 160)
+COLUMNS = (
+    "", "tok/s real", "virtual", "error", "first token ms, real", "virtual", "a request s, real", "virtual", "error",
+    "cores in use",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """`asks` in order: `at_once` of them, each when another has ended; 0: each at its time."""
+
+    name: str
+    asks: tuple[Ask, ...]
+    at_once: int
+
+
+def phases(starts: Sequence[tuple[int, ...]], each: int, gap: float, seed: int) -> list[Phase]:
+    rng = random.Random(f"real {seed}")
+
+    def asks(comes: bool) -> tuple[Ask, ...]:
+        at, found = 0.0, []
+        for number in range(each):
+            at += rng.expovariate(1 / gap) if comes and number else 0.0
+            found.append(Ask(starts[number % len(starts)], drawn(SIZES, rng), at))
+        return tuple(found)
+
+    return [
+        Phase("one at a time", asks(False), 1),
+        Phase(f"{PLACES} at once", asks(False), PLACES),
+        Phase("by chance", asks(True), 0),
+    ]
+
+
+async def really(client: AsyncClient, phase: Phase) -> list[Answer]:
+    waiting = list(phase.asks)
+
+    async def one_by_one() -> list[Answer]:
+        return [await asked(client, waiting.pop(0)) for _ in iter(lambda: bool(waiting), False)]
+
+    async def later(ask: Ask) -> Answer:
+        await asyncio.sleep(ask.after)
+        return await asked(client, ask)
+
+    if phase.at_once:
+        groups = await asyncio.gather(*(one_by_one() for _ in range(phase.at_once)))
+        return [answer for group in groups for answer in group]
+    return list(await asyncio.gather(*(later(ask) for ask in phase.asks)))
+
+
+class Virtually:
+    """The same engine in virtual time."""
+
+    def __init__(self, profile: Profile, hop_ms: float) -> None:
+        fleet = Fleet((profile,), engines=1, drafters=1, active=PLACES, prompt_rate=1e6, remembers=0, hop_ms=hop_ms)
+        self._world, self._rng, self._jobs = World(), random.Random("texts"), list[Job]()
+        self._engine = Engine(0, 0, PLACES, self._world, self._ended)
+        self._engine.machinery = RealRounds(self._world, fleet, profile, self._hear, self._engine.is_over)
+        self._next: list[Ask] = []
+
+    def play(self, phase: Phase) -> list[Answer]:
+        self._jobs, self._next = [], list(phase.asks) if phase.at_once else []
+        with self._world.running():
+            if phase.at_once:
+                for _ in range(phase.at_once):
+                    self._take(self._next.pop(0))
+            for ask in () if phase.at_once else phase.asks:
+                self._world.after(ask.after, lambda ask=ask: self._take(ask))  # type: ignore[misc]
+            while not self._world.idle:
+                self._world.step()
+        return [Answer(job.asked, job.first or 0.0, job.last, job.answer) for job in self._jobs]
+
+    def _take(self, ask: Ask) -> None:
+        said = tuple(self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS + ask.tokens + SPARE))
+        job = Job(f"v{self._world.now}-{len(self._jobs)}", "one", self._world.now, said, PROMPT_TOKENS, ask.tokens)
+        self._jobs.append(job)
+        self._engine.take(job)
+
+    def _hear(self, job: Job, tokens: float, flows: float = 0.0) -> None:
+        job.hears(tokens, self._world.now, flows)
+
+    def _ended(self, job: Job) -> None:
+        if self._next:
+            ask = self._next.pop(0)
+            self._world.after(0.0, lambda: self._take(ask))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", type=Path, default=PROFILE, metavar="FILE")
+    parser.add_argument("--slower", type=float, default=1.0, metavar="TIMES")
+    parser.add_argument("--requests", type=int, default=12, metavar="N", help="of each kind")
+    parser.add_argument(
+        "--gap", type=float, default=1.5, metavar="S", help="mean, between requests that come by chance"
+    )
+    parser.add_argument(
+        "--hop-ms", type=float, default=0.3, metavar="MS", help="one way of any message, in virtual time"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+
+
+def run(options: argparse.Namespace) -> int:
+    slower = values.number("slower", options.slower, 1.0, 100.0)
+    profile = slowed(Profile.read(options.profile), slower)
+    requests = values.whole("requests", options.requests, 1, 1000)
+    engines = Engines(profile, 1, SIZES.most, requests, PLACES)
+    try:
+        played = phases(engines.starts, requests, options.gap * slower, options.seed)
+        virtually = Virtually(profile, options.hop_ms)
+        print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
+        for phase in played:
+            with machine_busy() as busy:
+                real = asyncio.run(really(engines.clients[0], phase))
+            print(_line(phase.name, real, virtually.play(phase), busy[0]), flush=True)
+    finally:
+        engines.close()
+    return 0
+
+
+def _line(name: str, real: Sequence[Answer], virtual: Sequence[Answer], busy: float) -> str:
+    rates = rate(real), rate(virtual)
+    firsts = [1000 * statistics.median(one.first - one.sent for one in answers) for answers in (real, virtual)]
+    whole = [statistics.mean(one.ended - one.sent for one in answers) for answers in (real, virtual)]
+    cells = [
+        name, f"{rates[0]:.2f}", f"{rates[1]:.2f}", f"{rates[1] / rates[0] - 1:+.1%}", f"{firsts[0]:.0f}",
+        f"{firsts[1]:.0f}", f"{whole[0]:.2f}", f"{whole[1]:.2f}", f"{whole[1] / whole[0] - 1:+.1%}", f"{busy:.0%}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,98 @@
+"""Tokens a second of 1, 2, 4 and 8 engines on simulated devices: how near to as many times one engine's?
+
+    python -m tools.fleet.scaling --engines 1,2,4,8 --slower 5
+
+Each engine is real processes (server, target, drafter) whose forwards sleep for the profile's time, so that a small
+machine carries several while it has cores to spare; `--slower` makes the machine they stand for slower. All engines are
+up throughout; so many of them are asked at once, in turns, each by a client of its own. Said beside: the CPU time that
+the engines took, and the share of this machine's cores that anybody did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.protocol import values
+from outrider.protocol.profile import Profile
+from tools.fleet.processes import Ask, Engines, asked, machine_busy, rate, slowed
+
+PROFILE = Path(__file__).parents[2] / "bench" / "profiles" / "two-macs-ethernet.json"
+TEXTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens a second, cores that the engines took, and the share of all cores in use."""
+
+    rate: float
+    cores: float
+    busy: float
+
+
+async def _together(clients: Sequence[AsyncClient], asks: Sequence[Ask], mode: str) -> float:
+    answers = await asyncio.gather(*(asked(client, ask, mode) for client in clients for ask in asks))
+    return rate(answers)
+
+
+def turn(engines: Engines, count: int, tokens: int, at_once: int, mode: str) -> Turn:
+    """So many engines, each with the same texts."""
+    asks = [Ask(start, tokens) for start in engines.starts[:at_once]]
+    used = engines.cpu_seconds()
+    with machine_busy() as busy:
+        brought = asyncio.run(_together(engines.clients[:count], asks, mode))
+    seconds = count * at_once * tokens / brought
+    return Turn(brought, (engines.cpu_seconds() - used) / seconds, busy[0])
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engines", default="1,2,4,8", metavar="N,N")
+    parser.add_argument("--profile", type=Path, default=PROFILE, metavar="FILE")
+    parser.add_argument("--slower", type=float, default=5.0, metavar="TIMES")
+    parser.add_argument("--mode", default="ssd", choices=("ar", "sd", "ssd", "auto"))
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="requests on each engine")
+    parser.add_argument("--tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+
+
+def run(options: argparse.Namespace) -> int:
+    counts = [values.whole("engines", int(part), 1, 64) for part in options.engines.split(",")]
+    profile = slowed(Profile.read(options.profile), values.number("slower", options.slower, 1.0, 100.0))
+    at_once = values.whole("at_once", options.at_once, 1, TEXTS)
+    screen, found = Screen(), defaultdict[int, list[Turn]](list)
+    engines = Engines(profile, max(counts), options.tokens, TEXTS, at_once)
+    try:
+        turn(engines, max(counts), options.tokens, at_once, options.mode)  # what learns has learned
+        for number in range(values.whole("rounds", options.rounds, 1, 100)):
+            for count in counts:
+                screen.show(f"{count} engines, {number + 1} of {options.rounds}")
+                found[count].append(turn(engines, count, options.tokens, at_once, options.mode))
+    finally:
+        screen.clear()
+        engines.close()
+    one = statistics.median(turn.rate for turn in found[counts[0]]) / counts[0]
+    print(
+        "| engines | tok/s | of linear, median [each round] | cores the engines took | cores in use |\n"
+        + "|---" * 5
+        + "|"
+    )
+    for count, turns in found.items():
+        shares = [turn.rate / (count * one) for turn in turns]
+        rates, cores, busy = (
+            statistics.median(getattr(turn, name) for turn in turns) for name in ("rate", "cores", "busy")
+        )
+        each = ", ".join(f"{share:.2f}" for share in shares)
+        print(f"| {count} | {rates:.1f} | {statistics.median(shares):.2f} [{each}] | {cores:.2f} | {busy:.0%} |")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,84 @@
+"""What an engine was recorded to do with so many requests at once: real rounds, closed loop, prompts for nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from outrider.orchestrator.core.learning.tuning import Tuning
+from outrider.protocol.profile import Profile
+from outrider.target_worker.pieces import READING_SHARE, READING_SHARE_BESIDE_CHAINS
+from tests.harness.virtual.drafter import VOCAB
+from tests.harness.virtual.world import World
+from tools.fleet.job import Job
+from tools.fleet.plan import ROUTINGS, Fleet
+from tools.fleet.rounds import RealRounds
+from tools.fleet.traffic import SPARE
+
+# Seconds of each load that are not counted, and that are.
+LEARNING, COUNTED = 10.0, 20.0
+ANSWER, PROMPT = 200, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """With so many at once: tokens a second of each, milliseconds of a forward, and by which share of it a prompt that
+    waits may lengthen it."""
+
+    rate: float
+    forward_ms: float
+    share: float
+
+
+Service = tuple[Pace, ...]
+
+
+def recorded(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, tuple[Tuning, ...]]:
+    """The pace by how many run, from one on, and what the controller has learned. `drafters`: that are left."""
+    alone = replace(fleet, profiles=(), engines=1, zones=1, spread=False, prompt_rate=0.0, routing=ROUTINGS[0])
+    return _recorded(replace(alone, scaling=None), profile, drafters)
+
+
+@cache
+def _recorded(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, tuple[Tuning, ...]]:
+    memory: tuple[Tuning, ...] = ()
+    service = []
+    for at_once in range(1, fleet.active + 1):
+        pace, memory = _pace(fleet, profile, drafters, at_once, memory)
+        service.append(pace)
+    return tuple(service), memory
+
+
+def _pace(
+    fleet: Fleet, profile: Profile, drafters: int, at_once: int, memory: Sequence[Tuning]
+) -> tuple[Pace, tuple[Tuning, ...]]:
+    world, rng, told = World(), random.Random(f"service {at_once}"), [0.0]
+
+    def hear(job: Job, tokens: float, flows: float = 0.0) -> None:
+        job.told += tokens
+        told[0] += tokens
+
+    def another(number: int) -> None:
+        text = tuple(rng.randrange(VOCAB) for _ in range(PROMPT + ANSWER + SPARE))
+        rounds.begin(Job(f"r{number}", "", world.now, text, PROMPT, ANSWER))
+
+    def over(job: Job) -> None:
+        world.after(0.0, lambda: another(int(job.name[1:]) + at_once))
+
+    rounds = RealRounds(world, fleet, profile, hear, over, memory)
+    if drafters < fleet.drafters:
+        rounds.lose_drafters(fleet.drafters - drafters, 0.0)
+    with world.running():
+        for number in range(at_once):
+            world.after(0.001 * number, lambda number=number: another(number))  # type: ignore[misc]
+        while world.now < LEARNING:
+            world.step()
+        before, rows, forwards, began = told[0], rounds.rows, rounds.forwards, world.now
+        while world.now < LEARNING + COUNTED:
+            world.step()
+    tokens, seconds, made = told[0] - before, world.now - began, rounds.forwards - forwards
+    chains = rounds.rows - rows > 1.5 * made * at_once
+    share = READING_SHARE_BESIDE_CHAINS if chains else READING_SHARE
+    return Pace(tokens / seconds / at_once, 1000 * seconds / made, share), rounds.learned()

@@ -1,0 +1,75 @@
+"""Who asks, and when: sessions by chance, each by its own, so that what it asks depends on nobody else's answers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.harness.virtual.drafter import VOCAB
+from tests.harness.virtual.world import World
+from tools.fleet.job import Job
+from tools.fleet.plan import Sizes, Traffic
+
+# The text goes on behind the answer, as far as a chain may reach.
+SPARE = 40
+
+
+def drawn(sizes: Sizes, rng: random.Random) -> int:
+    return max(1, min(sizes.most, round(sizes.median * math.exp(rng.gauss(0.0, sizes.sigma)))))
+
+
+@dataclass
+class Session:
+    """One who asks again and again."""
+
+    name: str
+    rng: random.Random
+    tokens: tuple[int, ...] = ()
+    turns: int = 0
+
+    def asks(self, traffic: Traffic, now: float) -> Job:
+        """All that was said, and more."""
+        prompt = self.tokens + self._words(drawn(traffic.prompt, self.rng))
+        answer = drawn(traffic.answer, self.rng)
+        text = prompt + self._words(answer + SPARE)
+        self.turns += 1
+        self.tokens = text[: len(prompt) + answer]
+        return Job(f"{self.name}-{self.turns}", self.name, now, text, len(prompt), answer)
+
+    def _words(self, count: int) -> tuple[int, ...]:
+        return tuple(self.rng.randrange(VOCAB) for _ in range(count))
+
+
+class Crowd:
+    """Lets sessions begin in `world`; `ask` takes each request."""
+
+    def __init__(self, traffic: Traffic, world: World, ask: Callable[[Job], None]) -> None:
+        self._traffic, self._world, self._ask = traffic, world, ask
+        self._rng = random.Random(f"sessions {traffic.seed}")
+        self._sessions: dict[str, Session] = {}
+        self._begun = 0
+        self._next()
+
+    def answered(self, job: Job) -> None:
+        """Its session may ask on."""
+        session = self._sessions[job.session]
+        if session.rng.random() < 1 / self._traffic.turns:
+            del self._sessions[job.session]
+            return
+        wait = session.rng.expovariate(1 / self._traffic.think)
+        if self._world.now + wait < self._traffic.seconds:
+            self._world.after(wait, lambda: self._ask(session.asks(self._traffic, self._world.now)))
+
+    def _next(self) -> None:
+        wait = self._rng.expovariate(self._traffic.rate / self._traffic.turns)
+        if self._world.now + wait < self._traffic.seconds:
+            self._world.after(wait, self._begins)
+
+    def _begins(self) -> None:
+        name = f"s{self._begun}"
+        self._begun += 1
+        self._sessions[name] = session = Session(name, random.Random(f"{name} {self._traffic.seed}"))
+        self._ask(session.asks(self._traffic, self._world.now))
+        self._next()

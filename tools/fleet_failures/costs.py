@@ -1,0 +1,179 @@
+"""What the gate costs one reader: how much later a chunk comes than by AsyncClient, how much longer a request takes.
+
+Both ways in turns, another one first each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from outrider.bench.contest.statistics import Interval, Timed, bootstrap, ratio
+from outrider.fleet.plan import Gate, Plan
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import WorkerError
+from outrider.protocol.sampling import SamplingParams
+from tests.harness.embedded import mixed_tokens
+from tools.fleet_failures.clockwork import Clockwork
+from tools.fleet_failures.fleet import Fleet, answers, told, until
+from tools.fleet_failures.reader import Wanted, events
+from tools.fleet_failures.rows import sessions
+
+NAME, LENGTH, WARM_UP = "clockwork", 128, 2
+LAG_MS, LONGER = 1.0, 1.03
+MS = 1e6
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A value with its interval, and what was asked of it, if anything."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    asked: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        return self.asked is not None and self.value > self.asked
+
+    def __str__(self) -> str:
+        asked = "" if self.asked is None else f", asked <= {self.asked:g}{': MISSED' if self.missed else ''}"
+        return f"{self.name}: {self.value:.3f} [{self.low:.3f}, {self.high:.3f}]{asked}"
+
+
+def found(fleet: Fleet, pairs: int, screen: Screen) -> list[Cost]:
+    """
+    Raises:
+        WorkerError: a text is another one by the gate.
+    """
+    with asyncio.Runner() as runner:
+        return [*_lag(pairs, runner, screen), _longer(fleet, pairs, runner, screen)]
+
+
+def _lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cost]:
+    """Of chunks: from their sending by a server to its reader."""
+    from ray import serve
+
+    from outrider.fleet.application import run
+
+    screen.show("a gate before a clockwork")
+    wanted = Wanted((1, 2, 3), LENGTH, 0.0, 0)
+    with closing(Clockwork()) as clockwork:
+        run(Plan(ServeSettings(), attached=(clockwork.endpoint,), gate=Gate(http=HttpSettings(port=0))), NAME)
+        try:
+            gate = _gate()
+            client = AsyncClient(clockwork.endpoint)
+            lags = _in_turns(
+                lambda: _stamps_by_gate(gate, wanted),
+                lambda: stamps_by_client(client, wanted, runner),
+                pairs,
+                lambda number: screen.show(f"chunks: {number} of {pairs}"),
+            )
+        finally:
+            serve.delete(NAME)
+    by_gate, by_client = ([float(np.median(text)) for text in way] for way in lags)
+    later = bootstrap([one - other for one, other in zip(by_gate, by_client, strict=True)], _middle)
+    ways = (("by the gate", by_gate), ("by the client", by_client))
+    each = [Cost(f"a chunk {name}, ms p50", *_interval(bootstrap(way, _middle))) for name, way in ways]
+    return [Cost("a chunk later by the gate, ms p50", *_interval(later), LAG_MS), *each]
+
+
+def _middle(many: Sequence[float]) -> float:
+    return float(np.median(many))
+
+
+def _interval(found: Interval) -> tuple[float, float, float]:
+    return found.value, found.low, found.high
+
+
+def _longer(fleet: Fleet, pairs: int, runner: asyncio.Runner, screen: Screen) -> Cost:
+    """Of whole requests of the embedded pair, both at the attached engine."""
+    gates = fleet.gates()
+    session = next(name for name, engine in sessions(fleet, gates) if engine.kind == "attached")
+    client = AsyncClient(fleet.attached.endpoint)
+    prompts = mixed_tokens(pairs)
+    texts: tuple[list[str], list[str]] = ([], [])
+    wanted = [Wanted(prompt, LENGTH, 0.0, 0) for prompt in prompts]
+    by_gate, by_client = iter([*wanted[:WARM_UP], *wanted]), iter([*wanted[:WARM_UP], *wanted])
+
+    def through() -> Timed:
+        began = time.perf_counter()
+        told = events(gates[0], next(by_gate).body, session)
+        texts[0].append("".join(event["choices"][0]["text"] for event in told))
+        return Timed(LENGTH, time.perf_counter() - began)
+
+    def straight() -> Timed:
+        began = time.perf_counter()
+        texts[1].append(runner.run(_text(client, next(by_client))))
+        return Timed(LENGTH, time.perf_counter() - began)
+
+    times = _in_turns(through, straight, pairs, lambda number: screen.show(f"requests: {number} of {pairs}"))
+    if texts[0] != texts[1]:
+        raise WorkerError("texts differ between the gate and the client; expected the same for the same seed")
+    slower = _interval(ratio(times[1], times[0]))
+    return Cost(f"a request of {LENGTH} tokens, by the gate / by the client", *slower, LONGER)
+
+
+def _in_turns(
+    one: Callable[[], T], other: Callable[[], T], pairs: int, told: Callable[[int], object]
+) -> tuple[list[T], list[T]]:
+    """Both so often, after some that do not count."""
+    ways, kept = (one, other), (list[T](), list[T]())
+    for number in range(-WARM_UP, pairs):
+        told(max(number, 0))
+        for way in (0, 1) if number % 2 else (1, 0):
+            made = ways[way]()
+            if number >= 0:
+                kept[way].append(made)
+    return kept
+
+
+def _gate() -> str:
+    until(lambda: told("gate", "url", NAME), "there is no gate before the clockwork")
+    (url,) = told("gate", "url", NAME)
+    until(lambda: answers(url), "the gate before the clockwork does not answer")
+    return str(url)
+
+
+def _stamps_by_gate(gate: str, wanted: Wanted) -> list[float]:
+    lags: list[float] = []
+    for event in events(gate, wanted.body):
+        lags += _under_way("".join(choice["text"] for choice in event["choices"]))
+    return lags
+
+
+def stamps_by_client(client: AsyncClient, wanted: Wanted, runner: asyncio.Runner) -> list[float]:
+    lags: list[float] = []
+
+    async def ask() -> None:
+        await client.stream(wanted.prompt, _sampling(wanted)).follow(lambda chunk: lags.extend(_under_way(chunk.text)))
+
+    runner.run(ask())
+    return lags
+
+
+def _under_way(text: str) -> list[float]:
+    """Milliseconds, of each time that a text tells."""
+    now = time.perf_counter_ns()
+    return [(now - int(sent)) / MS for sent in text.split()]
+
+
+async def _text(client: AsyncClient, wanted: Wanted) -> str:
+    return (await client.stream(wanted.prompt, _sampling(wanted)).follow(lambda _: None)).text
+
+
+def _sampling(wanted: Wanted) -> SamplingParams:
+    return SamplingParams(max_tokens=wanted.length, temp=wanted.temp, seed=wanted.seed, ignore_eos=True)

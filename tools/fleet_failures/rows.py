@@ -1,0 +1,92 @@
+"""A row of the table: readers in the middle of their texts, a blow, and what they saw of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from outrider.protocol.errors import WorkerError
+from tools.fleet_failures.fleet import Engine, Fleet, at_port, until
+from tools.fleet_failures.hosts import Hosts
+from tools.fleet_failures.reader import Broken, Reader, Wanted
+from tools.fleet_failures.victims import Scene, Victim
+
+STRUCK_AFTER = 24
+"""Tokens that every reader has by then."""
+MOST_SESSIONS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What is wanted, and what the target alone says."""
+
+    wanted: Wanted
+    alone: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """One blow. Seconds: each reader's from the blow to the next token, and until the fleet was whole again."""
+
+    waits: tuple[float, ...]
+    texts: int
+    differ: int
+    errors: tuple[str, ...]
+    whole: float
+
+
+def strike(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[Text]) -> Struck:
+    """
+    Raises:
+        WorkerError: the fleet is of no use, before or afterwards.
+    """
+    fleet.wait_until_whole()
+    gates = fleet.gates()
+    session, engine, gates = _aimed(hosts, fleet, victim, gates)
+    blow = victim.aim(Scene(hosts, fleet, engine, gates[0]))
+    readers = [Reader(gates, text.wanted, session) for text in texts]
+    with ThreadPoolExecutor(len(readers)) as threads:
+        reading = [threads.submit(reader.read) for reader in readers]
+        until(lambda: all(len(reader.tokens) >= STRUCK_AFTER for reader in readers), "no texts come")
+        if any(one.done() for one in reading):
+            raise WorkerError("a text was over before the blow; expected longer ones (--tokens)")
+        struck = time.perf_counter()
+        blow.kill()
+        blow.mend()
+        until(lambda: all(_moved(struck, *pair) for pair in zip(readers, reading, strict=True)), "no text goes on")
+        fleet.wait_until_whole()
+        whole = time.perf_counter() - struck
+        failed = [error for one in reading if (error := one.exception()) is not None]
+    if failed and not isinstance(failed[0], Broken):
+        raise failed[0]
+    differ = sum(tuple(reader.tokens) != text.alone for reader, text in zip(readers, texts, strict=True))
+    waits = tuple(reader.wait(struck) for reader in readers if reader.goes_on(struck))
+    return Struck(waits, len(texts), differ, tuple(one for reader in readers for one in reader.breaks), whole)
+
+
+def _moved(struck: float, reader: Reader, reading: Future[None]) -> bool:
+    return reading.done() or reader.goes_on(struck)
+
+
+def _aimed(hosts: Hosts, fleet: Fleet, victim: Victim, gates: list[str]) -> tuple[str, Engine, list[str]]:
+    """A session whose engine is of the victim's kind, and the gates, first one that does not share its host."""
+    for session, engine in sessions(fleet, gates):
+        if engine.kind != victim.kind:
+            continue
+        host = hosts.of(engine.actor) if engine.kind == "placed" else None
+        apart = [gate for gate in gates if hosts.of(at_port(gate)) is not host]
+        if apart:
+            return session, engine, [apart[0], *(gate for gate in gates if gate != apart[0])]
+    raise WorkerError(f"no session is at an engine that is {victim.kind}, on a host without a gate")
+
+
+def sessions(fleet: Fleet, gates: list[str]) -> Iterator[tuple[str, Engine]]:
+    """Sessions by some name, and the engine of each."""
+    for number in range(MOST_SESSIONS):
+        session = f"session {time.monotonic_ns()} {number}"
+        before = {engine.endpoint: engine.stats.finished for engine in fleet.engines()}
+        Reader(gates, Wanted((1, 2, 3), 1, 0.0, 0), session).read()
+        after = [e for e in fleet.engines() if e.stats.finished > before.get(e.endpoint, e.stats.finished)]
+        yield from ((session, engine) for engine in after)

@@ -1,0 +1,122 @@
+"""Where working ahead pays: SSD against the better of AR and SD, over acceptance, draft latency, link and batch.
+
+    python -m tools.heatmap bench/profiles/h100-llama-70b.json --out docs/where-ssd-pays.png
+
+Keeps the profile's target, bonus ranks and the shape of its draft curve; each cell gives SD and SSD their best K. All
+from `simulator.py`: arithmetic, no process.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.bench import picture
+from outrider.orchestrator.cli import run_as_program
+from outrider.protocol.profile import Latency, Profile
+from tools.simulation.simulator import Policy, Simulator
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ACCEPTANCES = (0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+# A draft step of one row, in target steps of one token.
+STEPS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45, 0.7)
+# There and back, in target steps of one token.
+ROUND_TRIPS = (0.0, 0.1, 0.5)
+BATCHES = (1, 8)
+DEPTHS = (1, 2, 3, 5, 8)
+BRANCHES = 16
+TOKENS = 1500
+# Colours end here; a cell beyond shows its number all the same.
+LEAST, MOST = 0.7, 1.9
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One heat map: `gains[row][column]` is SSD over the better of AR and SD at an acceptance and a draft step."""
+
+    batch: int
+    round_trip: float
+    gains: tuple[tuple[float, ...], ...]
+    plain: tuple[tuple[bool, ...], ...]
+    """Where AR is better than SD."""
+
+
+def panel(profile: Profile, batch: int, round_trip: float) -> Panel:
+    cells = [[_cell(profile, batch, round_trip, rate, step) for step in STEPS] for rate in ACCEPTANCES]
+    gains = tuple(tuple(ssd / max(ar, sd) for ar, sd, ssd in row) for row in cells)
+    return Panel(batch, round_trip, gains, tuple(tuple(ar > sd for ar, sd, _ in row) for row in cells))
+
+
+def _cell(profile: Profile, batch: int, round_trip: float, rate: float, step: float) -> tuple[float, float, float]:
+    """Tokens per second of AR, of SD and of SSD."""
+    token_ms = profile.target.milliseconds(1)
+    scale = step * token_ms / profile.draft.milliseconds(1)
+    machine = replace(
+        profile,
+        draft=Latency(tuple((rows, ms * scale) for rows, ms in profile.draft.points)),
+        link_ms=round_trip * token_ms / 2,
+        acceptance=(rate,),
+    )
+
+    def best(mode: str) -> float:
+        policies = [Policy(mode, depth, BRANCHES) for depth in DEPTHS]
+        return max(Simulator(machine, policy, batch).run(TOKENS // batch).tokens_per_second for policy in policies)
+
+    return 1000 * batch / machine.target.milliseconds(batch), best("sd"), best("ssd")
+
+
+def draw(panels: Sequence[Panel], profile: Profile, path: Path) -> None:
+    figure = picture.figure(5.2 * len(ROUND_TRIPS), 4.6 * len(BATCHES) + 0.8)
+    grid = figure.subplots(len(BATCHES), len(ROUND_TRIPS), sharex=True, sharey=True, squeeze=False)
+    for axes, found in zip(grid.flat, panels, strict=True):
+        image = _draw_panel(axes, found)
+    for axes in grid[-1]:
+        axes.set_xlabel("one draft step / one target token")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("acceptance of a draft token")
+    figure.colorbar(image, ax=grid, shrink=0.6, label="SSD / the better of AR and SD", extend="both")
+    figure.suptitle(
+        f"{profile.name}: what working ahead gains\nits target and bonus ranks; B = {BRANCHES}, the best K for each;"
+        " right of and under the dashed line AR beats SD",
+        fontsize=11,
+    )
+    picture.save(figure, path, 90)
+
+
+def _draw_panel(axes: Axes, found: Panel):  # type: ignore[no-untyped-def]  # matplotlib's image
+    from matplotlib.colors import TwoSlopeNorm
+
+    norm = TwoSlopeNorm(1.0, LEAST, MOST)
+    image = axes.imshow(found.gains, origin="lower", aspect="auto", cmap="RdBu", norm=norm)
+    for row, gains in enumerate(found.gains):
+        for column, gain in enumerate(gains):
+            dark = abs(norm(gain) - 0.5) > 0.3
+            axes.text(column, row, f"{gain:.2f}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
+    if any(map(any, found.plain)) and not all(map(all, found.plain)):
+        axes.contour([[float(cell) for cell in row] for row in found.plain], [0.5], colors="k", linestyles="--")
+    axes.set_xticks(range(len(STEPS)), [f"{step:g}" for step in STEPS], fontsize=8)
+    axes.set_yticks(range(len(ACCEPTANCES)), [f"{rate:.2f}" for rate in ACCEPTANCES], fontsize=8)
+    link = f"link there and back {found.round_trip:g} target tokens" if found.round_trip else "a link of no length"
+    axes.set_title(f"batch {found.batch}, {link}", fontsize=10, loc="left")
+    return image
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profile", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("heatmap.png"), metavar="FILE")
+
+
+def run(options: argparse.Namespace) -> int:
+    profile = Profile.read(options.profile)
+    draw([panel(profile, batch, trip) for batch in BATCHES for trip in ROUND_TRIPS], profile, options.out)
+    print(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,201 @@
+"""What each of mlx-lm's model types can do here: a tiny random model of each is loaded, tried, and made to write.
+
+    python -m tools.model_types                        # the table: five minutes on two cores
+    python -m tools.model_types --write docs/models.md # the same, into that page
+    python -m tools.model_types --serve llama4 ...     # these as target and draft of a real cluster
+
+A type is asked for what it says it can: the text of its plain decoding and of chains right and wrong is held against
+mlx-lm's own loop, past its window, and its token tree against its logits. Each type is tried in a process that may die.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+
+from outrider.engine.abilities import abilities
+from outrider.engine.cache import KVState
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.open_texts import open_texts
+from outrider.engine.open_tree import open_form, tree_form
+from outrider.engine.selfcheck import agrees
+from outrider.engine.slots import open_slots
+from outrider.engine.verify import verify
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.guard import named_errors
+from outrider.protocol.sampling import SamplingParams
+from tests.harness.model_configs import WINDOW, config_of, model_types
+from tests.harness.tiny_models import write_model, write_tokenizer
+
+SPECULATES, COPIES, DECODES, REFUSED = "speculates", "speculates, by copies", "decodes only", "refused"
+NOT_BUILT, WRONG = "not tried", "WRONG TEXT"
+FORMS = {"NumpyRow": "tree", "JointRow": "tree", "OneRow": "tree", "Rows": "rows"}
+_PROMPT, _LENGTH, _CHAIN = 2 * WINDOW, 3 * WINDOW, 5
+_BEGIN = "<!-- python -m tools.model_types --write docs/models.md -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A type as `target` and as `draft`; `why` it is not all it could be."""
+
+    name: str
+    target: str
+    draft: str = "-"
+    why: str = ""
+
+    @property
+    def line(self) -> str:
+        return f"| `{self.name}` | {self.target} | {self.draft} | {self.why} |"
+
+
+def examine(name: str) -> Row:
+    """Tries one type in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with named_errors("building"):
+                path = write_model(Path(folder), config_of(name))
+        except SystemExit:
+            return Row(name, NOT_BUILT, why="mlx-lm needs a library for it that is not installed")
+        except OutriderError as error:
+            return Row(name, NOT_BUILT, why=_short(error))
+        try:
+            model = load(path, progress=lambda _: None)
+            able = abilities(model)
+        except OutriderError as error:
+            return Row(name, REFUSED, why=_short(error))
+        how = SPECULATES if KVState(model.model, able.own_caches).marks_freely else COPIES
+        target, why = how if able.chains else DECODES, [_reason(able.why)]
+        if not _writes_as_mlx_lm(model, able.chains):
+            target = WRONG
+        try:
+            form = tree_form(model)
+            draft = FORMS[form.__name__]
+            with named_errors("a tree past the window"):
+                if not agrees(model, lambda tokens: open_form(model, form, tokens), _PROMPT):
+                    draft = f"{draft}, inexact past a window"
+        except OutriderError as error:
+            draft, why = "no", [*why, "draft: " + _reason(str(error))]
+        return Row(name, target, draft, "; ".join(filter(None, why)))
+
+
+def _writes_as_mlx_lm(model: LoadedModel, chains: bool) -> bool:
+    """Greedy text, token by token and by chains of which parts hold."""
+    prompt = [(31 * i + 7) % 250 + 2 for i in range(_PROMPT)]
+    truth = [int(token) for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=_LENGTH)]
+    params = SamplingParams(max_tokens=_LENGTH)
+    held = open_texts(model)
+    slot = open_slots(model, [prompt], [params], texts=held)[0]
+    texts = [[verify(slot).bonus for _ in range(_LENGTH)]]
+    if chains:
+        slot, draws = open_slots(model, [prompt], [params], texts=held)[0], random.Random(model.model_type)
+        while len(slot.tokens) - _PROMPT < _LENGTH - _CHAIN:
+            done, right = len(slot.tokens) - _PROMPT, draws.randint(0, _CHAIN)
+            coming = truth[done : done + _CHAIN]
+            verify(slot, [token if i < right else (token + 1) % 258 for i, token in enumerate(coming)])
+        texts.append(slot.tokens[_PROMPT:])
+    return all(text == truth[: len(text)] for text in texts)
+
+
+def walk(names: Sequence[str]) -> Iterator[Row]:
+    """All of these types, one after the other, in a process that is replaced when a type ends it."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(1, context, initializer=_quiet)
+    for name in names:
+        try:
+            yield pool.submit(examine, name).result()
+        except BrokenProcessPool:
+            yield Row(name, REFUSED, why="its code ends the process")
+            pool = ProcessPoolExecutor(1, context, initializer=_quiet)
+    pool.shutdown()
+
+
+def _quiet() -> None:
+    logging.disable(logging.ERROR)
+    mx.disable_compile()  # of each type's kernels, which takes longer than all the rest
+
+
+def _short(error: OutriderError) -> str:
+    """A sentence for a cell of the table: no paths, and not what to do."""
+    said = str(error).partition(" can't be loaded as ")
+    return (said[2].partition(": ")[2] or said[0]).partition("; ")[0].replace("|", "/").strip(": ")[:160]
+
+
+def _reason(sentence: str) -> str:
+    """What stands in brackets in it."""
+    return sentence.partition("(")[2].rpartition(")")[0].replace("|", "/")[:160]
+
+
+def page(head: str, rows: Sequence[Row]) -> str:
+    """The page whose text is `head`, up to where the table begins."""
+    counts = Counter(row.target for row in rows)
+    drafts = Counter(row.draft for row in rows)
+    tried = len(rows) - counts[NOT_BUILT]
+    return f"""{head.partition(_BEGIN)[0]}{_BEGIN}
+
+mlx-lm {version("mlx-lm")}, MLX {version("mlx")} on a CPU: {len(rows)} types, of which {tried} could be built.
+As targets {counts[SPECULATES] + counts[COPIES]} speculate ({counts[COPIES]} of them by copies), \
+{counts[DECODES]} decode only, {counts[REFUSED]} are refused; {counts[WRONG]} say another text than mlx-lm.
+As drafts {drafts["tree"]} grow a tree in one row, {drafts["rows"]} in rows, {drafts["no"]} are refused.
+
+| type | target | draft | why |
+|---|---|---|---|
+""" + "".join(f"{row.line}\n" for row in rows)
+
+
+def serve(name: str) -> str:
+    """A cluster of this type, drafting for itself where it can; what it answered, or its refusal."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(Path(folder), config_of(name))
+        write_tokenizer(path)
+        try:
+            with LocalCluster(model=str(path), draft_model=str(path), memory=False) as cluster:
+                client, texts = cluster.client(), {}
+                for mode in ("ar", "sd", "ssd", "auto"):
+                    sampling = SamplingParams(max_tokens=_LENGTH, ignore_eos=True)
+                    texts[mode] = client.generate("the quick brown fox jumps", sampling=sampling, mode=mode)
+                same = len({result.token_ids for result in texts.values()}) == 1
+                ran = ", ".join(f"{mode} as {result.mode}" for mode, result in texts.items())
+                notes = sorted({*cluster.notes, *texts["ssd"].notes})
+                return f"{name}: {'one text' if same else 'DIFFERENT TEXTS'}; {ran}. {' '.join(notes)}"
+        except OutriderError as error:
+            return f"{name}: refused, {error}"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("types", nargs="*", help="default: all")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page")
+    parser.add_argument("--serve", action="store_true", help="run each in a cluster of processes instead")
+
+
+def run(options: argparse.Namespace) -> int:
+    names = options.types or model_types()
+    if options.serve:
+        for name in names:
+            print(serve(name), flush=True)
+        return 0
+    rows = []
+    for row in walk(names):
+        rows.append(row)
+        print(row.line, flush=True)
+    if options.write:
+        options.write.write_text(page(options.write.read_text(), rows))
+    return int(any(row.target == WRONG for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

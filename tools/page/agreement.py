@@ -1,0 +1,73 @@
+"""Whether the page's colours and figures are what the API says: requests of every mode, counted in a real browser.
+
+    outrider serve &
+    python -m tools.page.agreement --requests 50
+
+For each request the coloured tokens that stand in the page are counted and held against the `timings` that went over
+the wire: as many tokens in all, as many drafted ones as were accepted, as many hits; and the text that is shown against
+the text that was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from outrider.bench.prompts import mixed
+from outrider.orchestrator.cli import run_as_program
+from tools.page import visit
+from tools.page.browser import browser
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Response
+
+MODES = ("ssd", "auto", "sd", "ar")
+TEMPERATURES = (0.0, 0.8)
+URL = "http://127.0.0.1:8080"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=URL, help="of a running `outrider serve`")
+    parser.add_argument("--requests", type=int, default=50)
+    parser.add_argument("--max-tokens", type=int, default=64)
+
+
+def run(options: argparse.Namespace) -> int:
+    wrong = 0
+    total: Counter[str] = Counter()
+    with browser() as chromium:
+        page = chromium.new_page()
+        page.set_default_timeout(visit.PATIENCE_MS)
+        page.goto(options.url)
+        visit.ready(page)
+        for number, prompt in enumerate(mixed(options.requests)):
+            mode, temperature = MODES[number % len(MODES)], TEMPERATURES[number // len(MODES) % len(TEMPERATURES)]
+            visit.fill(page, prompt.text, options.max_tokens, mode, temperature, number)
+            answer, lane = visit.generate(page), page.locator(".lane")
+            total += visit.colours(lane)
+            if differences := disagreements(lane, answer):
+                wrong += 1
+                print(f"{prompt.name}, {mode}, T = {temperature}, seed {number}: {'; '.join(differences)}")
+    counts = ", ".join(f"{count} {origin}" for origin, count in total.items())
+    print(f"{options.requests} requests, {total.total()} tokens ({counts}): {options.requests - wrong} agree")
+    return 1 if wrong else 0
+
+
+def disagreements(lane: Locator, answer: Response) -> list[str]:
+    """What the page shows otherwise than the API says it."""
+    times, seen = visit.timings(answer), visit.colours(lane)
+    looked_up = times["cache_hits"] + times["cache_misses"]
+    pairs = {
+        "tokens": (seen.total(), times["predicted_n"]),
+        "drafted tokens": (seen.total() - seen["target"], times["draft_n_accepted"]),
+        "counts": (visit.legend(lane), seen),
+        "hits": (visit.figure(lane, "hits"), f"{times['cache_hits']} of {looked_up}" if looked_up else "\N{EN DASH}"),
+        "rate": (visit.figure(lane, "rate"), f"{times['predicted_per_second']:.1f}"),
+        "text": (lane.locator(".text").text_content(), visit.text(answer)),
+    }
+    return [f"{name} {shown}, expected {told}" for name, (shown, told) in pairs.items() if shown != told]
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,49 @@
+"""The page's picture for the README: one text in SSD, in a window of a laptop's width.
+
+outrider serve &
+python -m tools.page.screenshot docs/page.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from outrider.orchestrator.cli import run_as_program
+from tools.page import visit
+from tools.page.agreement import URL
+from tools.page.browser import browser
+
+PROMPT = "def fibonacci(n):"
+WIDTH, HEIGHT = 1180, 900
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, help="of the PNG")
+    parser.add_argument("--url", default=URL, help="of a running `outrider serve`")
+    parser.add_argument("--dark", action="store_true", help="as the page is in the dark")
+    parser.add_argument("--race", action="store_true", help="AR against SSD")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--seed", type=int, default=7)
+
+
+def run(options: argparse.Namespace) -> int:
+    with browser() as chromium:
+        page = chromium.new_page(
+            viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="dark" if options.dark else "light"
+        )
+        page.set_default_timeout(visit.PATIENCE_MS)
+        page.goto(options.url)
+        visit.ready(page)
+        visit.fill(page, PROMPT, options.max_tokens, "ssd", 0.8, options.seed)
+        if options.race:
+            page.get_by_role("button", name="Race").click()
+            visit.done(page, "The same text")
+        else:
+            visit.generate(page)
+        page.screenshot(path=options.path, full_page=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

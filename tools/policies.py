@@ -1,0 +1,77 @@
+"""What each thing adds to the paper's policy on a profile's machine: `simulator.py`'s arithmetic, no processes.
+
+python -m tools.policies bench/profiles/*.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from outrider.orchestrator.cli import run_as_program
+from outrider.protocol.profile import Profile
+from tools.simulation.simulator import Policy, Result, Simulator
+
+TOKENS = 30_000
+SEARCH_TOKENS = 6_000
+DEPTHS = range(1, 13)
+BRANCHES = (4, 6, 8, 10, 12, 15, 16, 20, 24, 28, 32, 40, 48)
+STEPS = (("best-first", {"fan_out": "best-first"}), ("filled misses", {"filled": True}), ("anytime", {"anytime": True}),
+         ("hoping", {"hoping": True}))  # fmt: skip
+
+
+def table(profile: Profile) -> str:
+    """Markdown: AR, SD at the published and at its best K, the paper's policy, and ours step by step."""
+    told = profile.published
+    own_sd = best_sd(profile)
+    sd = Policy("sd", told.sd_depth) if told else own_sd
+    depth, branches = (told.ssd_depth, told.branches) if told else (own_sd.depth, 10)
+    policy = Policy("ssd", depth, branches, "geometric", anytime=False, filled=False, hoping=False)
+    rows = [("AR", Policy("ar")), (f"SD K={sd.depth}", sd), (f"SD K={own_sd.depth}, its best", own_sd)]
+    rows.append((f"SSD K={depth} B={branches}, the paper's policy", policy))
+    for name, change in STEPS:
+        policy = replace(policy, **change)
+        rows.append((f"+ {name}", policy))
+    policy = best_ssd(profile, policy)
+    rows.append((f"+ its own K={policy.depth} B={policy.branches}", policy))
+    found = [(name, Simulator(profile, policy).run(TOKENS)) for name, policy in rows]
+    in_turn, own = found[1][1].tokens_per_second, found[2][1].tokens_per_second
+    lines = [profile.name, "", "| | tok/s | / SD | / best SD | hits | tokens a round | round ms |", f"|{'---|' * 7}"]
+    return "\n".join([*lines, *(_line(name, result, in_turn, own) for name, result in found)])
+
+
+def best_sd(profile: Profile) -> Policy:
+    return max((Policy("sd", depth) for depth in DEPTHS), key=lambda policy: _rate(profile, policy))
+
+
+def best_ssd(profile: Profile, like: Policy) -> Policy:
+    """The K and B at which `like` is fastest."""
+    found = (replace(like, depth=depth, branches=branches) for depth in DEPTHS for branches in BRANCHES)
+    return max(found, key=lambda policy: _rate(profile, policy))
+
+
+def _rate(profile: Profile, policy: Policy) -> float:
+    return Simulator(profile, policy).run(SEARCH_TOKENS).tokens_per_second
+
+
+def _line(name: str, result: Result, in_turn: float, own: float) -> str:
+    rate, hits = result.tokens_per_second, f"{result.hit_rate:.2f}" if result.hit_rate else ""
+    return (
+        f"| {name} | {rate:.1f} | {rate / in_turn:.2f} | {rate / own:.2f} | {hits} | {result.tokens_per_round:.2f} |"
+        f" {result.round_ms:.2f} |"
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
+
+
+def run(options: argparse.Namespace) -> int:
+    for path in options.profiles:
+        print(table(Profile.read(path)) + "\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

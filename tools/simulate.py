@@ -1,0 +1,248 @@
+"""Replays a profile's machine through the real processes: AR, SD and SSD beside what was published and predicted.
+
+    python -m tools.simulate bench/profiles/h100-llama-70b.json --prompts 12 --max-tokens 400
+
+The target is a small stand-in paced by sleeping, the drafter replays the target's own text with the profile's
+acceptance and bonus ranks. Real: processes, sockets, messages, rounds, work ahead, fan-out, fallback. A run whose real
+work takes longer than the simulated one fails. `ideal` is `simulator.py`'s with messages that take no time beyond the
+profile's link, `predicted` with the median turnaround that was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from outrider.bench.contest.contest import Ours, Run
+from outrider.bench.contest.statistics import Interval, ratio, total_rate
+from outrider.bench.contest.summary import summary
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.protocol import values
+from outrider.protocol.profile import Profile, Published
+from outrider.protocol.sampling import SamplingParams
+from tools.policies import best_sd, best_ssd
+from tools.simulation.script import starts, write_script
+from tools.simulation.simulator import Policy, Simulator
+from tools.simulation.stand_in import write
+
+# The script goes on behind the last token asked for, as a text would.
+SPARE_TOKENS = 64
+WARM_UP_TOKENS = 300
+PREDICTED_TOKENS = 40_000
+COLUMNS = (
+    "tok/s", "predicted", "ideal", "published", "against SD [95 %]", "against AR", "hits", "tokens a round", "idle ms",
+    "turnaround ms",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A policy under a name; `mode` auto leaves the choice to the controller."""
+
+    name: str
+    policy: Policy
+    mode: str
+
+    @property
+    def cluster(self) -> tuple[str, bool]:
+        """What a cluster is started with: fan-out, and whether branches serve as deep as they are."""
+        return self.policy.fan_out, self.policy.anytime
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a contestant did; rates are tokens per second, times milliseconds a round."""
+
+    name: str
+    measured: float
+    predicted: float | None
+    ideal: float | None
+    published: float | None
+    hit_rate: float
+    tokens_per_round: float
+    idle_ms: float
+    turnaround_ms: float | None
+    against_sd: Interval
+    against_ar: Interval
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N")
+    parser.add_argument("--max-tokens", type=int, default=300, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the rows as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    prompts, tokens = (values.whole(name, getattr(options, name), 1, 1 << 20) for name in ("prompts", "max_tokens"))
+    rows = {str(path): simulate(path, prompts, tokens) for path in options.profiles}
+    if options.out is not None:
+        record = {path: [asdict(row) for row in found] for path, found in rows.items()}
+        options.out.write_text(json.dumps(record, indent=1))
+    return 0
+
+
+def simulate(path: Path, prompts: int, max_tokens: int) -> list[Row]:
+    """Runs one profile and prints its table.
+
+    Raises:
+        WorkerError: real work took longer than the simulated one.
+    """
+    profile = Profile.read(path)
+    contestants = _contestants(profile)
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+        write(Path(folder))
+        begun = starts(prompts + 1)
+        script = Path(folder) / "script.json"
+        longest = SamplingParams(max_tokens=max(max_tokens, WARM_UP_TOKENS) + SPARE_TOKENS, ignore_eos=True)
+        write_script(script, Path(folder), begun, [longest] * len(begun))
+        runs: dict[str, list[Run]] = {}
+        for cluster in dict.fromkeys(contestant.cluster for contestant in contestants):
+            chosen = [contestant for contestant in contestants if contestant.cluster == cluster]
+            with _cluster(path, folder, script, *cluster) as client:
+                for contestant in chosen:
+                    print(f"{profile.name}: {contestant.name}", file=sys.stderr, flush=True)
+                    runs[contestant.name] = _run(client, contestant, begun, max_tokens)
+    everything = summary([run.timings for found in runs.values() for run in found if run.timings])
+    hop_ms = (everything.turnaround_ms or 0.0) / 2
+    rows = [_row(profile, contestant, runs, hop_ms) for contestant in contestants]
+    _print(profile, rows)
+    return rows
+
+
+# --- what competes ----------------------------------------------------------------------------------------------------
+
+
+def _contestants(profile: Profile) -> list[Contestant]:
+    """AR; SD at the published and at its best K; SSD by the paper's policy, then with one thing of ours more each."""
+    published = profile.published
+    own_sd = best_sd(profile).depth
+    sd_depth = published.sd_depth if published else own_sd
+    depth, branches = (published.ssd_depth, published.branches) if published else (own_sd, 10)
+    ours = best_ssd(profile, Policy("ssd"))
+    found = [Contestant("ar", Policy("ar"), "ar"), Contestant(f"sd K={sd_depth}", Policy("sd", sd_depth), "sd")]
+    if own_sd != sd_depth:
+        found.append(Contestant(f"sd K={own_sd}", Policy("sd", own_sd), "sd"))
+    at = f"K={depth} B={branches}"
+    return [
+        *found,
+        Contestant(f"ssd {at} geometric, full", Policy("ssd", depth, branches, "geometric", anytime=False), "ssd"),
+        Contestant(f"ssd {at} best-first, full", Policy("ssd", depth, branches, anytime=False), "ssd"),
+        Contestant(f"ssd {at} best-first, anytime", Policy("ssd", depth, branches), "ssd"),
+        Contestant(f"ssd K={ours.depth} B={ours.branches} best-first, anytime", ours, "ssd"),
+        Contestant(f"auto K<={ours.depth} B={ours.branches}", ours, "auto"),
+    ]
+
+
+def _predict(profile: Profile, policy: Policy, hop_ms: float = 0.0) -> float:
+    return Simulator(profile, policy, hop_ms=hop_ms).run(PREDICTED_TOKENS).tokens_per_second
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _cluster(profile: Path, model: str, script: Path, fan_out: str, anytime: bool) -> Iterator[Client]:
+    with LocalCluster(
+        memory=False,
+        model=model,
+        draft_backend="replay",
+        replay=script,
+        simulate=profile,
+        fan_out=fan_out,
+        branch_depth="auto" if anytime else "full",
+        ngrams=False,
+    ) as cluster:
+        yield cluster.client()
+
+
+def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int) -> list[Run]:
+    """Every prompt but the first, which warms up what learns."""
+    policy = contestant.policy
+    ours = Ours(contestant.name, client, contestant.mode, policy.depth, policy.branches)
+
+    def sampling(tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+    if contestant.mode == "ar":  # every token takes the same time
+        return [ours.run(starts[1], sampling(min(max_tokens, 100)))] * (len(starts) - 1)
+    ours.run(starts[0], sampling(WARM_UP_TOKENS))
+    return [ours.run(start, sampling(max_tokens)) for start in starts[1:]]
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------
+
+
+def _row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float) -> Row:
+    found, told = runs[contestant.name], contestant.mode != "auto"
+    sd = next(others for name, others in runs.items() if name.startswith("sd"))
+    sums = summary([run.timings for run in found if run.timings])
+    timed = [run.timed for run in found]
+    return Row(
+        contestant.name,
+        total_rate(timed),
+        _predict(profile, contestant.policy, hop_ms=hop_ms) if told else None,
+        _predict(profile, contestant.policy) if told else None,
+        _published(profile.published, contestant),
+        sums.hit_rate or 0.0,
+        sums.tokens / sums.rounds,
+        sums.idle_ms / sums.rounds,
+        sums.turnaround_ms,
+        ratio(timed, [run.timed for run in sd]),
+        ratio(timed, [run.timed for run in runs["ar"]]),
+    )
+
+
+def _published(published: Published | None, contestant: Contestant) -> float | None:
+    if published is None or contestant.mode == "auto":
+        return None
+    depth, policy = {"ar": 0, "sd": published.sd_depth, "ssd": published.ssd_depth}[contestant.mode], contestant.policy
+    if contestant.mode == "ar":
+        return published.ar
+    if policy.depth != depth or (contestant.mode == "ssd" and policy.fan_out != "geometric"):
+        return None
+    return published.sd if contestant.mode == "sd" else published.ssd
+
+
+def _print(profile: Profile, rows: Sequence[Row]) -> None:
+    print(f"\n{profile.name}")
+    print(f"  target {_curve(profile.target.points)} ms by rows, draft {_curve(profile.draft.points)} ms by rows,")
+    print(f"  link {profile.link_ms} ms one way, acceptance {_list(profile.acceptance)},")
+    print(f"  bonus ranks {_list(profile.bonus_ranks[:4])}, ...")
+    if profile.published:
+        told = profile.published
+        print(f"  published: AR {told.ar}, SD {told.sd}, SSD {told.ssd}: SSD/SD {told.ssd / told.sd:.2f}")
+    print(f"\n| | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 1)}|")
+    for row in rows:
+        cells = [
+            row.name,
+            f"{row.measured:.1f}",
+            *("" if value is None else f"{value:.1f}" for value in (row.predicted, row.ideal, row.published)),
+            str(row.against_sd),
+            f"{row.against_ar.value:.2f}",
+            f"{row.hit_rate:.2f}" if row.hit_rate else "",
+            f"{row.tokens_per_round:.2f}",
+            f"{row.idle_ms:.2f}",
+            "" if row.turnaround_ms is None else f"{row.turnaround_ms:.2f}",
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _list(shares: Iterable[float]) -> str:
+    return ", ".join(f"{share:g}" for share in shares)
+
+
+def _curve(points: Iterable[tuple[int, float]]) -> str:
+    return ", ".join(f"{rows}: {ms:g}" for rows, ms in points)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,32 @@
+"""What a drafter replays behind a stand-in target: that target's own texts, made at the speed it has here."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.protocol.sampling import SamplingParams
+from tools.simulation.stand_in import CONFIG
+
+PROMPT_TOKENS = 16
+
+
+def starts(count: int) -> list[tuple[int, ...]]:
+    """So many beginnings of texts, always the same."""
+    rng = random.Random(0)
+    return [tuple(rng.randrange(2, CONFIG["vocab_size"]) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+
+
+def write_script(path: Path, model: Path, begun: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]) -> None:
+    """How the target at `model` goes on from each beginning; acceptance and ranks are left to the profile."""
+    with LocalCluster(model=str(model), draft_backend="none", mode="ar", memory=False) as cluster:
+        client = cluster.client(60.0)
+        texts = [
+            [*start, *client.generate(start, sampling, mode="ar").token_ids]
+            for start, sampling in zip(begun, samplings, strict=True)
+        ]
+    script = {"texts": texts, "acceptance": [1.0], "bonus_ranks": [], "vocab_size": CONFIG["vocab_size"]}
+    path.write_text(json.dumps(script))

@@ -1,0 +1,117 @@
+"""This checkout against another one, a request at a time: what a change did to a single stream, by mode.
+
+    python -m tools.versions --against ../before                 # 24 prompts, T = 0 and 0.8: ten minutes
+    python -m tools.versions --against ../before --modes ssd,auto --prompts 48 --least 0.98
+
+Both clusters run all along on the same cores, and every prompt goes through both, one right after the other, so that a
+drifting machine drifts for both. Each is asked by a client of its own checkout. Prints tokens per second of decoding,
+this one over the other, with intervals over prompts, and how many texts are the same. The exit code is 1 when a ratio
+lies under --least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.bench.commands.lists import modes_of, numbers
+from outrider.bench.contest.contest import Contestant, Run, compete
+from outrider.bench.contest.statistics import Timed, ratio, total_rate
+from outrider.bench.helper import Helper
+from outrider.orchestrator.cli import run_as_program
+from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.pair.model_files import PACKAGE
+from outrider.protocol import values
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
+from tests.harness.embedded import mixed_tokens
+
+SIDE = Path(__file__).with_name("version_side.py")
+THIS, OTHER = "this", "the other"
+WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One mode of one checkout."""
+
+    name: str
+    helper: Helper
+    mode: str
+
+    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
+        told = self.helper.ask({
+            "tokens": list(prompt),
+            "max_tokens": sampling.max_tokens,
+            "temp": sampling.temp,
+            "seed": sampling.seed,
+            "mode": self.mode,
+        })  # fmt: skip
+        return Run(tuple(told["tokens"]), Timed(len(told["tokens"]) - 1, told["decode_ms"] / 1000))
+
+
+def require_checkout(folder: Path) -> None:
+    """
+    Raises:
+        InvalidRequest: there is none.
+    """
+    if not (folder / "outrider" / "__init__.py").is_file():
+        raise InvalidRequest(f"{folder} has no outrider/ in it; expected the root of a checkout")
+
+
+@contextmanager
+def cluster_of(folder: Path) -> Iterator[Helper]:
+    """A cluster of that checkout, which knows nothing of runs before."""
+    with tempfile.TemporaryDirectory() as fresh:
+        own = {"PYTHONPATH": str(folder.resolve()), "XDG_CACHE_HOME": fresh}
+        with Helper(str(SIDE), environment={**os.environ, **own}) as helper:
+            yield helper
+
+
+def told(mode: str, temp: float, ours: Sequence[Run], theirs: Sequence[Run]) -> str:
+    now, before = ([run.timed for run in runs] for runs in (ours, theirs))
+    same = sum(one.tokens == other.tokens for one, other in zip(ours, theirs, strict=True))
+    rates = f"{total_rate(now):.1f} against {total_rate(before):.1f} tokens/s"
+    return f"T = {temp:g}, {mode:4} {ratio(now, before)}   {rates}, {same} of {len(ours)} texts the same"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--against", type=Path, required=True, metavar="FOLDER", help="the root of the other checkout")
+    parser.add_argument("--modes", default="ar,sd,ssd,auto", help="with commas between")
+    parser.add_argument("--temps", default="0,0.8", help="with commas between")
+    parser.add_argument("--prompts", type=int, default=24, help="how many prompts, all classes in turn; default 24")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each text, default 128")
+    parser.add_argument("--least", type=float, default=0.0, help="what a ratio must reach, default 0")
+
+
+def run(options: argparse.Namespace) -> int:
+    require_checkout(options.against)
+    modes = modes_of(options.modes)
+    temps = numbers("temps", options.temps, float)
+    length = values.whole("tokens", options.tokens, 2, 600)
+    screen, missed = Screen(), False
+    prompts = mixed_tokens(options.prompts)
+    screen.show("starting both")
+    with cluster_of(PACKAGE.parent) as now, cluster_of(options.against) as before:
+        ways: list[Contestant] = [
+            Side(f"{mode}, {name}", helper, mode) for mode in modes for name, helper in ((THIS, now), (OTHER, before))
+        ]
+        for temp in temps:
+            sampling = SamplingParams(max_tokens=length, temp=temp, ignore_eos=True)
+            compete(ways, prompts[:WARM_UP], sampling, lambda said: screen.show(f"warming up: {said}"))
+            runs = compete(ways, prompts, sampling, screen.show)
+            screen.clear()
+            for mode in modes:
+                ours, theirs = runs[f"{mode}, {THIS}"], runs[f"{mode}, {OTHER}"]
+                print(told(mode, temp, ours, theirs), flush=True)
+                missed |= ratio([one.timed for one in ours], [one.timed for one in theirs]).value < options.least
+    return int(missed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

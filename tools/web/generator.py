@@ -1,0 +1,75 @@
+"""Requests at times that were drawn before, sent by locust in a process of its own; what came of each."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.protocol.errors import InvalidRequest, WorkerError
+from tools.web.reading import Heard, heard
+
+FILE = Path(__file__).with_name("locustfile.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was heard, or the error."""
+
+    heard: Heard | None
+    error: str = ""
+
+
+def require_locust() -> None:
+    """
+    Raises:
+        InvalidRequest: it is not installed.
+    """
+    if find_spec("locust") is None:
+        raise InvalidRequest("locust, which sends the requests, is not installed; run pip install locust")
+
+
+def poisson(count: int, rate: float, seed: str) -> list[float]:
+    """When each of `count` requests is due, seconds from the beginning: `rate` a second in the mean, each by chance."""
+    draws, at, times = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at += draws.expovariate(rate)
+        times.append(at)
+    return times
+
+
+def generate(url: str, times: Sequence[float], bodies: Sequence[dict[str, Any]]) -> list[Answer]:
+    """Sends each body at its time to the completions of `url`, and returns when all have ended.
+
+    Raises:
+        WorkerError: locust failed.
+    """
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    requests = [{"after": after, "body": {**body, **streamed}} for after, body in zip(times, bodies, strict=True)]
+    with TemporaryDirectory() as name:
+        plan, answers = Path(name) / "plan.json", Path(name) / "answers"
+        plan.write_text(json.dumps({"requests": requests, "answers": str(answers)}))
+        ended = subprocess.run(
+            python("-m", "locust", "-f", str(FILE), "--headless", "--users", "1", "--host", url, "--only-summary"),
+            env={**child_environment(), "PLAN": str(plan)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        lines = answers.read_text().splitlines() if answers.is_file() else []
+    if len(lines) != len(requests):
+        raise WorkerError(f"locust ended with {ended.returncode} after {len(lines)} answers: {ended.stderr[-1000:]}")
+    return [_answer(json.loads(line)) for line in lines]
+
+
+def _answer(told: dict[str, Any]) -> Answer:
+    if told["error"]:
+        return Answer(None, told["error"])
+    try:
+        return Answer(heard(told["sent"], [(at, data.encode()) for at, data in told["events"]]))
+    except WorkerError as error:
+        return Answer(None, str(error))

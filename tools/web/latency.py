@@ -1,0 +1,135 @@
+"""What requests at random times showed: a table for people, and a picture over the load.
+
+Intervals are over blocks, and over the requests in them where a number is of a request. A token's time is a request's
+from its first text to its end over its other tokens, as vLLM's benchmark has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outrider.bench import picture
+from outrider.bench.contest.statistics import Interval, Timed, bootstrap, nested_bootstrap, total_rate
+from outrider.bench.crowd.curves import COLOURS
+from outrider.bench.crowd.report import Percentiles
+from tools.web.generator import Answer
+from tools.web.reading import Heard
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OTHER_COLOURS = {"mlx-lm": COLOURS["mlx-lm"], "mlx-lm, draft": "#8d6a9f"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way at one load: tokens per second of all, milliseconds to the first text and a token, and the errors."""
+
+    name: str
+    share: float
+    rate: Interval
+    first_ms: Percentiles
+    token_ms: Percentiles
+    requests: int
+    errors: tuple[str, ...]
+
+
+def row(name: str, share: float, blocks: Sequence[Sequence[Answer]]) -> Row:
+    """Sums up the blocks of one way."""
+    found = [[answer.heard for answer in block if answer.heard is not None] for block in blocks]
+    errors = tuple(answer.error for block in blocks for answer in block if answer.heard is None)
+    return Row(
+        name,
+        share,
+        bootstrap([timed(block) for block in found], total_rate),
+        _percentiles(found, lambda one: [1000 * (one.first - one.sent)]),
+        _percentiles(found, lambda one: [1000 * (one.ended - one.first) / (one.tokens - 1)] if one.tokens > 1 else []),
+        sum(len(block) for block in blocks),
+        errors,
+    )
+
+
+def timed(block: Sequence[Heard]) -> Timed:
+    """All tokens, from the first sending to the last end."""
+    seconds = max(one.ended for one in block) - min(one.sent for one in block)
+    return Timed(sum(one.tokens for one in block), seconds)
+
+
+def _percentiles(blocks: Sequence[Sequence[Heard]], of: Callable[[Heard], list[float]]) -> Percentiles:
+    numbers = [[of(one) for one in block] for block in blocks]
+
+    def at(share: int) -> Interval:
+        return nested_bootstrap(numbers, lambda many: float(np.percentile(many, share)))
+
+    return Percentiles(at(50), at(99))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown."""
+    lines = [
+        "| | tok/s of all [95 %] | first text, ms p50 / p99 | a token, ms p50 / p99 | errors |",
+        "|---|---|---|---|---|",
+    ]
+    for one in rows:
+        rate = f"{one.rate.value:.0f} [{one.rate.low:.0f}, {one.rate.high:.0f}]"
+        token = f"{one.token_ms.p50.value:.1f} / {one.token_ms.p99.value:.1f}"
+        lines.append(f"| {one.name} | {rate} | {one.first_ms} | {token} | {len(one.errors)} of {one.requests} |")
+    return "\n".join(lines)
+
+
+PANELS: dict[str, Callable[[Row], Percentiles]] = {
+    "first text, ms (p50; dotted p99)": lambda one: one.first_ms,
+    "a token, ms (p50; dotted p99)": lambda one: one.token_ms,
+}
+
+
+def draw(rows: Sequence[Row], path: Path, title: str) -> None:
+    """A panel of rates and one for each time, over the load.
+
+    Raises:
+        InvalidRequest: the file can't be written.
+    """
+    figure = picture.figure(5.2 * (len(PANELS) + 1), 4.2)
+    from matplotlib.ticker import LogLocator
+
+    first, *others = figure.subplots(1, len(PANELS) + 1)
+    for name in dict.fromkeys(one.name for one in rows):
+        chosen = [one for one in rows if one.name == name]
+        _line(first, name, chosen, [one.rate for one in chosen])
+        for axes, of in zip(others, PANELS.values(), strict=True):
+            _line(axes, name, chosen, [of(one).p50 for one in chosen])
+            tails = [of(one).p99.value for one in chosen]
+            axes.plot([one.share for one in chosen], tails, color=_colour(name), linestyle=":", marker=".")
+    for axes, of_what in zip((first, *others), ("tokens per second, all together", *PANELS), strict=True):
+        axes.set_title(of_what, fontsize=10, loc="left")
+        axes.set_xlabel("requests a second, of the capacity")
+        axes.set_xticks(sorted({one.share for one in rows}))
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in others:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+    first.set_ylim(bottom=0)
+    first.legend(frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    picture.save(figure, path, 110)
+
+
+def _line(axes: Axes, name: str, rows: Sequence[Row], values: Sequence[Interval]) -> None:
+    errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
+    shares = [one.share for one in rows]
+    axes.errorbar(
+        shares, [v.value for v in values], yerr=errors, label=name, color=_colour(name), marker="o", markersize=4,
+        capsize=3,
+    )  # fmt: skip
+
+
+def _colour(name: str) -> str | None:
+    return OTHER_COLOURS.get(name, COLOURS.get(name))
