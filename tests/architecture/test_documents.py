@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted(
-    path for folder in (".", "docs", "models", "bench", "packaging", "tests") for path in (ROOT / folder).glob("*.md")
-)
+FOLDERS = (".", "docs", "docs/log", "models", "bench", "packaging", "tests")
+DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
@@ -36,7 +35,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{link}: {there.relative_to(ROOT)} has no such heading"
 
 
-def test_the_log_lists_its_entries_once() -> None:
-    log = ROOT / "docs" / "log.md"
+@pytest.mark.parametrize("log", sorted((ROOT / "docs" / "log").glob("*.md")), ids=lambda path: path.stem)
+def test_a_month_of_the_log_lists_its_entries_once(log: Path) -> None:
     listed = [link[1:] for link in links(log) if link.startswith("#")]
     assert sorted(listed) == sorted(anchors(log)[1:])
