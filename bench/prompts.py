@@ -1,6 +1,8 @@
-"""The prompts every benchmark uses, by class. Plain text files in `prompts/`, entries separated by a line with one `%`.
+"""The prompts of every benchmark, by class: a text file each, whose entries are separated by a line with one `%`.
 
-Knows text only; written for this project, so that no prompt is a piece of what the embedded pair was trained on.
+Two sets. The suite's are what people ask a chat model, and go through its chat template. The tiny pair's, in
+`prompts/tiny/`, are texts to go on from, for it is no chat model. Both were written for this project, so that none is a
+piece of what a model was trained on. Knows text only.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from pathlib import Path
 
 from outrider.protocol.errors import InvalidRequest
 
-FOLDER = Path(__file__).parent / "prompts"
+SUITE = Path(__file__).parent / "prompts"
+SUITE_CLASSES = ("chat", "code", "math", "summary", "extraction", "editing")
+TINY = SUITE / "tiny"
 CLASSES = ("code", "repeated", "prose", "json")
 
 
@@ -30,15 +34,33 @@ class Prompt:
 
 
 def load(kind: str) -> list[Prompt]:
-    """All prompts of one class, in their order.
+    """All of the tiny pair's prompts of one class, in their order.
 
     Raises:
         InvalidRequest: there is no such class.
     """
     if kind not in CLASSES:
         raise InvalidRequest(f"no prompts are called {kind!r}; expected one of {', '.join(CLASSES)}")
-    entries = (FOLDER / f"{kind}.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n%\n")
-    return [Prompt(kind, number, text) for number, text in enumerate(entries)]
+    return _entries(kind, TINY / f"{kind}.txt")
+
+
+def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict[str, list[Prompt]]:
+    """All prompts of a suite by class: each `*.txt` of a folder is a class. `kinds`: only these.
+
+    Raises:
+        InvalidRequest: there are no such prompts.
+    """
+    try:
+        found = {path.stem: path for path in sorted(folder.glob("*.txt"))}
+        if not found:
+            raise InvalidRequest(f"{folder} has no prompts; expected files like chat.txt, entries separated by % lines")
+        ordered = [kind for kind in SUITE_CLASSES if kind in found] + sorted(found.keys() - set(SUITE_CLASSES))
+        for kind in kinds or ():
+            if kind not in found:
+                raise InvalidRequest(f"no prompts are called {kind!r}; expected one of {', '.join(ordered)}")
+        return {kind: _entries(kind, found[kind]) for kind in kinds or ordered}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the prompts in {folder} can't be read: {error}") from error
 
 
 def mixed(count: int | None, kinds: Sequence[str] = CLASSES) -> list[Prompt]:
@@ -47,8 +69,17 @@ def mixed(count: int | None, kinds: Sequence[str] = CLASSES) -> list[Prompt]:
     Raises:
         InvalidRequest: there are not that many, or none are wanted, or no such class.
     """
-    turns = zip_longest(*(load(kind) for kind in kinds))
-    prompts = [prompt for prompt in chain.from_iterable(turns) if prompt is not None]
+    prompts = in_turn([load(kind) for kind in kinds])
     if count is not None and not 1 <= count <= len(prompts):
         raise InvalidRequest(f"{count} prompts were asked for; expected 1 to {len(prompts)}")
     return prompts[:count]
+
+
+def in_turn(classes: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+    """One of each class after the other, as long as there are any."""
+    return [prompt for prompt in chain.from_iterable(zip_longest(*classes)) if prompt is not None]
+
+
+def _entries(kind: str, path: Path) -> list[Prompt]:
+    entries = path.read_text(encoding="utf-8").removesuffix("\n").split("\n%\n")
+    return [Prompt(kind, number, text) for number, text in enumerate(entries) if text.strip()]

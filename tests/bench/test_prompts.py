@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from outrider.bench.prompts import CLASSES, load, mixed
+from outrider.bench.prompts import CLASSES, SUITE_CLASSES, in_turn, load, load_suite, mixed
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest
@@ -40,3 +42,35 @@ def test_a_number_that_cannot_be_had_is_refused(count: int) -> None:
 def test_an_unknown_class_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="expected one of code"):
         load("poems")
+
+
+@pytest.mark.parametrize("kind", SUITE_CLASSES)
+def test_each_class_of_the_suite_has_twenty_questions_that_differ(kind: str) -> None:
+    prompts = load_suite()[kind]
+    assert len({prompt.text for prompt in prompts}) == 20
+    assert all(prompt.text == prompt.text.strip() for prompt in prompts)
+
+
+@pytest.mark.parametrize("kind", ["summary", "extraction", "editing"])
+def test_what_is_about_a_text_brings_it_along(kind: str) -> None:
+    assert all(80 <= len(prompt.text.split()) <= 250 for prompt in load_suite()[kind])
+
+
+def test_a_suite_of_ones_own_is_a_folder_of_classes(tmp_path: Path) -> None:
+    (tmp_path / "poems.txt").write_text("One\ntwo\n%\nThree\n")
+    (tmp_path / "chat.txt").write_text("Hello\n")
+    found = load_suite(tmp_path)
+    assert list(found) == ["chat", "poems"]
+    assert [prompt.text for prompt in found["poems"]] == ["One\ntwo", "Three"]
+    assert [prompt.name for prompt in in_turn(list(found.values()))] == ["chat-0", "poems-0", "poems-1"]
+    assert list(load_suite(tmp_path, ["poems"])) == ["poems"]
+
+
+def test_a_suite_without_prompts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="has no prompts"):
+        load_suite(tmp_path)
+    (tmp_path / "chat.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidRequest, match="can't be read"):
+        load_suite(tmp_path)
+    with pytest.raises(InvalidRequest, match="expected one of chat"):
+        load_suite(tmp_path, ["poems"])
