@@ -143,6 +143,7 @@ class Leased(AsyncMoving):
     """
 
     def __init__(self, engines: Engines, session: str, sources: int) -> None:
+        super().__init__()
         self.sources = sources
         self._engines = engines
         self._session = session

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from outrider.protocol.errors import (
     EndpointError,
     InvalidRequest,
+    KeyFault,
     ModelError,
     OutriderError,
     ProtocolError,
     ServerBusy,
+    ServerStopped,
     WorkerError,
 )
 
@@ -48,6 +50,7 @@ __all__ = [
     "GenerationResult",
     "Grammar",
     "InvalidRequest",
+    "KeyFault",
     "LocalCluster",
     "ModelError",
     "Origin",
@@ -56,6 +59,7 @@ __all__ = [
     "Resumed",
     "SamplingParams",
     "ServerBusy",
+    "ServerStopped",
     "TokenLogprob",
     "WorkerError",
 ]

@@ -21,3 +21,6 @@ else:
         from outrider import orchestrator
 
         return getattr(orchestrator, name)
+
+    def __dir__() -> list[str]:
+        return [*__all__, "__version__"]

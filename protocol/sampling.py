@@ -5,9 +5,12 @@ Knows nothing of logits. Names and defaults are mlx-lm's, except that "off" is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
@@ -45,14 +48,40 @@ NUMBERS = {
 MOST_BIAS = 1e6
 
 
-@dataclass(frozen=True, slots=True)
+class SamplingFields(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords, in every form in which they are taken."""
+
+    max_tokens: int
+    temp: float
+    temperature: float
+    top_p: float
+    min_p: float
+    top_k: int
+    repetition_penalty: float
+    repetition_context_size: int
+    presence_penalty: float
+    presence_context_size: int
+    frequency_penalty: float
+    frequency_context_size: int
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    seed: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    rule: str
+    saguaro: float
+    q_width: int
+    grammar: Grammar | Mapping[str, str] | None
+    logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
     """How tokens are chosen and when generation ends.
 
-    `temp` 0 is greedy, and below `LEAST_TEMP` it becomes 0: float32 could no longer hold a score of logit / `temp` with
-    the noise that decides between near equals. `top_p` 1, `min_p` 0, `top_k` 0 and penalties of 0 are off;
-    `repetition_penalty` 1 is off. `seed` None means: draw one and report it. Penalties look at the last
-    `*_context_size` tokens, prompt included.
+    `temperature` is another name of `temp`. 0 is greedy, and below `LEAST_TEMP` it becomes 0: float32 could no longer
+    hold a score of logit / `temp` with the noise that decides between near equals. `top_p` 1, `min_p` 0, `top_k` 0 and
+    penalties of 0 are off; `repetition_penalty` 1 is off. `seed` None means: draw one and report it. Penalties look at
+    the last `*_context_size` tokens, prompt included.
 
     `rule` is how proposals are verified above temperature 0: "coupled", or "residual" (docs/exactness.md). For residual
     sampling a draft proposes from its `q_width` likeliest tokens, with the weight of those that work ahead prepares for
@@ -94,8 +123,16 @@ class SamplingParams:
     q_width: int = 100
     grammar: Grammar | None = None
     logprobs: int | None = None
+    if TYPE_CHECKING:
+        temperature: InitVar[float | None] = None
+    else:
 
-    def __post_init__(self) -> None:
+        @property
+        def temperature(self) -> float:
+            """The same as `temp`."""
+            return self.temp
+
+    def __post_init__(self, temperature: float | None = None) -> None:  # noqa: RUF033
         for name, (low, high) in WHOLE.items():
             self._keep(name, values.whole(name, getattr(self, name), low, high))
         for name, (least, most) in NUMBERS.items():
@@ -126,6 +163,12 @@ class SamplingParams:
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the record is frozen for everybody else
 
+    def changed(self, **fields: Unpack[SamplingFields]) -> SamplingParams:
+        """The same with other values for these fields."""
+        return dataclasses.replace(self, **_by_field_name(fields))
+
+    __repr__ = values.short_repr
+
     @property
     def is_residual(self) -> bool:
         """True when chains are verified by rejection sampling. At temperature 0 both rules are equality."""
@@ -137,19 +180,52 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @classmethod
-    def greedy(cls, **changes: Any) -> SamplingParams:
+    def greedy(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
         """The most likely token, always."""
-        return cls(**{**PRESETS["greedy"], **changes})
+        return cls(**PRESETS["greedy"]).changed(**changes)  # type: ignore[arg-type]
 
     @classmethod
-    def balanced(cls, **changes: Any) -> SamplingParams:
+    def balanced(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
         """Some variety, few surprises."""
-        return cls(**{**PRESETS["balanced"], **changes})
+        return cls(**PRESETS["balanced"]).changed(**changes)  # type: ignore[arg-type]
 
     @classmethod
-    def creative(cls, **changes: Any) -> SamplingParams:
+    def creative(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
         """Much variety; min-p keeps nonsense out."""
-        return cls(**{**PRESETS["creative"], **changes})
+        return cls(**PRESETS["creative"]).changed(**changes)  # type: ignore[arg-type]
+
+
+def _by_field_name(given: Mapping[str, Any]) -> dict[str, Any]:
+    """With `temperature` under the name of its field.
+
+    Raises:
+        InvalidRequest: both names are given.
+        TypeError: there is no such field.
+    """
+    known = SamplingFields.__annotations__
+    if not given.keys() <= known.keys():
+        raise values.unknown_keyword("SamplingParams", given, known)
+    if "temperature" not in given:
+        return dict(given)
+    if "temp" in given:
+        raise InvalidRequest("temp and temperature are two names of one setting; expected one of them")
+    return {"temp" if name == "temperature" else name: value for name, value in given.items()}
+
+
+def _named_twice(make: Callable[..., None]) -> Callable[..., None]:
+    """`SamplingParams(temperature=...)`: as a field of its own it would be one of the message's, too."""
+
+    @functools.wraps(make)
+    def made(self: SamplingParams, *fields: Any, **named: Any) -> None:
+        make(self, *fields, **_by_field_name(named))
+
+    signature = inspect.signature(make)
+    other = inspect.Parameter("temperature", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="float")
+    made.__signature__ = signature.replace(parameters=[*signature.parameters.values(), other])  # type: ignore[attr-defined]
+    return made
+
+
+SamplingParams.__init__ = _named_twice(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 def _bias(given: object) -> tuple[tuple[int, float], ...]:

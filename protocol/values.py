@@ -5,8 +5,11 @@ Each function returns the plain value or raises InvalidRequest with the name, th
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,25 @@ def path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise InvalidRequest(f"{name} is {_shown(value)}; expected a path")
     return Path(value)
+
+
+def unknown_keyword(function: str, given: Iterable[str], known: Iterable[str]) -> TypeError:
+    """What Python raises for a keyword that a function does not take, under the name by which it was called."""
+    names = sorted(known)
+    wrong = next(name for name in given if name not in names)
+    close = difflib.get_close_matches(wrong, names, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {wrong!r}{hint}")
+
+
+def short_repr(record: Any) -> str:
+    """A dataclass's repr without the fields that have their defaults."""
+    told = [
+        f"{field.name}={getattr(record, field.name)!r}"
+        for field in dataclasses.fields(record)
+        if field.repr and getattr(record, field.name) != field.default
+    ]
+    return f"{type(record).__name__}({', '.join(told)})"
 
 
 def plain(value: str) -> str:

@@ -2,27 +2,77 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Unpack
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.client.result import Chunk, GenerationResult
 from outrider.orchestrator.client.wish import Prompt, Wish, Wishes
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+
+S = TypeVar("S")
+
+
+class OpenStreams(Generic[S]):
+    """The streams of a client that somebody still holds, until the client is closed. Safe between threads."""
+
+    def __init__(self, client: str) -> None:
+        self._client = client
+        self._streams: weakref.WeakSet[S] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def add(self, stream: S) -> S:
+        """
+        Raises:
+            InvalidRequest: the client is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise InvalidRequest(f"this {self._client} is closed; create a new one")
+            self._streams.add(stream)
+        return stream
+
+    def close(self) -> list[S]:
+        """Those that are to be closed with it."""
+        with self._lock:
+            self._is_closed = True
+            return list(self._streams)
 
 
 class Asker(ABC):
-    """`sources`: with how many servers a text may go on; see `Dialogue`."""
+    """`sources`: with how many servers a text may go on; see `Dialogue`. A context manager: leaving it closes it."""
 
     sources: int
+
+    def __init__(self) -> None:
+        self._streams: OpenStreams[Stream] = OpenStreams(type(self).__name__)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the streams that are not finished, in all threads; no more can be asked for. Again does nothing."""
+        for stream in self._streams.close():
+            stream.close()
 
     def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **wishes: Unpack[Wishes]
     ) -> GenerationResult:
         """The completion of `prompt`: text, or token ids as a list, a tuple or a numpy array.
 
-        Keywords:
+        Keywords: the fields of `SamplingParams`, which go before those of `sampling`, and
             mode: ar, sd, ssd, or auto, the default: the server's own.
             num_draft_tokens, branches: K and B; None, the default: the server's own.
             chat_template: False: a model's is not applied to text.
@@ -36,7 +86,7 @@ class Asker(ABC):
             EndpointError: nothing answers.
             WorkerError: a worker was lost on the way.
         """
-        stream = self.stream(prompt, sampling, **wishes)
+        stream = self._stream("generate", prompt, sampling, False, None, wishes)
         for _ in stream:
             pass
         return stream.result
@@ -50,31 +100,68 @@ class Asker(ABC):
         progress: Callable[[int, int], None] | None = None,
         **wishes: Unpack[Wishes],
     ) -> Stream:
-        """The completion of `prompt` as it grows; see `generate`. Leaving the loop cancels.
+        """The completion of `prompt` as it grows; see `generate`. Leaving the loop, or `close`, cancels.
 
         `rounds`: chunks tell of each round, when it has ended. `progress(done, total)` hears how much of a long prompt
         has been read.
         """
-        return Stream(self, Dialogue(Wish.of(prompt, sampling, rounds, wishes), progress, self.sources))
+        return self._stream("stream", prompt, sampling, rounds, progress, wishes)
+
+    def _stream(
+        self,
+        method: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        rounds: bool,
+        progress: Callable[[int, int], None] | None,
+        wishes: Mapping[str, Any],
+    ) -> Stream:
+        wish = Wish.of(f"{type(self).__name__}.{method}", prompt, sampling, rounds, wishes)
+        return self._streams.add(Stream(self, Dialogue(wish, progress, self.sources)))
 
     @abstractmethod
-    def exchange(self, dialogue: Dialogue) -> Iterator[Chunk]:
+    def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
         """Runs one dialogue to its end; cancels it when the caller leaves early."""
 
 
 class Stream:
     """A completion that grows: iterate once for its chunks, then ask for the `result`.
 
-    A second loop, over a finished or a broken-off stream, is an InvalidRequest.
+    A second loop, over a finished or a broken-off stream, is an InvalidRequest. `with` closes it in the end.
     """
 
     def __init__(self, asker: Asker, dialogue: Dialogue) -> None:
         self._asker = asker
         self._dialogue = dialogue
+        self._reading: Callable[[], Generator[Chunk, None, None] | None] = lambda: None
 
     def __iter__(self) -> Iterator[Chunk]:
         self._dialogue.begin()
-        return self._asker.exchange(self._dialogue)
+        reading = self._asker.exchange(self._dialogue)
+        self._reading = weakref.ref(reading)  # the loop's own: when the loop is left it ends, and with it the request
+        return reading
+
+    def close(self) -> None:
+        """Cancels the request unless it is finished. Again does nothing.
+
+        A loop in another thread ends with the next chunk, or within a second where none comes.
+        """
+        self._dialogue.is_closed = True
+        reading = self._reading()
+        if reading is not None:
+            with suppress(ValueError):  # another thread waits in it, and looks at `is_closed`
+                reading.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Stream: {self._dialogue.state}>"
 
     @property
     def result(self) -> GenerationResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 
 import zmq
@@ -44,8 +44,8 @@ class Client(Connecting, Asker):
                 if isinstance(answer, Stats):
                     return answer
 
-    def exchange(self, dialogue: Dialogue) -> Iterator[Chunk]:
-        while True:
+    def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
+        while not dialogue.is_closed:
             try:
                 yield from self.once(dialogue)
                 return
@@ -55,24 +55,28 @@ class Client(Connecting, Asker):
     def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
         """What one server says, to its end or the dialogue's; cancels it when the caller leaves early."""
         patience = self.patience()
+        farewell = encode(dialogue.farewell)  # now: a program that ends may have taken its modules down by then
         socket = self.connected()
         try:
             socket.send_multipart(encode(dialogue.opening))
             dialogue.was_sent = True
-            while not dialogue.over:
-                chunk = dialogue.take(self._receive(socket, patience, dialogue.request))
+            while not (dialogue.over or dialogue.is_closed):
+                answer = self._receive(socket, patience, dialogue.request)
+                chunk = None if answer is None else dialogue.take(answer)
                 if chunk is not None:
                     yield chunk
         finally:
             if not dialogue.over:
                 with suppress(zmq.Again):
-                    socket.send_multipart(encode(dialogue.farewell), flags=zmq.NOBLOCK)
+                    socket.send_multipart(farewell, flags=zmq.NOBLOCK)
             socket.close(linger=FLUSH_MS)
 
-    def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message:
-        while not socket.poll(patience.poll_ms):
+    def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message | None:
+        """The next message; None: none came for a while, and the server was asked whether it is there."""
+        if not socket.poll(patience.poll_ms):
             query = encode(patience.silent(about))
             with suppress(zmq.Again):  # to a server that lets nobody in ZeroMQ takes nothing more
                 socket.send_multipart(query, flags=zmq.NOBLOCK)
+            return None
         patience.heard()
         return decode(socket.recv_multipart())

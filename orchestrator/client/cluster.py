@@ -19,6 +19,7 @@ from outrider.orchestrator.failure import as_error
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, Unfinished, announcements
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import Settings, flags, settings_from
+from outrider.protocol import values
 from outrider.protocol.errors import ServerStopped, WorkerError
 
 END_SECONDS = 12.0
@@ -69,7 +70,12 @@ class LocalCluster:
     """
 
     def __init__(self, *, progress: Callable[[str], None] | None = None, **settings: Unpack[Settings]) -> None:
+        if not settings.keys() <= Settings.__annotations__.keys():
+            raise values.unknown_keyword("LocalCluster", settings, (*Settings.__annotations__, "progress"))
         checked = settings_from(settings)
+        self._models = (
+            " and ".join(str(one) for one in (checked.model, checked.draft_model) if one) or "the embedded pair"
+        )
         self._line, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -90,6 +96,11 @@ class LocalCluster:
         self.joining_endpoint = ready.joining
         self.own_endpoint = ready.own
         self.notes = ready.notes
+
+    def __repr__(self) -> str:
+        code = self._process.poll()
+        state = f"at {self.own_endpoint}, pid {self.pid}" if code is None else "ended"
+        return f"<LocalCluster of {self._models}, {state}>"
 
     @property
     def pid(self) -> int:

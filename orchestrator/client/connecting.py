@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Never
 
 import zmq
 
@@ -35,7 +36,12 @@ class Connecting:
         reconnect: bool = False,
         server_key: str | None = None,
         keys: str | os.PathLike[str] | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            known = ("endpoint", "timeout", "alive", "reconnect", "server_key", "keys")
+            raise values.unknown_keyword(type(self).__name__, unknown, known)
+        super().__init__()
         self.endpoint = endpoint
         self.sources = int(values.flag("reconnect", reconnect))
         self.timeout = values.number("timeout", timeout, 0.001, math.inf)
@@ -43,6 +49,9 @@ class Connecting:
         self._alive = alive
         self._key = client_key()
         self._serials = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.endpoint!r})"
 
     def patience(self) -> Patience:
         """Raises EndpointError: nobody serves the endpoint."""

@@ -53,6 +53,7 @@ class Dialogue:
         self.opening = wish.message(self.request)
         self.over = False
         self.was_sent = False
+        self.is_closed = False
         self._begun = False
         self._progress = progress
         self._sources = sources
@@ -68,8 +69,10 @@ class Dialogue:
     def begin(self) -> None:
         """
         Raises:
-            InvalidRequest: the stream was read before; a second reading would ask the server for another text.
+            InvalidRequest: the stream was read before, for a second reading would ask for another text; or is closed.
         """
+        if self.is_closed:
+            raise InvalidRequest("this stream is closed; ask for a new stream")
         if self._begun:
             raise InvalidRequest("this stream has been read already; its text is in `result`, or ask for a new stream")
         self._begun = True
@@ -101,6 +104,17 @@ class Dialogue:
         tried_all = self._lost.tries >= self._sources
         hopeless = isinstance(error, OtherModel) or not begun
         return self._sources > 0 and self._worker_errors <= MOST_WORKER_ERRORS and not (tried_all and hopeless)
+
+    @property
+    def state(self) -> str:
+        """In words, for a person who looks at a stream."""
+        if self._done is not None:
+            state = f"finished ({self._done.reason})"
+        elif self.is_closed or self.over:
+            state = "closed" if self.is_closed else "failed"
+        else:
+            state = "running" if self._begun else "not started"
+        return f"{state}, {len(self._tokens)} token{'' if len(self._tokens) == 1 else 's'}"
 
     @property
     def farewell(self) -> Cancel:
@@ -147,6 +161,8 @@ class Dialogue:
         """
         done, started = self._done, self._started
         if done is None:
+            if self.is_closed:
+                raise InvalidRequest("the stream was closed before the text was finished, so it has no result")
             raise InvalidRequest("the text is not finished; read the stream to its end before asking for the result")
         return GenerationResult(
             text="".join(self._texts),

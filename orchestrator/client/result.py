@@ -5,11 +5,12 @@ Knows numbers and words; knows nothing of sockets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.protocol.logprobs import NEVER, Logprobs
 from outrider.protocol.messages import RoundRecord, Timings
 from outrider.protocol.origins import Origin
+from outrider.protocol.values import short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Chunk:
     """Text that became final, never cut inside a character, and the tokens committed since the last chunk.
 
@@ -37,28 +38,32 @@ class Chunk:
     origins: tuple[Origin, ...] | None = None
     rounds: tuple[RoundRecord, ...] | None = None
 
+    __repr__ = short_repr
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class GenerationResult:
     """A finished completion.
 
     `token_ids` are the generated tokens, the one that ended the text included. `finish_reason` is eos, stop, length or
     cancelled. `mode` is what ran, `seed` what gives this text again. `notes` tell why speculation was off, if it was.
-    `logprobs`, `origins`: one a token, if the request asked for them.
+    `logprobs`, `origins`: one a token, if the request asked for them. The repr has no numbers by the token.
     """
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
     finish_reason: str
-    timings: Timings
+    timings: Timings = field(repr=False)
     seed: int
     mode: str
     prompt_tokens: int
     model: str
     draft_model: str
     notes: tuple[str, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    origins: tuple[Origin, ...] | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    origins: tuple[Origin, ...] | None = field(default=None, repr=False)
+
+    __repr__ = short_repr
 
     def summary(self) -> str:
         """mlx-lm's statistics lines, one for speculation, and one for each reason why there was none."""

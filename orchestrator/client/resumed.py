@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -60,12 +60,16 @@ class Resumed(Asker):
     """
 
     def __init__(self, clients: Sequence[Client]) -> None:
+        super().__init__()
         self._sources: _Sources[Client] = _Sources(clients)
         self.sources = len(self._sources)
 
-    def exchange(self, dialogue: Dialogue) -> Iterator[Chunk]:
+    def __repr__(self) -> str:
+        return f"Resumed({self._sources.all!r})"
+
+    def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
         _draw_seed(dialogue)
-        while True:
+        while not dialogue.is_closed:
             client = self._sources.present
             try:
                 yield from client.once(dialogue)
@@ -96,8 +100,12 @@ class AsyncResumed(AsyncMoving):
     """The same as `Resumed` for asyncio."""
 
     def __init__(self, clients: Sequence[AsyncClient]) -> None:
+        super().__init__()
         self._sources: _Sources[AsyncClient] = _Sources(clients)
         self.sources = len(self._sources)
+
+    def __repr__(self) -> str:
+        return f"AsyncResumed({self._sources.all!r})"
 
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
         client = self._sources.present

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypedDict
 
@@ -12,7 +12,7 @@ from outrider.orchestrator.settings import MODES, check_branches, check_draft_to
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Generate
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import SamplingFields, SamplingParams
 
 MAX_TOKEN = 2**31 - 1
 MAX_CLIENT = 64
@@ -20,8 +20,8 @@ Prompt: TypeAlias = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[An
 EMPTY = "the prompt is empty; expected text, or at least one token"
 
 
-class Wishes(TypedDict, total=False):
-    """How a text is to be made; see `Client.generate`."""
+class Choices(TypedDict, total=False):
+    """How a text is to be made besides sampling; see `Client.generate`."""
 
     mode: str
     num_draft_tokens: int | None
@@ -30,6 +30,10 @@ class Wishes(TypedDict, total=False):
     origins: bool
     drafter: str
     client: str
+
+
+class Wishes(SamplingFields, Choices, total=False):
+    """The keywords of `generate` and `stream`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,22 @@ class Wish:
             raise InvalidRequest(f"client has {len(self.client)} characters; expected at most {MAX_CLIENT}")
 
     @classmethod
-    def of(cls, prompt: Prompt, sampling: SamplingParams | None, rounds: bool, wishes: Wishes) -> Wish:
-        """What `stream` is given."""
-        return cls(prompt, sampling or SamplingParams(), rounds=rounds, **wishes)
+    def of(
+        cls, function: str, prompt: Prompt, sampling: SamplingParams | None, rounds: bool, wishes: Mapping[str, Any]
+    ) -> Wish:
+        """What `function`, as its caller knows it, was given; a keyword goes before the same field of `sampling`.
+
+        Raises:
+            TypeError: there is no such keyword.
+        """
+        chosen = {name: value for name, value in wishes.items() if name in Choices.__annotations__}
+        fields = {name: value for name, value in wishes.items() if name not in chosen}
+        if not fields.keys() <= SamplingFields.__annotations__.keys():
+            raise values.unknown_keyword(function, fields, (*Wishes.__annotations__, "sampling"))
+        sampling = SamplingParams() if sampling is None else sampling
+        if fields and isinstance(sampling, SamplingParams):
+            sampling = sampling.changed(**fields)
+        return cls(prompt, sampling, rounds=rounds, **chosen)
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the record is frozen for everybody else

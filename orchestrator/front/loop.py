@@ -319,7 +319,8 @@ class Front:
         if isinstance(last, Done):
             note(ticket, logging.INFO, "ends, %d tokens: %s", ticket.tokens, last.reason)
         else:
-            note(ticket, logging.WARNING, "fails: %s", last.message)
+            ordered = last.kind == ServerStopped.__name__  # whoever stopped the server knows
+            note(ticket, logging.INFO if ordered else logging.WARNING, "fails: %s", last.message)
         self._active.pop(ticket.key, None)
         del self._named[ticket.sender, ticket.name]
 

@@ -80,7 +80,7 @@ class Cutting(Client):
             self._left[dialogue.request] = None if left is None else left - len(chunk.token_ids)
             yield chunk
 
-    def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message:
+    def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message | None:
         left = self._left.get(about or "")
         if left is not None and left <= 0:
             self._cuts.made += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 from dataclasses import fields
 from functools import partial
@@ -14,16 +16,16 @@ import pytest
 import zmq
 
 import outrider
-from outrider.orchestrator import AsyncClient, Client
+from outrider.orchestrator import AsyncClient, Chunk, Client, LocalCluster, Resumed
 from outrider.orchestrator.client.patience import Patience
 from outrider.orchestrator.client.result import GenerationResult
-from outrider.orchestrator.client.wish import Wish, Wishes
+from outrider.orchestrator.client.wish import Choices, Wish
 from outrider.orchestrator.events import Admit, Began, Committed, Stop
 from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import EndpointError, InvalidRequest, WorkerError
 from outrider.protocol.knock import knock
 from outrider.protocol.messages import StatsQuery, Timings
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import SamplingFields, SamplingParams
 from tests.orchestrator.stand import says
 
 SILENCE = 0.3
@@ -31,7 +33,7 @@ SILENCE = 0.3
 
 def test_what_may_be_wished_for_is_checked_and_told():
     """`prompt`, `sampling` and `rounds` are arguments of their own."""
-    wishes, told = list(get_type_hints(Wishes)), Client.generate.__doc__ or ""
+    wishes, told = list(get_type_hints(Choices)), Client.generate.__doc__ or ""
     assert sorted([*wishes, "prompt", "sampling", "rounds"]) == sorted(field.name for field in fields(Wish))
     assert not [name for name in wishes if name not in told]
 
@@ -342,3 +344,149 @@ def test_the_summary_has_mlx_lms_lines_and_one_for_speculation():
 def test_the_summary_of_a_run_without_speculation_says_off():
     result = GenerationResult("", (), "eos", Timings(rounds=9), 0, "ar", 1, "m", "d", ("mode ar was asked for",))
     assert result.summary().splitlines()[-2:] == ["Speculation: off, 8 rounds", "Note: mode ar was asked for"]
+
+
+# --- as Python has it -----------------------------------------------------------------------------------------------
+
+
+def test_the_module_shows_its_api_and_nothing_else():
+    assert dir(outrider) == sorted([*outrider.__all__, "__version__"])
+    assert issubclass(outrider.ServerStopped, outrider.WorkerError) and issubclass(outrider.KeyFault, Exception)
+
+
+def test_sampling_keywords_are_taken_beside_the_prompt(stand, codec):
+    stand.core.play = says(codec, "x")
+    stand.client().generate("x", max_tokens=10, temperature=0.5, stop="zz")
+    stand.client().generate("x", SamplingParams(temp=0.25, top_p=0.5), max_tokens=11)
+
+    async def ask():
+        await AsyncClient(stand.endpoint).generate("x", max_tokens=12, seed=4)
+
+    asyncio.run(ask())
+    asked = [admit.sampling for admit in stand.core.wait_for(Admit, 3)]
+    assert [one.max_tokens for one in asked] == [10, 11, 12]
+    assert [one.temp for one in asked] == [0.5, 0.25, 0.0]
+    assert (asked[0].stop, asked[1].top_p, asked[2].seed) == (("zz",), 0.5, 4)
+
+
+def test_the_sampling_keywords_are_the_fields():
+    names = {field.name for field in fields(SamplingParams)} | {"temperature"}
+    assert set(get_type_hints(SamplingFields)) == names
+
+
+def _called_wrongly():
+    client, aclient = Client("ipc:///tmp/outrider-nobody"), AsyncClient("ipc:///tmp/outrider-nobody")
+    yield lambda: client.generate("x", max_token=3), "Client.generate", "max_tokens"
+    yield lambda: client.stream("x", progres=print), "Client.stream", None
+    yield lambda: asyncio.run(aclient.generate("x", sead=3)), "AsyncClient.generate", "seed"
+    yield lambda: Resumed([client]).generate("x", brunches=3), "Resumed.generate", "branches"
+    yield lambda: SamplingParams(temprature=1), "SamplingParams", "temperature"
+    yield lambda: SamplingParams.balanced(top_q=1), "SamplingParams", "top_p"
+    yield lambda: Client("ipc:///tmp/x", timout=3), "Client", "timeout"
+    yield lambda: AsyncClient("ipc:///tmp/x", timout=3), "AsyncClient", "timeout"
+    yield lambda: LocalCluster(modell="x"), "LocalCluster", "model"
+
+
+@pytest.mark.parametrize("call, function, meant", list(_called_wrongly()))
+def test_a_wrong_keyword_names_the_function_that_was_called(call, function, meant):
+    with pytest.raises(TypeError) as told:
+        call()
+    assert str(told.value).startswith(f"{function}() got an unexpected keyword argument")
+    assert meant is None or str(told.value).endswith(f"did you mean {meant!r}?")
+
+
+def test_a_closed_stream_cancels_and_says_so(stand, codec):
+    stand.core.play = begins(codec)
+    stream = stand.client().stream("x")
+    reading = iter(stream)
+    next(reading)
+    assert repr(stream).startswith("<Stream: running, ")
+    stream.close()
+    stream.close()
+    assert stand.core.wait_for(Stop)[0].reason == "cancelled" and repr(stream).startswith("<Stream: closed, ")
+    assert list(reading) == []
+    with pytest.raises(InvalidRequest, match="closed before"):
+        _ = stream.result
+    with pytest.raises(InvalidRequest, match="this stream is closed"):
+        list(stream)
+
+
+@pytest.mark.parametrize("brings", ["chunks", "nothing"])
+def test_a_stream_that_another_thread_reads_may_be_closed(stand, codec, monkeypatch, brings):
+    monkeypatch.setattr("outrider.orchestrator.client.patience.ASK_AFTER_SECONDS", 0.02)
+    stand.core.play = begins(codec) if brings == "chunks" else lambda admit: [Began(admit.request, "ssd")]
+    stream, left = stand.client().stream("x"), threading.Event()
+    thread = threading.Thread(target=lambda: list(stream) == [] or left.set())
+    thread.start()
+    stand.core.wait_for(Admit)
+    stream.close()
+    thread.join(200)
+    assert not thread.is_alive() and stand.core.wait_for(Stop)
+
+
+def test_a_program_that_ends_in_the_middle_of_a_stream_cancels_without_a_word(stand, codec):
+    stand.core.play = begins(codec)
+    program = (
+        f"import outrider; reading = iter(outrider.Client({stand.endpoint!r}).stream('x')); next(reading)\n"
+        "keep = [reading]; keep.append(keep)"  # what only the interpreter's end takes down
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert stand.core.wait_for(Stop)
+
+
+def test_leaving_a_client_closes_what_it_streams(stand, codec):
+    stand.core.play = begins(codec)
+    with stand.client() as client:
+        reading = iter(client.stream("x"))
+        stream = client.stream("y")
+        next(reading)
+        with client.stream("z"):
+            pass
+    assert "outrider" not in repr(client) or stand.endpoint in repr(client)
+    with pytest.raises(InvalidRequest, match="this Client is closed"):
+        client.generate("x")
+    with pytest.raises(InvalidRequest, match="this stream is closed"):
+        list(stream)
+    del reading
+    stand.core.wait_for(Stop)
+
+
+@pytest.mark.parametrize("by", ["stream", "client", "task"])
+def test_an_async_stream_may_be_closed(stand, codec, by):
+    stand.core.play = begins(codec)
+
+    async def ask():
+        async with AsyncClient(stand.endpoint) as client:
+            stream = client.stream("x")
+            reading = aiter(stream)
+            await anext(reading)
+            if by == "stream":
+                await stream.close()
+                await stream.close()
+            elif by == "task":
+
+                async def rest():
+                    return [chunk async for chunk in reading]
+
+                waiting = asyncio.create_task(rest())
+                await asyncio.sleep(0)
+                await stream.close()
+                await waiting
+        with pytest.raises(InvalidRequest, match="this AsyncClient is closed"):
+            client.stream("x")
+        return repr(stream)
+
+    assert asyncio.run(ask()).startswith("<AsyncStream: ")
+    assert stand.core.wait_for(Stop)[0].reason == "cancelled"
+
+
+def test_what_is_printed_says_something(stand, codec):
+    stand.core.play = says(codec, "a b")
+    result = stand.client().generate("x", seed=3)
+    assert repr(result).startswith("GenerationResult(text='a b', finish_reason='eos', seed=3, ")
+    assert "timings" not in repr(result) and "token_ids" not in repr(result)
+    assert repr(SamplingParams(temperature=0.5)) == "SamplingParams(temp=0.5)"
+    assert repr(Chunk("a", (5,))) == "Chunk(text='a', token_ids=(5,))"
+    client = Client("ipc:///tmp/x")
+    assert repr(client) == "Client('ipc:///tmp/x')" and repr(Resumed([client])) == f"Resumed([{client!r}])"

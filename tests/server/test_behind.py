@@ -25,6 +25,7 @@ class Nobody(AsyncAsker):
     sources = 0
 
     def __init__(self) -> None:
+        super().__init__()
         self.whom: list[str] = []
 
     def asker(self, request: Request) -> AsyncAsker:

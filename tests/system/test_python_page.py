@@ -1,0 +1,50 @@
+"""The examples of docs/python.md run as they stand, and one cluster serves them all."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outrider
+
+PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def test_the_examples_run(capfd: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    try:
+        for block in BLOCKS:
+            code = compile(block, "docs/python.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            if code.co_flags & inspect.CO_COROUTINE:  # a notebook's cell
+                asyncio.run(eval(code, names))
+            else:
+                exec(code, names)
+    finally:
+        if "cluster" in names:
+            names["cluster"].close()
+    out, err = capfd.readouterr()
+    assert "Generation: 40 tokens" in out and "top_p is 2" in out and "nobody serves" in out
+    assert err == ""
+
+
+def test_the_page_tells_of_each_exception() -> None:
+    raised = [name for name in outrider.__all__ if isinstance(getattr(outrider, name), type(Exception))]
+    errors = [name for name in raised if issubclass(getattr(outrider, name), outrider.OutriderError)]
+    assert [name for name in errors if f"`{name}`" not in PAGE] == []
+
+
+def test_a_program_that_fails_within_its_cluster_prints_its_own_traceback_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match="its own"), outrider.LocalCluster(draft_backend="none") as cluster:
+        reading = iter(cluster.client().stream("def f(", max_tokens=900, ignore_eos=True))
+        next(reading)
+        raise ValueError("its own")
+    assert capfd.readouterr().err == ""
