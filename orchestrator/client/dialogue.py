@@ -92,8 +92,13 @@ class Dialogue:
         self.over = False
         if self._started is not None:
             sampling = replace(self.opening.sampling, seed=self._started.seed)
-            said, fingerprint = np.asarray(self._tokens, np.int32), self._started.fingerprint
-            self.opening = replace(self.opening, sampling=sampling, said=said, fingerprint=fingerprint)
+            self.opening = replace(
+                self.opening,
+                sampling=sampling,
+                said=np.asarray(self._tokens, np.int32),
+                shown=sum(map(len, self._texts)),
+                fingerprint=self._started.fingerprint,
+            )
         return 0.0 if self._lost.tries % self._sources else RETRY_SECONDS
 
     def _may_retry(self, error: OutriderError) -> bool:

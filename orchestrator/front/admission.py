@@ -105,7 +105,7 @@ class Admission:
             code=mode == "auto" and is_code(self._text.codec.decode(tokens[-NEWEST:])),
         )
         text = TextStream(self._text.codec, tokens, sampling.stop, eos)
-        return Accepted(admit, text, notes, _ended(admit, text))
+        return Accepted(admit, text, notes, _ended(admit, text, asked.shown))
 
     def need(self, admit: Admit) -> int:
         """Bytes that a request takes in all workers when its text is as long as it may get."""
@@ -210,9 +210,9 @@ def _said(asked: Generate) -> tuple[int, ...]:
     return tuple(int(token) for token in asked.said)
 
 
-def _ended(admit: Admit, text: TextStream) -> str:
-    """Why what was said before is the whole text, if it is; `text` has read it."""
-    if text.feed(admit.said).stopped:
+def _ended(admit: Admit, text: TextStream, characters: int) -> str:
+    """Why what was said before, with so many characters, is the whole text, if it is; `text` has read it then."""
+    if text.resume(admit.said, characters).stopped:
         return "stop"
     if not admit.eos.isdisjoint(admit.said[-1:]):
         return "eos"

@@ -170,8 +170,9 @@ class Front:
         self._named[sender, asked.request] = ticket
         if accepted.ended:
             self._started(ticket, Began(ticket.key, accepted.admit.mode))
-            self._show(ticket, accepted.text.finish(), Committed(ticket.key, ()))
-            self._close(ticket, Done(ticket.name, accepted.ended, Timings()))
+            piece = accepted.text.finish()
+            self._show(ticket, piece, Committed(ticket.key, ()))
+            self._close(ticket, Done(ticket.name, "stop" if piece.stopped else accepted.ended, Timings()))
             return
         self._waiting.put(ticket.whose, ticket, first=asked.said is not None)
 

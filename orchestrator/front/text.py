@@ -31,6 +31,16 @@ class TextStream:
         self._detokenizer = Detokenizer(codec, prompt)
         self._stops = StopFinder(stop)
         self._ends = ends
+        self._skipped = 0
+
+    def resume(self, tokens: Sequence[int], characters: int) -> Piece:
+        """Reads what a reader has received before; the result is what `feed` gave then.
+
+        `characters` more than these tokens complete are the end of a text that had ended; they are not given again.
+        """
+        piece = self.feed(tokens)
+        self._skipped = max(characters - len(piece.text), 0)
+        return piece
 
     def feed(self, tokens: Sequence[int]) -> Piece:
         """The text that `tokens` complete. Tokens after the one that completed a stop string are dropped."""
@@ -39,13 +49,19 @@ class TextStream:
             if token not in self._ends:
                 shown += self._stops.feed(self._detokenizer.feed(token))
             if self._stops.found:
-                return Piece(shown, tuple(tokens[:count]), stopped=True)
-        return Piece(shown, tuple(tokens))
+                return Piece(self._new(shown), tuple(tokens[:count]), stopped=True)
+        return Piece(self._new(shown), tuple(tokens))
 
     def finish(self) -> Piece:
         """What was held back, now that no more will come."""
         shown = self._stops.feed(self._detokenizer.finish())
-        return Piece(shown + self._stops.finish(), (), self._stops.found)
+        return Piece(self._new(shown + self._stops.finish()), (), self._stops.found)
+
+    def _new(self, text: str) -> str:
+        """What of it the reader has not received."""
+        new = text[self._skipped :]
+        self._skipped -= len(text) - len(new)
+        return new
 
 
 class Detokenizer:

@@ -32,9 +32,10 @@ class Generate:
 
     `origins`: tell with each token where it came from; `rounds`: tell of each round, when it has ended. `said`: what
     was received of this very text before, with the seed of `sampling`: it goes on behind that, and only what is new is
-    told. `drafter`: the name of the only one that is to draft; empty: whoever is there. `fingerprint`
-    is the one that its Started told: a server with another refuses it (OtherModel). `client`: for whom it is, where
-    one client asks for many people, who take turns then; empty: for the client itself.
+    told. `shown`: how many characters of text were received with it, which may be more than these tokens complete
+    where the text had ended. `drafter`: the name of the only one that is to draft; empty: whoever is there.
+    `fingerprint` is the one that its Started told: a server with another refuses it (OtherModel). `client`: for whom it
+    is, where one client asks for many people, who take turns then; empty: for the client itself.
     """
 
     request: RequestId
@@ -48,6 +49,7 @@ class Generate:
     origins: bool = False
     rounds: bool = False
     said: Tokens | None = None
+    shown: Count = 0
     drafter: Name = ""
     fingerprint: Name = ""
     client: ClientName = ""

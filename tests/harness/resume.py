@@ -3,9 +3,10 @@
     python -m tests.harness.resume                          # 500 requests, then 20 kills: some minutes
     python -m tests.harness.resume --requests 40 --kills 2
 
-*Broken*: of each request the connection breaks at a token drawn by chance, up to twice, before the first one too; the
-other of two servers goes on. All modes, T = 0 and 0.8, penalties, filters, stop strings, end tokens. Each text is
-compared with what it says alone in `ar`; what differs is replayed through the target, and rounding's ties are listed.
+*Broken*: of each request the connection breaks at a token drawn by chance, up to twice, before the first one too, or
+behind the last one, so that only the word of the end is lost; the other of two servers goes on. All modes, T = 0 and
+0.8, penalties, filters, stop strings, end tokens. Each text is compared with what it says alone in `ar`; what differs
+is replayed through the target, and rounding's ties are listed.
 *Kills*: the server of a text, reached by TCP, dies by SIGKILL at a token by chance; from that moment until the next
 token. The exit code is 1 where a text is another one.
 """
@@ -13,6 +14,7 @@ token. The exit code is 1 where a text is another one.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -36,7 +38,7 @@ from outrider.orchestrator.client.result import Chunk
 from outrider.orchestrator.client.resumed import Resumed
 from outrider.protocol import values
 from outrider.protocol.errors import EndpointError
-from outrider.protocol.messages import Message
+from outrider.protocol.messages import Done, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.embedded import embedded_codec, words
@@ -44,24 +46,28 @@ from tests.harness.random_identity import DIFFERENT, SAME, TIE, Judged, judged
 
 SIZES = Sizes(prompt=200, text=48)
 AT_ONCE, MOST_CUTS = 4, 2
+AT_END = 1 / 3
 SECOND = 1.0
 KILLED = SamplingParams(max_tokens=96, temp=0.8, ignore_eos=True)
 
 
 class Cuts:
-    """After how many tokens of a try a request's connection breaks, drawn once for each request."""
+    """After how many tokens of a try its connection breaks, drawn once for each request; inf: before DONE."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._left: dict[str, list[int]] = {}
-        self.made = 0
+        self._left: dict[str, list[float]] = {}
+        self.made = self.at_end = 0
 
-    def next(self, dialogue: Dialogue) -> int | None:
+    def next(self, dialogue: Dialogue) -> float | None:
         """Of its next try; None: it may end."""
         if dialogue.request not in self._left:
             rng = random.Random(f"cuts {self._seed} {len(self._left)}")
             longest = dialogue.opening.sampling.max_tokens
-            self._left[dialogue.request] = [rng.randint(0, longest - 1) for _ in range(rng.randint(1, MOST_CUTS))]
+            self._left[dialogue.request] = [
+                math.inf if rng.random() < AT_END else rng.randint(0, longest - 1)
+                for _ in range(rng.randint(1, MOST_CUTS))
+            ]
         return self._left[dialogue.request].pop() if self._left[dialogue.request] else None
 
 
@@ -71,7 +77,7 @@ class Cutting(Client):
     def __init__(self, endpoint: str, cuts: Cuts) -> None:
         super().__init__(endpoint)
         self._cuts = cuts
-        self._left: dict[str, int | None] = {}
+        self._left: dict[str, float | None] = {}
 
     def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
         self._left[dialogue.request] = self._cuts.next(dialogue)
@@ -85,11 +91,16 @@ class Cutting(Client):
         if left is not None and left <= 0:
             self._cuts.made += 1
             raise EndpointError("the connection has broken")
-        return super()._receive(socket, patience, about)
+        message = super()._receive(socket, patience, about)
+        if left is not None and isinstance(message, Done):
+            self._cuts.made += 1
+            self._cuts.at_end += 1
+            raise EndpointError("the connection has broken")
+        return message
 
 
-def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], int]:
-    """What came of so many requests, and how often they were broken off."""
+def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], Cuts]:
+    """What came of so many requests, and where they were broken off."""
     source, codec, cuts = words(), embedded_codec(), Cuts(seed)
     subjects = {n: subject(n, seed, source, SIZES) for n in range(-(-requests // len(MODES)))}
     asked = [question(n, seed, subjects[n // len(MODES)]) for n in range(requests)]
@@ -105,7 +116,7 @@ def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], int]
         for number, reply in enumerate(ask_all(both, asked, AT_ONCE)):
             screen.show(f"broken off: {number} of {requests}")
             found.append(judged(number, AT_ONCE, asked[number], reply, alone[number // len(MODES)], codec))
-    return found, cuts.made
+    return found, cuts
 
 
 class Assassin:
@@ -159,7 +170,8 @@ def run(options: argparse.Namespace) -> int:
         screen.clear()
         sums = [f"{sum(one.verdict == verdict for one in found)} {verdict}" for verdict in (SAME, TIE, DIFFERENT)]
         print("\n".join([*(str(one) for one in found if one.verdict != SAME)]))
-        print(f"{requests} requests, broken off {cuts} times: {', '.join(sums)}", flush=True)
+        where = f"broken off {cuts.made} times, {cuts.at_end} of them between the last token and the end"
+        print(f"{requests} requests, {where}: {', '.join(sums)}", flush=True)
         wrong += sum(one.verdict == DIFFERENT for one in found)
     if count:
         waits, others = kills(count, options.seed, screen)

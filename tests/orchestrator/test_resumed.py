@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle, pairwise
+from typing import Any
 
 import pytest
 
 from outrider.orchestrator import AsyncClient, AsyncResumed, Client, Resumed
 from outrider.orchestrator.cli import main
+from outrider.orchestrator.client.async_asker import AsyncAsker, Grown
+from outrider.orchestrator.client.dialogue import Dialogue
+from outrider.orchestrator.client.result import Chunk, GenerationResult
+from outrider.orchestrator.client.resumed import AsyncMoving
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, ToFront, WorkersChanged
 from outrider.orchestrator.front.waiting import FairQueue
 from outrider.orchestrator.pair.pairing import choose_pair, read_pair
 from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import InvalidRequest, OtherModel, OutriderError, ServerBusy, WorkerError
-from outrider.protocol.messages import Timings
+from outrider.protocol.errors import (
+    EndpointError,
+    InvalidRequest,
+    OtherModel,
+    OutriderError,
+    ServerBusy,
+    WorkerError,
+)
+from outrider.protocol.messages import Done, Message, Timings
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import Play, Stand, worker_stats
 
@@ -174,3 +189,144 @@ def test_what_is_wrong_with_several_servers_is_one_sentence(
     assert main(["generate", "-p", "x", *arguments]) == code
     said = capsys.readouterr()
     assert sentence in said.err and len(said.err.splitlines()) == 1 and not said.out
+
+
+# --- the end is lost ----------------------------------------------------------------------------------------------
+
+LOST_ENDS = int(os.environ.get("OUTRIDER_LOST_ENDS", "60"))
+LETTERS = ("ile with ", "def ", "é", "你", "好", "🙂", "x", "\n", "return ", "wi")
+
+
+class Moved(AsyncMoving):
+    """As a fleet asks: one engine, then the next."""
+
+    def __init__(self, clients: list[AsyncClient]) -> None:
+        self._clients = cycle(clients)
+        self.sources = len(clients)
+
+    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+        await next(self._clients).once(dialogue, grown)
+
+    async def end(self, dialogue: Dialogue) -> None:
+        raise NotImplementedError
+
+
+def awaited(asker: Callable[[], AsyncAsker], sampling: SamplingParams) -> GenerationResult:
+    async def run() -> GenerationResult:
+        return await asker().generate("x", sampling)
+
+    return asyncio.run(run())
+
+
+KINDS: dict[str, Callable[[Stand, SamplingParams], GenerationResult]] = {
+    "resumed": lambda stand, how: Resumed([stand.client(), stand.client()]).generate("x", how),
+    "reconnect": lambda stand, how: Client(stand.endpoint, reconnect=True).generate("x", how),
+    "async resumed": lambda stand, how: awaited(
+        lambda: AsyncResumed([AsyncClient(stand.endpoint) for _ in range(2)]), how
+    ),
+    "async reconnect": lambda stand, how: awaited(lambda: AsyncClient(stand.endpoint, reconnect=True), how),
+    "fleet": lambda stand, how: awaited(lambda: Moved([AsyncClient(stand.endpoint) for _ in range(2)]), how),
+}
+
+
+class Losing:
+    """The connection breaks where `before` says so of a message, each time as often as it was told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._sound = Dialogue.take
+        self.before: list[Callable[[Message], bool]] = []
+        self.lost = 0
+        monkeypatch.setattr("outrider.orchestrator.client.dialogue.RETRY_SECONDS", 0.0)
+        monkeypatch.setattr(Dialogue, "take", lambda dialogue, message: self._take(dialogue, message))
+
+    def _take(self, dialogue: Dialogue, message: Message) -> Chunk | None:
+        if self.before and self.before[0](message):
+            self.before.pop(0)
+            self.lost += 1
+            raise EndpointError("the connection has broken")
+        return self._sound(dialogue, message)
+
+
+def is_done(message: Message) -> bool:
+    return isinstance(message, Done)
+
+
+def speaks(codec: TextCodec, text: str, reason: str = "length", sizes: Sequence[int] = (1,)) -> Play:
+    """A core that says this text to its end, cut at `max_tokens`, in pieces of these sizes."""
+    whole = codec.encode(text, special=False)
+
+    def play(admit: Admit) -> list[ToFront]:
+        until = min(len(whole), admit.sampling.max_tokens)
+        places = [len(admit.said)]
+        for size in cycle(sizes):
+            if places[-1] >= until:
+                break
+            places.append(min(places[-1] + size, until))
+        new = [Committed(admit.request, whole[a:b]) for a, b in pairwise(places)]
+        return [Began(admit.request, "ssd"), *new, Ended(admit.request, reason, Timings())]
+
+    return play
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("a while with", {"stop": ("without",)}),  # an end that may begin a stop string is held back until the end
+        ("a while without it", {"stop": ("without",)}),
+        ("a\nwhile", {}),
+        ("a 🙂", {"cut": 1}),  # inside of a character
+        ("b 你", {"cut": 1, "stop": ("\ufffd",)}),  # that makes a stop string in the end
+    ],
+    ids=["held", "stop", "plain", "character", "stop of a cut character"],
+)
+def test_a_text_whose_end_was_lost_says_its_end_once(
+    stands: Callable[..., list[Stand]],
+    codec: TextCodec,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    text: str,
+    changes: dict[str, Any],
+) -> None:
+    changes = dict(changes)
+    tokens = codec.encode(text, special=False)
+    how = SamplingParams(max_tokens=len(tokens) - changes.pop("cut", 0), seed=1, **changes)
+    (stand,) = stands(None)
+    stand.core.play = speaks(codec, text)
+    whole = KINDS[kind](stand, how)
+    losing = Losing(monkeypatch)
+    losing.before = [is_done, is_done]
+    found = KINDS[kind](stand, how)
+    assert losing.lost == 2
+    assert (found.text, found.token_ids, found.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
+
+
+def test_a_text_is_the_same_wherever_its_connection_breaks(
+    stands: Callable[..., list[Stand]], codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With OUTRIDER_LOST_ENDS=1000 the long form: so many resumptions, each kind of client in turn."""
+    (stand,), losing = stands(None), Losing(monkeypatch)
+    differing, number = [], 0
+    while losing.lost < LOST_ENDS:
+        draws = random.Random(number)
+        text = "".join(draws.choice(LETTERS) for _ in range(draws.randint(1, 12)))
+        begin = draws.randrange(len(text))
+        stop = tuple(text[begin : begin + draws.randint(1, 4)] + extra for extra in draws.choice((("?",), ("",), ())))
+        how = SamplingParams(max_tokens=draws.randint(1, 24), seed=number, stop=stop)
+        stand.core.play = speaks(codec, text, "length", [draws.randint(1, 4) for _ in range(3)])
+        kind = list(KINDS)[number % len(KINDS)]
+        whole = KINDS[kind](stand, how)
+        losing.before = [_falls(draws), is_done][: draws.randint(1, 2)] if draws.random() < 0.5 else [is_done]
+        found = KINDS[kind](stand, how)
+        losing.before = []
+        if (found.text, found.token_ids, found.finish_reason) != (whole.text, whole.token_ids, whole.finish_reason):
+            differing.append((number, kind, whole.text, found.text, whole.finish_reason, found.finish_reason))
+        number += 1
+    print(f"{losing.lost} resumptions of {number} texts, {len(differing)} differing")
+    assert not differing
+
+
+def _falls(draws: random.Random) -> Callable[[Message], bool]:
+    """Before the message of this number, or the end."""
+    left = iter(range(draws.randint(1, 5), -1, -1))
+    return lambda message: is_done(message) or next(left) == 0
