@@ -71,7 +71,12 @@ def parse(text: str) -> Endpoint:
         return _parse_ipc(text, rest)
     if scheme == "tcp":
         return _parse_tcp(text, rest)
-    raise EndpointError(f"{text!r} is no endpoint; expected ipc://PATH or tcp://HOST:PORT")
+    if scheme in ("http", "https"):
+        raise EndpointError(
+            f"{text} is an HTTP address, which curl and the clients of OpenAI's and Anthropic's APIs take; expected the"
+            " server's own endpoint, which `outrider serve` prints as `clients:`, like ipc:///tmp/outrider"
+        )
+    raise EndpointError(f"{text!r} is not an endpoint; expected ipc://PATH or tcp://HOST:PORT")
 
 
 def _parse_ipc(text: str, path: str) -> Ipc:

@@ -40,21 +40,31 @@ from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
+COMMON = (
+    "--prompts", "--classes", "--temps", "--depths", "--max-tokens", "--no-peers", "--out", "--concurrency", "--rounds",
+    "--model", "--draft-model", "--branches",
+)  # fmt: skip
+UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "ngrams", "memory", "trace")
+"""Bench runs SD colocated, and with n-grams and without, as ways of their own; several clusters can't share a trace."""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench")
-    group.add_argument("--prompts", type=int, metavar="N", help="prompts of each class, default 24")
-    group.add_argument("--classes", help="comma-separated: code,repeated,prose,json; default code; at once all")
-    group.add_argument("--temps", default="0,0.8", help="comma-separated temperatures, default 0,0.8")
-    group.add_argument("--depths", help="K to try for SD, SSD and mlx-lm, default 2,3,4")
-    group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help="of each run, default 128")
+    group.add_argument("--prompts", type=int, metavar="N", help="prompts of each class (default: 24)")
+    kinds = "of code,repeated,prose,json (default: code; with --concurrency all)"
+    group.add_argument("--classes", metavar="C,C,...", help=kinds)
+    group.add_argument("--temps", default="0,0.8", metavar="T,T,...", help="temperatures (default: 0,0.8)")
+    group.add_argument("--depths", metavar="K,K,...", help="K to try for SD, SSD and mlx-lm (default: 2,3,4)")
+    length = "tokens of each run (default: 128)"
+    group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
     group.add_argument("--no-peers", action="store_true", help="leave mlx-lm out, as every simulation does")
     group.add_argument("--both-cores", action="store_true", help="a second table: AR, SD and mlx-lm with both cores")
     group.add_argument("--contended", action="store_true", help="with another process busy on the target's device")
-    group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for bench.json and bench.png")
+    results = "the folder for bench.json and bench.png (default: out)"
+    group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=results)
     concurrency.add_flags(parser)
-    flags.add_request_flags(parser, mode=False, depth=False)
-    flags.add_cluster_flags(parser)
+    flags.add_request_flags(parser, ("mode", "num_draft_tokens", "drafter"))
+    flags.add_cluster_flags(parser, UNUSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +85,6 @@ def run(options: argparse.Namespace) -> int:
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
     if pair.settings.drafts_by_head:
         raise InvalidRequest("bench has no heads among its ways yet; expected a draft_backend that is no head")
-    if pair.settings.colocate:
-        raise InvalidRequest("bench runs SD colocated beside all the other ways; leave colocate out")
-    if not pair.settings.ngrams:
-        raise InvalidRequest("bench runs SD with n-grams and without; leave no-ngrams out")
     values.whole("max_tokens", options.max_tokens, 2, 1 << 20)
     temps = numbers("temps", options.temps, float)
     samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True) for temp in temps]

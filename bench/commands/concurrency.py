@@ -38,10 +38,12 @@ OWN_SETTINGS = {"prompt_cache": False, "memory": False}
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench of several requests at once")
-    group.add_argument("--concurrency", metavar="N,N,...", help="how many at once, like 1,2,4,8,16; K is the server's")
-    group.add_argument("--modes", metavar="M,M,...", help="default ar,sd,ssd,auto")
-    group.add_argument("--each", type=int, metavar="N", help="requests one after the other at each place; default 1")
-    group.add_argument("--rounds", type=int, metavar="N", help="of each way, after one that warms up; default 5")
+    many = "how many at once, like 1,2,4,8,16 (default: one, with all K)"
+    group.add_argument("--concurrency", metavar="N,N,...", help=many)
+    group.add_argument("--modes", metavar="M,M,...", help="modes to run (default: ar,sd,ssd,auto)")
+    group.add_argument("--each", type=int, metavar="N", help="requests one after the other at each place (default: 1)")
+    turns = "rounds of each way, after one that warms up (default: 5)"
+    group.add_argument("--rounds", type=int, metavar="N", help=turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,25 @@ FIRST_ROUND = 8
 PICTURE_TOKENS = 400
 
 
+COMMON = (
+    "--prompt", "--rounds", "--out", "--temp", "--num-draft-tokens", "--branches", "--model", "--draft-model",
+    "--draft-backend", "--threads",
+)  # fmt: skip
+UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "head", "head_in", "memory", "prompt_cache", "trace")
+"""Overlap times a drafter beside the target, on one text, and writes its own trace."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", "-p", default=PROMPT, help="the text to go on from; - reads it from stdin")
-    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds of each kind, default 40")
-    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for the picture and the trace")
-    parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T")
-    flags.add_request_flags(parser, mode=False)
-    flags.add_cluster_flags(parser)
+    start = "the text to go on from; - reads it from stdin (default: the first line of a function)"
+    parser.add_argument("--prompt", "-p", default=PROMPT, metavar="PROMPT", help=start)
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds of each kind (default: 40)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), metavar="DIR", help="for the picture and the trace (default: out)"
+    )
+    temp = "temperature of the real rounds (default: 0)"
+    parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T", help=temp)
+    flags.add_request_flags(parser, ("mode", "drafter"))
+    flags.add_cluster_flags(parser, UNUSED)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,21 +72,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(settings: ServeSettings) -> None:
-    """Raises InvalidRequest: there is nobody beside the target who can be timed alone, or the trace has a place."""
+    """Raises InvalidRequest: nothing drafts beside the target that can be timed alone."""
     if settings.drafts_by_head:
-        why = "takes turns with it" if settings.colocate else "can't work alone, without the rows that it tells"
         raise InvalidRequest(
-            f"overlap times a drafter beside the target, and a head ({settings.draft_backend}) {why};"
+            f"overlap times a drafter beside the target, and a head ({settings.draft_backend}) takes turns with it;"
             " expected a draft model, or `outrider generate --trace FILE`, which draws its real rounds"
         )
-    if settings.colocate:
-        raise InvalidRequest("overlap times a drafter beside the target; with colocate they take turns, leave it out")
-    if settings.head:
-        raise InvalidRequest("overlap times a drafter beside the target; a head takes turns with it, leave head out")
     if not settings.has_draft_worker:
         raise InvalidRequest(f"overlap times a draft model; expected another backend than {settings.draft_backend}")
-    if settings.trace is not None:
-        raise InvalidRequest("overlap writes its trace to rounds.json in --out; leave trace out")
 
 
 def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Overlap:

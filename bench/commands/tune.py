@@ -49,10 +49,22 @@ USUAL_TURNAROUND_MS = 0.3
 USUAL_CONTEXT, USUAL_VOCABULARY = 2048, 256
 
 
+COMMON = (
+    "--temp", "--measure", "--model", "--draft-model", "--draft-backend", "--head", "--threads", "--prefill-workers",
+    "--log-level",
+)  # fmt: skip
+UNUSED = (
+    *flags.OF_MANY_REQUESTS, "colocate", "head_in", "ngrams", "trees", "branch_depth", "prompt_cache", "memory",
+    "trace",
+)  # fmt: skip
+"""Tune probes what works beside the target and heads in its process, a request at a time, without n-grams."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T", help="to probe at, default 0")
+    temp = "temperature to probe at (default: 0)"
+    parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T", help=temp)
     parser.add_argument("--measure", action="store_true", help="also run each mode and print it beside its forecast")
-    flags.add_cluster_flags(parser)
+    flags.add_cluster_flags(parser, UNUSED)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -83,13 +95,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(settings: ServeSettings) -> None:
     """Raises InvalidRequest: what drafts here can't be measured."""
-    if settings.drafts_by_head and settings.has_draft_worker:
-        raise InvalidRequest(
-            f"tune can't probe a head ({settings.draft_backend}) that works ahead, which hears of rows in real rounds"
-            " alone; expected it in the target's process (no head_in), or auto, which learns"
-        )
-    if settings.colocate and not settings.drafts_by_head:
-        raise InvalidRequest("tune probes a draft model that works beside the target; leave colocate out")
     if not settings.needs_draft_model:
         raise InvalidRequest(f"tune probes a draft model; expected another backend than {settings.draft_backend}")
 

@@ -23,12 +23,19 @@ KINDS = ("launchd", "systemd")
 SYSTEM = KINDS[0] if sys.platform == "darwin" else KINDS[1]
 
 
+COMMON = (
+    "--for", "--user", "--home", "--model", "--draft-model", "--mode", "--max-active", "--kv-memory", "--log-level",
+)  # fmt: skip
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("endpoint", metavar="ENDPOINT", help="tcp://HOST:PORT, an address of this host")
-    parser.add_argument("--for", dest="kind", choices=KINDS, default=SYSTEM, help=f"default here: {SYSTEM}")
-    parser.add_argument("--user", default=getpass.getuser(), help="whose keys and models it uses; default: yours")
-    parser.add_argument("--home", type=Path, default=Path.home(), metavar="FOLDER", help="that user's; default: yours")
-    flags.add_request_flags(parser)
+    keeper = f"what is to keep it up (default: {SYSTEM})"
+    parser.add_argument("--for", dest="kind", choices=KINDS, default=SYSTEM, help=keeper)
+    parser.add_argument("--user", default=getpass.getuser(), help="whose keys and models it uses (default: yours)")
+    home = "that user's home (default: yours)"
+    parser.add_argument("--home", type=Path, default=Path.home(), metavar="FOLDER", help=home)
+    flags.add_request_flags(parser, ("drafter",))
     flags.add_cluster_flags(parser)
 
 

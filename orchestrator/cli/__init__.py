@@ -44,6 +44,8 @@ PROGRAMS = {"convert": "outrider.drafting.coreml.convert"}
 """Commands that are programs of another room, which may import MLX as this one may not: this process becomes them."""
 HOUSES = {"fleet": "outrider.fleet.commands"}
 """Those that have commands of their own, in another room, which is handed all that follows."""
+HELP = "help"
+"""Before a command: its page of help; alone: the list of commands."""
 INTERRUPTED = 130
 
 
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:
     """The exit code of a command: a module with `add_flags` and `run`. `name` is how it was called."""
-    parser = Parser(prog=name, description=command.__doc__)
+    parser = Parser(prog=name, description=command.__doc__, common=common_flags(command))
     command.add_flags(parser)
     options = parser.parse(arguments)
     try:
@@ -76,6 +78,8 @@ def run_as_program() -> int:
 
 
 def _chosen(given: list[str]) -> int:
+    if given and given[0] == HELP and given[1:]:
+        given = [*given[1:], "--help"]
     if not given or given[0] not in COMMANDS:
         return _without_command(given)
     name = f"outrider {given[0]}"
@@ -97,23 +101,31 @@ def module_of(command: str) -> ModuleType:
     return import_module({**MEASURING, **PROGRAMS, **HOUSES}.get(command, f"outrider.orchestrator.cli.{command}"))
 
 
+def common_flags(command: ModuleType) -> tuple[str, ...]:
+    """The flags that its --help shows; none named: all."""
+    return tuple(getattr(command, "COMMON", ()))
+
+
 def _become(module: str, arguments: list[str]) -> NoReturn:
     command = python("-m", module, *arguments)
     os.execve(command[0], command, child_environment())
 
 
 def _without_command(given: list[str]) -> int:
+    if given == [HELP]:
+        given = []
     parser = Parser(
         prog="outrider",
+        usage="outrider COMMAND ...",
         description="Speculative speculative decoding on MLX.",
-        epilog=listing(COMMANDS),
+        epilog=listing({**COMMANDS, HELP: "the flags of a command: outrider help COMMAND"}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="store_true", help="print the version and end")
-    parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     if given and not given[0].startswith("-"):
-        parser.error(f"there is no command {given[0]!r}; {meant(given[0], COMMANDS)}")
-    options = parser.parse_args(given)
+        parser.error(f"unknown command {given[0]!r}; {meant(given[0], COMMANDS)}")
+    options = parser.parse(given)
     if options.version and options.command is None:
         from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
 

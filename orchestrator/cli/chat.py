@@ -34,14 +34,19 @@ NO_TEMPLATE = "Note: no chat template is used: what was said is one text, which 
 Ask = Callable[[tuple[int, ...]], Stream]
 
 
+COMMON = (
+    "--chat", "--system-prompt", "--colors", "--connect", "--model", "--draft-model", "--mode", "--max-tokens",
+    "--temp", "--seed",
+)  # fmt: skip
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_conversation_flags(parser)
     parser.add_argument("--colors", action="store_true", help="colour tokens by where they came from")
-    parser.add_argument("--ignore-chat-template", action="store_true", help="say everything as plain text")
     add_place_flag(parser)
-    flags.add_sampling_flags(parser)
+    flags.add_sampling_flags(parser, ("logprobs",))
     flags.add_request_flags(parser)
-    flags.add_cluster_flags(parser)
+    flags.add_cluster_flags(parser, flags.OF_MANY_REQUESTS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
             mode=options.mode or "auto",
             num_draft_tokens=options.num_draft_tokens,
             branches=options.branches,
+            drafter=options.drafter or "",
             origins=options.colors,
             progress=lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"),
         )

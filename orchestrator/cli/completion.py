@@ -10,7 +10,7 @@ from pathlib import Path
 
 import shtab
 
-from outrider.orchestrator.cli import COMMANDS, module_of
+from outrider.orchestrator.cli import COMMANDS, HELP, common_flags, module_of
 from outrider.orchestrator.cli.parser import Parser
 from outrider.orchestrator.machine.mlx_library import require_mlx
 
@@ -20,7 +20,7 @@ FOLDERS = {"DIR", "FOLDER", "PATH", "PACKAGE"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, help="the shell that the script is for")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -32,11 +32,12 @@ def run(options: argparse.Namespace) -> int:
 def whole_parser() -> argparse.ArgumentParser:
     """All commands in one; it is only looked at, for each command has a parser of its own."""
     parser = Parser(prog="outrider", description="Speculative speculative decoding on MLX.")
-    parser.add_argument("--version", action="store_true", help="print the version and end")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command")
     for name, what in COMMANDS.items():
-        command = commands.add_parser(name, help=what, description=what)
-        module_of(name).add_flags(command)
+        module = module_of(name)
+        module.add_flags(commands.add_parser(name, help=what, description=what, common=common_flags(module)))
+    commands.add_parser(HELP, help="the flags of a command").add_argument("name", choices=[*COMMANDS])
     _tell_of(parser)
     return parser
 

@@ -23,13 +23,14 @@ GIBIBYTE = 2**30
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draft-model", metavar="ID|PATH", help="the draft to place; default: the embedded one")
-    parser.add_argument("--model", metavar="ID|PATH", help="the target of the heads; default: the embedded one")
-    head = "a head: which kind it is, and whether it is for that target; again for more"
+    parser.add_argument("--draft-model", metavar="ID|PATH", help="the draft to place (default: the embedded one)")
+    parser.add_argument("--model", metavar="ID|PATH", help="the target of the heads (default: the embedded one)")
+    head = "a head: say its kind and whether it fits the target; repeatable (default: none)"
     parser.add_argument("--head", action="append", default=[], metavar="ID|PATH", help=head)
-    parser.add_argument("--probe", action="store_true", help="convert it and try Core ML out, which can take minutes")
+    trial = "convert the draft and try Core ML, which can take minutes"
+    parser.add_argument("--probe", action="store_true", help=trial)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    flags.add_log_flag(parser)
+    flags.add_log_flag(parser.add_argument)
 
 
 def run(options: argparse.Namespace) -> int:

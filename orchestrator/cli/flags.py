@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,102 +30,141 @@ from outrider.protocol.sampling import PRESETS, RULES, SamplingParams
 
 _DEFAULTS = ServeSettings()
 _SAMPLING = SamplingParams()
+OF_MANY_REQUESTS = ("max_active", "max_waiting", "await_target")
+"""What makes no difference to a cluster that one person asks, or one that nobody else can join."""
 
 
-def add_request_flags(parser: argparse.ArgumentParser, mode: bool = True, depth: bool = True) -> None:
-    """How one request is run; they hold for a server that is running already, too. False: the command decides that."""
-    group = parser.add_argument_group("speculation")
-    if mode:
-        group.add_argument("--mode", metavar="|".join(MODES), help=f"default {_DEFAULTS.mode}")
-    if depth:
-        note = f"default {DRAFT_TOKENS}; what is copied from the text may be longer"
-        group.add_argument("--num-draft-tokens", type=int, metavar="K", help=note)
-    group.add_argument("--drafter", metavar="NAME", help="only this one drafts: draft, ngram, or a head: eagle3, mtp")
-    group.add_argument("--branches", type=int, metavar="B", help=f"outcomes a round, default {BRANCHES}")
+def add_request_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """How one request is run; they hold for a server that is running already, too. `without`: see `_adder`."""
+    add = _adder(parser, "speculation", without)
+    add("--mode", metavar="|".join(MODES), help=f"how tokens are generated (default: {_DEFAULTS.mode})")
+    copied = "what is copied from the text may be longer"
+    add("--num-draft-tokens", type=int, metavar="K", help=f"draft tokens a round (default: {DRAFT_TOKENS}); {copied}")
+    one = "use this drafter only: draft, ngram, or a head such as eagle3 or mtp (default: all)"
+    add("--drafter", metavar="NAME", help=one)
+    add("--branches", type=int, metavar="B", help=f"outcomes to prepare for in a round (default: {BRANCHES})")
 
 
-def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
-    """What a cluster is started with."""
-    group = parser.add_argument_group("cluster")
-    group.add_argument("--model", metavar="ID|PATH", help="target: a Hugging Face id or folder; default: embedded pair")
-    group.add_argument("--draft-model", metavar="ID|PATH", help="a small model of the same family")
-    drafts = f"who drafts: {', '.join(DRAFT_BACKENDS)}; default {_DEFAULTS.draft_backend}"
-    group.add_argument("--draft-backend", metavar="NAME", help=drafts)
-    head = "a head that drafts beside them in the target's process; mtp, early-exit: the model's own; again for more"
-    group.add_argument("--head", action="append", metavar="ID|PATH", help=head)
-    group.add_argument("--drafters", type=int, metavar="N", help="processes that draft, default 1; they share outcomes")
-    group.add_argument("--draft-prefill", metavar="auto|mlx|coreml|PACKAGE", help="who reads an mlx drafter's prompts")
-    device = "where draft workers on MLX compute, default auto: where the target does"
-    group.add_argument("--draft-device", metavar="|".join(DRAFT_DEVICES), help=device)
-    group.add_argument("--colocate", action="store_true", default=None, help="draft in the target's process")
-    group.add_argument("--shards", type=int, metavar="N", help="ranks of the target on this machine, default 1")
-    reads = "processes that read long prompts in the target's place, default 0"
-    group.add_argument("--prefill-workers", type=int, metavar="N", help=reads)
-    least = "prompts of so many tokens and more; default: what tune found, else 512"
-    group.add_argument("--prefill-from", type=int, metavar="TOKENS", help=least)
-    by = f"by what they do; default {_DEFAULTS.prefill_backend}"
-    group.add_argument("--prefill-backend", metavar="|".join(PREFILL_BACKENDS), help=by)
+def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """What a cluster is started with. `without`: see `_adder`."""
+    add = _adder(parser, "models", without)
+    add("--model", metavar="ID|PATH", help="target: a Hugging Face id or a folder (default: the embedded pair)")
+    small = "a small model of the same family (default: the embedded pair's; with --model none)"
+    add("--draft-model", metavar="ID|PATH", help=small)
+    drafts = f"what drafts: {', '.join(DRAFT_BACKENDS)} (default: {_DEFAULTS.draft_backend})"
+    add("--draft-backend", metavar="NAME", help=drafts)
+    head = "a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable"
+    add("--head", action="append", metavar="ID|PATH", help=f"{head} (default: none)")
+    where = f"the process that a head drafts in (default: {_DEFAULTS.head_in})"
+    add("--head-in", metavar="|".join(HEAD_PLACES), help=where)
+    add = _adder(parser, "drafting", without)
+    add("--drafters", type=int, metavar="N", help="draft processes, which share the outcomes (default: 1)")
+    reader = "what reads an mlx drafter's prompts (default: auto)"
+    add("--draft-prefill", metavar="auto|mlx|coreml|PACKAGE", help=reader)
+    device = "where draft workers on MLX compute (default: auto, where the target does)"
+    add("--draft-device", metavar="|".join(DRAFT_DEVICES), help=device)
+    add("--colocate", action="store_true", default=None, help="draft in the target's process")
+    add("--fan-out", metavar="|".join(FAN_OUTS), help=f"how outcomes are chosen (default: {_DEFAULTS.fan_out})")
+    full = f"full: wait until branches are K tokens deep (default: {_DEFAULTS.branch_depth})"
+    add("--branch-depth", metavar="|".join(BRANCH_DEPTHS), help=full)
+    add("--no-ngrams", dest="ngrams", action="store_false", default=None, help="copy no drafts from the text")
+    trees = "verify drafts of several drafters at once, where that pays and the target can"
+    add("--trees", action="store_true", default=None, help=trees)
+    add("--replay", type=Path, metavar="FILE", help="the script of the replay drafter (default: none)")
+    add = _adder(parser, "workers", without)
+    add("--threads", type=int, metavar="N", help="BLAS threads of each worker (default: 1)")
+    free = "let target and drafter run on any core, on a machine that has two"
+    add("--no-pin-cores", dest="pin_cores", action="store_false", default=None, help=free)
+    add("--shards", type=int, metavar="N", help="ranks of the target on this machine (default: 1)")
+    add("--prefill-workers", type=int, metavar="N", help="processes that read long prompts (default: 0)")
+    least = "the shortest prompt that they read (default: what tune found, else 512)"
+    add("--prefill-from", type=int, metavar="TOKENS", help=least)
+    by = f"backend of prefill workers (default: {_DEFAULTS.prefill_backend})"
+    add("--prefill-backend", metavar="|".join(PREFILL_BACKENDS), help=by)
     wait = "start no target; one joins by `outrider worker target`"
-    group.add_argument("--await-target", action="store_true", default=None, help=wait)
-    where = f"which process a head drafts in, default {_DEFAULTS.head_in}"
-    group.add_argument("--head-in", metavar="|".join(HEAD_PLACES), help=where)
-    group.add_argument("--fan-out", metavar="|".join(FAN_OUTS), help=f"default {_DEFAULTS.fan_out}")
-    group.add_argument("--branch-depth", metavar="|".join(BRANCH_DEPTHS), help=f"default {_DEFAULTS.branch_depth}")
-    group.add_argument("--no-ngrams", dest="ngrams", action="store_false", default=None, help="no drafts from the text")
-    trees = "verify drafts of several origins at once, where that pays and the target can"
-    group.add_argument("--trees", action="store_true", default=None, help=trees)
-    group.add_argument("--threads", type=int, metavar="N", help="BLAS threads of each worker, default 1")
-    free = "let target and drafter run on any core, where there are just two"
-    group.add_argument("--no-pin-cores", dest="pin_cores", action="store_false", default=None, help=free)
-    group.add_argument("--max-active", type=int, metavar="N", help="requests in flight at once; default: from memory")
-    waiting = f"requests that may wait, default {_DEFAULTS.max_waiting}; more are refused"
-    group.add_argument("--max-waiting", type=int, metavar="N", help=waiting)
-    memory = "for keys and values in all workers, like 2GB; default: half of what the weights leave"
-    group.add_argument("--kv-memory", metavar="SIZE", help=memory)
+    add("--await-target", action="store_true", default=None, help=wait)
+    timeout = f"seconds of silence before a worker is considered dead (default: {_DEFAULTS.worker_timeout})"
+    add("--worker-timeout", type=int, metavar="SECONDS", help=timeout)
+    profile = "a machine's latency profile to keep to (default: none)"
+    add("--simulate", type=Path, metavar="FILE", help=profile)
+    add = _adder(parser, "requests and memory", without)
+    most = "requests in flight at once (default: as many as fit in memory, at most 16)"
+    add("--max-active", type=int, metavar="N", help=most)
+    waiting = f"requests that may wait; more are refused (default: {_DEFAULTS.max_waiting})"
+    add("--max-waiting", type=int, metavar="N", help=waiting)
+    memory = "for keys and values in all workers, like 2GB (default: half of what the weights leave)"
+    add("--kv-memory", metavar="SIZE", help=memory)
     forget = "read every prompt in full"
-    group.add_argument("--no-prompt-cache", dest="prompt_cache", action="store_false", default=None, help=forget)
-    timeout = f"how long a worker may be silent until it is given up, default {_DEFAULTS.worker_timeout}"
-    group.add_argument("--worker-timeout", type=int, metavar="SECONDS", help=timeout)
-    forget = "start auto afresh, and keep nothing of what it learns"
-    group.add_argument("--no-memory", dest="memory", action="store_false", default=None, help=forget)
-    folder = "the folder of keys for endpoints of other machines; default: that of `outrider keys`"
-    group.add_argument("--keys", type=Path, metavar="FOLDER", help=folder)
-    group.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing or Perfetto")
-    group.add_argument("--replay", type=Path, metavar="FILE", help="script of the replay drafter")
-    group.add_argument("--simulate", type=Path, metavar="FILE", help="a machine's latency profile to keep to")
-    add_log_flag(parser)
-    form = f"default {_DEFAULTS.log_format}; json: an object a line on stderr, from every process"
-    parser.add_argument("--log-format", metavar="|".join(logs.FORMATS), help=form)
+    add("--no-prompt-cache", dest="prompt_cache", action="store_false", default=None, help=forget)
+    forget = "mode auto starts without what it learned before, and saves nothing"
+    add("--no-memory", dest="memory", action="store_false", default=None, help=forget)
+    add = _adder(parser, "keys, logs and traces", without)
+    folder = "the folder of keys for other machines' endpoints (default: ~/.config/outrider/keys)"
+    add("--keys", type=Path, metavar="FOLDER", help=folder)
+    trace = "write a timeline for chrome://tracing or Perfetto (default: none)"
+    add("--trace", type=Path, metavar="FILE", help=trace)
+    add_log_flag(add)
+    form = f"json: an object a line on stderr, from every process (default: {_DEFAULTS.log_format})"
+    add("--log-format", metavar="|".join(logs.FORMATS), help=form)
 
 
-def add_log_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log-level", metavar="|".join(LOG_LEVELS), help=f"default {_DEFAULTS.log_level}")
+def add_log_flag(add: Callable[..., object]) -> None:
+    """By a parser's or a group's `add_argument`."""
+    add("--log-level", metavar="|".join(LOG_LEVELS), help=f"the least that is logged (default: {_DEFAULTS.log_level})")
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen and where the text ends."""
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", "-m", "-n", type=int, metavar="N", help=f"default {_SAMPLING.max_tokens}")
-    group.add_argument("--preset", choices=PRESETS, help="; ".join(map(_preset, PRESETS)))
-    group.add_argument("--temp", "--temperature", type=float, metavar="T", help="default 0: greedy")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--min-p", type=float, metavar="P")
-    group.add_argument("--top-k", type=int, metavar="N")
-    group.add_argument("--seed", type=int, metavar="N", help="drawn and reported when not given")
-    for name in ("repetition", "presence", "frequency"):
-        group.add_argument(f"--{name}-penalty", type=float, metavar="X")
-        group.add_argument(f"--{name}-context-size", type=int, metavar="N")
-    group.add_argument("--logit-bias", metavar="JSON", help='token ids and what is added, like {"11": -5.0}')
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
-    group.add_argument("--ignore-eos", action="store_true", default=None)
-    only = group.add_mutually_exclusive_group()
-    only.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is JSON by this JSON Schema")
-    only.add_argument("--grammar", dest="lark", type=Path, metavar="FILE", help="the text is by this: Lark's or GBNF")
-    only.add_argument("--regex", metavar="PATTERN", help="the text is matched by this regular expression")
-    group.add_argument("--logprobs", type=int, metavar="N", help="with --json: each token's, and its N likeliest")
-    group.add_argument("--sampling", dest="rule", metavar="|".join(RULES), help=f"default {_SAMPLING.rule}")
-    group.add_argument("--saguaro", type=float, metavar="C", help="residual: weight of what is prepared for, default 1")
-    group.add_argument("--q-width", type=int, metavar="M", help=f"residual: tokens of q, default {_SAMPLING.q_width}")
+def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """How tokens are chosen and where the text ends. `without`: see `_adder`."""
+    add = _adder(parser, "sampling", without)
+    most = f"tokens to generate at most (default: {_SAMPLING.max_tokens})"
+    add("--max-tokens", "-m", "-n", type=int, metavar="N", help=most)
+    presets = "; ".join(map(_preset, PRESETS))
+    add("--preset", choices=PRESETS, help=f"settings by name: {presets} (default: none)")
+    add("--temp", "--temperature", type=float, metavar="T", help="temperature (default: 0, the likeliest token)")
+    top = "sample from the likeliest tokens that make up this probability (default: 1, all)"
+    add("--top-p", type=float, metavar="P", help=top)
+    least = "leave out tokens below this share of the likeliest one's probability (default: 0)"
+    add("--min-p", type=float, metavar="P", help=least)
+    add("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens (default: 0, all)")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text (default: drawn)")
+    for name, neutral in (("repetition", "1"), ("presence", "0"), ("frequency", "0")):
+        penalty = f"penalty of tokens that the text has already, {NATURES[name]} (default: {neutral}, none)"
+        add(f"--{name}-penalty", type=float, metavar="X", help=penalty)
+        size = getattr(_SAMPLING, f"{name}_context_size")
+        add(f"--{name}-context-size", type=int, metavar="N", help=f"its latest N tokens count (default: {size})")
+    add("--logit-bias", metavar="JSON", help='token ids and what is added, like {"11": -5.0} (default: none)')
+    add("--stop", action="append", metavar="TEXT", help="end the text before this; repeatable (default: none)")
+    add("--ignore-eos", action="store_true", default=None, help="go on when the model would end the text")
+    only = parser.add_argument_group("format of the text").add_mutually_exclusive_group()
+    schema = "the text must be JSON that this JSON Schema allows (default: any text)"
+    only.add_argument("--json-schema", metavar="FILE|JSON", help=schema)
+    lark = "the text must match this grammar, Lark or GBNF (default: any text)"
+    only.add_argument("--grammar", dest="lark", type=Path, metavar="FILE", help=lark)
+    expression = "the text must match this regular expression (default: any text)"
+    only.add_argument("--regex", metavar="PATTERN", help=expression)
+    add = _adder(parser, "details of sampling", without)
+    each = "with --json: each token's log-probability and the N likeliest alternatives (default: none)"
+    add("--logprobs", type=int, metavar="N", help=each)
+    rule = f"how drafts are accepted (default: {_SAMPLING.rule})"
+    add("--sampling", dest="rule", metavar="|".join(RULES), help=rule)
+    add("--saguaro", type=float, metavar="C", help="residual: weight of prepared tokens (default: 1)")
+    width = f"residual: tokens of the draft's distribution (default: {_SAMPLING.q_width})"
+    add("--q-width", type=int, metavar="M", help=width)
+
+
+NATURES = {"repetition": "by division", "presence": "once", "frequency": "for each time"}
+"""How each penalty is taken off a token's score."""
+
+
+def _adder(parser: argparse.ArgumentParser, title: str, without: Collection[str]) -> Callable[..., None]:
+    """Adds flags to a group of this title, except the settings named in `without`: the command can't use them."""
+    group = parser.add_argument_group(title)
+
+    def add(*names: str, **options: Any) -> None:
+        if options.get("dest", names[0].lstrip("-").replace("-", "_")) not in without:
+            group.add_argument(*names, **options)
+
+    return add
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -163,12 +203,15 @@ def _given(options: argparse.Namespace, record: type[Any]) -> dict[str, Any]:
 
 
 def _grammar(options: argparse.Namespace) -> Grammar | None:
-    if getattr(options, "regex", None) is not None:
+    if options.regex is not None:
         return Grammar("regex", options.regex)
-    for kind, path in (("json_schema", options.json_schema), ("grammar", options.lark)):
-        if path is not None:
-            return Grammar(kind, text_file.read(path, "a text file"))
-    return None
+    if options.lark is not None:
+        return Grammar("grammar", text_file.read(options.lark, "a text file"))
+    if options.json_schema is None:
+        return None
+    if options.json_schema.lstrip().startswith("{"):
+        return Grammar.json_schema(options.json_schema.strip())
+    return Grammar.json_schema(text_file.read(Path(options.json_schema), "a file with a JSON Schema, or the schema"))
 
 
 def _preset(name: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.client.asker import Asker
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.result import GenerationResult, plural
 from outrider.orchestrator.client.resumed import Resumed
 from outrider.orchestrator.client.wish import EMPTY, Wish
 from outrider.orchestrator.pair.chat import Message
@@ -34,6 +34,12 @@ TIMINGS = (
 )  # fmt: skip
 
 
+COMMON = (
+    "--prompt", "--chat", "--system-prompt", "--json", "--connect", "--model", "--draft-model", "--mode",
+    "--max-tokens", "--temp", "--seed", "--stop", "--json-schema",
+)  # fmt: skip
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_generation_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -43,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     screen = Screen()
     if options.logprobs is not None and not options.json:
-        raise InvalidRequest("log-probabilities are told as JSON alone; expected --json beside --logprobs")
+        raise InvalidRequest("--logprobs needs --json")
     prompt = prompt_of(options)
     wish = wish_of(options, prompt)
     result = generate(options, wish, screen, show_text=not options.json)
@@ -51,37 +57,52 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(as_json(result, wish, prompt), ensure_ascii=not streams.takes_unicode()))
     else:
         say(result.summary())
+        if result.finish_reason == "length":
+            say(f"Note: {cut_off(result, wish.sampling.max_tokens)}")
     return 0
 
 
-def add_generation_flags(parser: argparse.ArgumentParser) -> None:
+def cut_off(result: GenerationResult, max_tokens: int) -> str:
+    """Why a text ended before the model ended it."""
+    if len(result.token_ids) >= max_tokens:
+        return f"the text was cut off after {plural(max_tokens, 'token')} (--max-tokens)"
+    length = result.prompt_tokens + len(result.token_ids)
+    return f"the text was cut off because the context is full ({plural(length, 'token')})"
+
+
+def add_generation_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Everything that says what to generate and where; `verify` has the same."""
-    parser.add_argument("--prompt", "-p", help="the text to complete; - reads it from stdin")
+    given = parser.add_mutually_exclusive_group()
+    text = "the text to complete; - reads it from stdin"
+    given.add_argument("prompt", nargs="?", default=argparse.SUPPRESS, metavar="PROMPT", help=text)
+    flag = "the same as a flag, also for text that begins with a dash (default: none)"
+    given.add_argument("--prompt", "-p", metavar="PROMPT", help=flag)
     add_conversation_flags(parser)
-    parser.add_argument("--ignore-chat-template", action="store_true", help="take the prompt as plain text")
     add_place_flag(parser)
-    flags.add_sampling_flags(parser)
+    flags.add_sampling_flags(parser, without)
     flags.add_request_flags(parser)
-    flags.add_cluster_flags(parser)
+    flags.add_cluster_flags(parser, (*flags.OF_MANY_REQUESTS, "prompt_cache"))
 
 
 def add_conversation_flags(parser: argparse.ArgumentParser) -> None:
     """What was said before; `chat` has the same."""
-    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
-    parser.add_argument("--chat", type=Path, metavar="FILE", help="a conversation: a JSON list of role and content")
+    group = parser.add_argument_group("conversation")
+    group.add_argument("--system-prompt", metavar="TEXT", help="what the model is told first (default: nothing)")
+    before = "a conversation to go on with: a JSON list of role and content (default: none)"
+    group.add_argument("--chat", type=Path, metavar="FILE", help=before)
+    group.add_argument("--ignore-chat-template", action="store_true", help="take everything as plain text")
 
 
 def add_place_flag(parser: argparse.ArgumentParser) -> None:
-    there = (
-        "ask the server there instead of starting a cluster; of several, with commas, the next goes on where one dies"
-    )
-    parser.add_argument("--connect", "--endpoint", metavar="ENDPOINT", help=there)
-    add_server_key_flag(parser)
+    group = parser.add_argument_group("server")
+    there = "ask the server there; if one of several, with commas, dies, the next goes on (default: start a cluster)"
+    group.add_argument("--connect", "--endpoint", metavar="ENDPOINT", help=there)
+    add_server_key_flag(group.add_argument)
 
 
-def add_server_key_flag(parser: argparse.ArgumentParser) -> None:
-    key = "the key of the server at --connect, as it prints it; default: as `outrider keys trust` was told"
-    parser.add_argument("--server-key", metavar="KEY", help=key)
+def add_server_key_flag(add: Callable[..., object]) -> None:
+    key = "the key that the server at --connect prints (default: the one told to `outrider keys trust`)"
+    add("--server-key", metavar="KEY", help=key)
 
 
 def generate(options: argparse.Namespace, wish: Wish, screen: Screen, show_text: bool) -> GenerationResult:
@@ -158,7 +179,7 @@ def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
     """
     before = conversation.opening(options.system_prompt, options.chat)
     if options.prompt is None and options.chat is None:
-        raise InvalidRequest("there is nothing to complete; expected --prompt, or --chat with a conversation")
+        raise InvalidRequest("there is nothing to complete; expected a prompt, or --chat with a conversation")
     if options.prompt is None:
         if before[-1]["role"] == "assistant":
             raise InvalidRequest(f"{options.chat} ends with an answer; expected --prompt with what is said to it")

@@ -16,25 +16,28 @@ KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("HTTP")
-    group.add_argument("--host", default=HOST, help=f"default {HOST}; beyond loopback an API key is required")
-    group.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: any free one")
-    group.add_argument("--no-http", dest="http", action="store_false", help="only the Python client's socket")
-    key = f"asked of everybody; may be given several times; also from {KEY_VARIABLE}"
+    host = f"address to listen at; beyond loopback with --api-key (default: {HOST})"
+    group.add_argument("--host", default=HOST, metavar="ADDRESS", help=host)
+    group.add_argument("--port", type=int, default=PORT, help=f"port to listen at; 0: any free one (default: {PORT})")
+    group.add_argument("--no-http", dest="http", action="store_false", help="serve Python clients only")
+    key = f"a key that clients must send; repeatable (default: {KEY_VARIABLE} in the environment, else none)"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=key)
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key a line")
-    name = "what requests call the model, its id first; may be given several times"
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="API keys, one a line (default: none)")
+    name = "what requests may call the model; repeatable (default: its id or folder)"
     group.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help=name)
-    origin = "pages that may ask from a browser, or *; may be given several times"
+    origin = "web pages that may ask from a browser, or *; repeatable (default: none)"
     group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
-    group.add_argument("--tls-cert", metavar="FILE", help="PEM; with --tls-key serves https")
-    group.add_argument("--tls-key", metavar="FILE")
-    body = f"largest request, default {MAX_BODY_MB}"
+    group.add_argument(
+        "--tls-cert", metavar="FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
+    )
+    group.add_argument("--tls-key", metavar="FILE", help="private key (PEM) of --tls-cert (default: none)")
+    body = f"largest request that is accepted (default: {MAX_BODY_MB})"
     group.add_argument("--max-body-mb", type=int, default=MAX_BODY_MB, metavar="MB", help=body)
-    late = "an answer that takes longer is given up; default: none is"
+    late = "an answer that takes longer is cancelled (default: no limit)"
     group.add_argument("--request-timeout", type=int, metavar="SECONDS", help=late)
-    many = "answers at once to each key, or address where no key is named; default: any number"
+    many = "answers at once for each API key, or client address if no key is sent (default: no limit)"
     group.add_argument("--max-streams-per-key", type=int, metavar="N", help=many)
-    spans = "where spans of traced requests go, like http://127.0.0.1:4318; else as OTEL_... in the environment say"
+    spans = "where traces go, like http://127.0.0.1:4318 (default: OTEL_... in the environment)"
     group.add_argument("--otlp-endpoint", metavar="URL", help=spans)
 
 

@@ -22,9 +22,12 @@ MAX_NAME = 64
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=list(_ACTIONS), help="see above")
     parser.add_argument("what", nargs="*", default=[], metavar="KEY|NAME|PLACE", help="as the action has it")
-    parser.add_argument("--as", dest="role", choices=ROLES, default=CLIENT, help=f"with allow; default {CLIENT}")
-    parser.add_argument("--force", action="store_true", help="with make: in the place of the key there is")
-    parser.add_argument("--keys", type=Path, metavar="FOLDER", help="the folder; default: ~/.config/outrider/keys")
+    role = f"with allow: what its holder may do (default: {CLIENT})"
+    parser.add_argument("--as", dest="role", choices=ROLES, default=CLIENT, help=role)
+    parser.add_argument("--force", action="store_true", help="with make: replace the key that exists")
+    parser.add_argument(
+        "--keys", type=Path, metavar="FOLDER", help="the folder of keys (default: ~/.config/outrider/keys)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

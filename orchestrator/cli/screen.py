@@ -1,10 +1,13 @@
-"""Progress on stderr: one line that changes on a terminal, one line per stage in a log."""
+"""Progress on stderr: one line that changes on a terminal and is wiped; elsewhere only the log has it (level info)."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
+
+log = logging.getLogger(__name__)
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -31,7 +34,7 @@ class Screen:
             width = shutil.get_terminal_size().columns - 1
             say(f"\r\x1b[K{text[:width]}", end="")
         else:
-            say(text)
+            log.info("%s", text)
 
     def clear(self) -> None:
         """Takes the changing line away."""

@@ -24,19 +24,27 @@ DRAIN_SECONDS = 30
 log = logging.getLogger(__name__)
 
 
+COMMON = (
+    "--model", "--draft-model", "--mode", "--host", "--port", "--api-key", "--endpoint", "--workers-endpoint",
+    "--max-active", "--kv-memory", "--log-level",
+)  # fmt: skip
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--endpoint", help="where clients connect, ipc://PATH or tcp://HOST:PORT; default: a fresh one")
-    joining = "where drafters of other machines join, tcp://HOST:PORT (docs/security.md); default: nowhere"
-    parser.add_argument("--workers-endpoint", metavar="ENDPOINT", help=joining)
-    advertise = "announce that endpoint on the local network"
-    parser.add_argument("--advertise", action="store_true", default=None, help=advertise)
-    keyed = "ask for keys at these endpoints on loopback, too; beyond it they always are"
-    parser.add_argument("--keyed", action="store_true", default=None, help=keyed)
-    drain = f"how long SIGTERM waits for requests that run, default {DRAIN_SECONDS}; new ones are refused meanwhile"
-    parser.add_argument("--drain-timeout", type=int, default=DRAIN_SECONDS, metavar="SECONDS", help=drain)
-    parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     http_flags.add(parser)
-    flags.add_request_flags(parser)
+    group = parser.add_argument_group("endpoints")
+    clients = "where Python clients connect, ipc://PATH or tcp://HOST:PORT (default: a new socket)"
+    group.add_argument("--endpoint", metavar="ENDPOINT", help=clients)
+    joining = "where other machines' drafters join, tcp://HOST:PORT, see docs/security.md (default: nowhere)"
+    group.add_argument("--workers-endpoint", metavar="ENDPOINT", help=joining)
+    advertise = "announce the workers' endpoint on the local network"
+    group.add_argument("--advertise", action="store_true", default=None, help=advertise)
+    keyed = "ask for keys on loopback, too; other machines are always asked"
+    group.add_argument("--keyed", action="store_true", default=None, help=keyed)
+    drain = f"how long SIGTERM waits for running requests; new ones are refused (default: {DRAIN_SECONDS})"
+    group.add_argument("--drain-timeout", type=int, default=DRAIN_SECONDS, metavar="SECONDS", help=drain)
+    group.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    flags.add_request_flags(parser, ("drafter",))
     flags.add_cluster_flags(parser)
 
 

@@ -29,9 +29,13 @@ NOT_CERTIFIED = 1
 EXPECTED = "the output of `outrider generate --json`"
 
 
+COMMON = ("--json-file", "--json", "--prompt", "--model", "--draft-model", "--mode", "--max-tokens", "--temp", "--seed")
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_generation_flags(parser)
-    parser.add_argument("--json-file", type=Path, metavar="FILE", help="the output of `outrider generate --json`")
+    add_generation_flags(parser, ("logprobs",))
+    file = "the output of `outrider generate --json` (default: generate one first)"
+    parser.add_argument("--json-file", type=Path, metavar="FILE", help=file)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
 
 

@@ -26,20 +26,32 @@ from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import parse_key
 from outrider.protocol.knock import knock, require_server
 
+COMMON = (
+    "--connect", "--discover", "--server-key", "--name", "--model", "--draft-model", "--draft-backend", "--keys",
+    "--threads", "--log-level",
+)  # fmt: skip
+OF_A_SERVER = (
+    *flags.OF_MANY_REQUESTS, "drafters", "branch_depth", "ngrams", "trees", "pin_cores", "prefill_workers",
+    "prefill_from", "worker_timeout", "kv_memory", "prompt_cache", "memory", "trace",
+)  # fmt: skip
+"""Settings that a worker is not told of, or that its server decides."""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     note = "a draft or prefill one joins a running cluster, a target one that was started with --await-target"
     parser.add_argument("role", choices=list(MODULES), help=note)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--connect", metavar="ENDPOINT", help="the cluster's endpoint for workers")
-    find = "look on the local network for the server whose key is known (`outrider keys trust`)"
+    joined = "the server's endpoint for workers, which it prints (default: none; or --discover)"
+    where.add_argument("--connect", metavar="ENDPOINT", help=joined)
+    find = "look on the local network for a server whose key is known (`outrider keys trust`)"
     where.add_argument("--discover", action="store_true", help=find)
-    add_server_key_flag(parser)
-    parser.add_argument("--name", help="default: the role, this host and the process id")
-    shard = "this is one of several ranks of the target, all started by mlx.launch"
+    add_server_key_flag(parser.add_argument)
+    name = "what the server calls it (default: the role, this host and the process id)"
+    parser.add_argument("--name", metavar="NAME", help=name)
+    shard = "one of several ranks of the target, all started by mlx.launch"
     parser.add_argument("--shard", action="store_true", help=shard)
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
-    flags.add_cluster_flags(parser)
+    flags.add_cluster_flags(parser, OF_A_SERVER)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -70,12 +70,23 @@ class GenerationResult:
         times = self.timings
         prompt_rate = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
         lines = [
-            f"Prompt: {times.prompt_n} tokens, {prompt_rate:.3f} tokens-per-sec",
-            f"Generation: {times.predicted_n} tokens, {times.predicted_per_second:.3f} tokens-per-sec",
+            f"Prompt: {self._prompt()}, {prompt_rate:.3f} tokens-per-sec",
+            f"Generation: {plural(times.predicted_n, 'token')}, {times.predicted_per_second:.3f} tokens-per-sec",
             *([f"Peak memory: {times.peak_bytes / 1e9:.3f} GB"] if times.peak_bytes else []),
-            f"Speculation: {speculation(times)}",
+            f"Speculation: {speculation(times, self.mode)}",
         ]
         return "\n".join(lines + [f"Note: {note}" for note in self.notes])
+
+    def _prompt(self) -> str:
+        """The rate beside it is of what was read; what was cached took no time."""
+        cached, read = self.timings.cache_n, self.timings.prompt_n
+        apart = f" ({cached} cached, {read} read)" if cached else ""
+        return plural(cached + read, "token") + apart
+
+
+def plural(count: int, noun: str) -> str:
+    """A number and what it counts."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def token_logprobs(found: Logprobs) -> tuple[TokenLogprob, ...]:
@@ -87,18 +98,18 @@ def token_logprobs(found: Logprobs) -> tuple[TokenLogprob, ...]:
     )
 
 
-def speculation(times: Timings) -> str:
-    """Rounds, drafted, accepted, tokens per round and hits in words; "off" when nothing was drafted."""
+def speculation(times: Timings, mode: str) -> str:
+    """Rounds, drafted, accepted, tokens per round and hits in words; `mode` is what ran."""
     # The prompt's own round, with its one token, is not of decoding and not made of drafts.
     rounds = max(times.rounds - 1, 0)
     if not times.draft_n:
-        return f"off, {rounds} rounds"
+        return "off" if mode == "ar" else f"nothing was drafted in {plural(rounds, 'round')}"
     looked_up = times.cache_hits + times.cache_misses
     per_round = (times.predicted_n - 1) / rounds if rounds else 0.0
     return (
-        f"{rounds} rounds, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
+        f"{plural(rounds, 'round')}, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
         f" ({_share(times.draft_n_accepted, times.draft_n)}), {per_round:.2f} tokens per round,"
-        f" {times.cache_hits} hits ({_share(times.cache_hits, looked_up)})"
+        f" {plural(times.cache_hits, 'hit')} ({_share(times.cache_hits, looked_up)})"
         + (f", {times.cache_late} late" if times.cache_late else "")
         + _by_name(times)
     )

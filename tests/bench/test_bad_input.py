@@ -12,7 +12,6 @@ from outrider.bench.commands import tune
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.learning import tuning
 from outrider.orchestrator.core.learning.tuning import Choice, Tuning
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 Captured = pytest.CaptureFixture[str]
@@ -91,14 +90,6 @@ def test_tune_without_a_draft_model_says_so(capsys: Captured, backend: str) -> N
     assert f"tune probes a draft model; expected another backend than {backend}" in said
 
 
-def test_tune_of_a_head_that_works_ahead_says_that_it_cannot(capsys: Captured, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    given = ("--model", str(EMBEDDED_TARGET), "--draft-backend", "eagle3", "--draft-model", str(tmp_path))
-    code, said = complaint(capsys, "tune", *given, "--head-in", "draft-worker")
-    assert code == InvalidRequest.exit_code and "tune can't probe a head (eagle3) that works ahead" in said
-
-
 def test_tune_for_a_model_that_is_not_there(capsys: Captured) -> None:
     assert complaint(capsys, "tune", "--model", "/no/such")[0] == ModelError.exit_code
 
@@ -139,10 +130,3 @@ def test_one_interrupted_while_it_is_written_leaves_the_one_before(
     assert tuning.load(tmp_path / "tuning.json") == (record,)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tuning.json"]
     assert not list(tmp_path.glob(".tuning-*"))
-
-
-@pytest.mark.parametrize("command", ["tune", "bench"])
-def test_what_measures_a_drafter_beside_the_target_leaves_colocate_out(capsys: Captured, command: str) -> None:
-    code, said = complaint(capsys, command, "--colocate")
-    assert code == InvalidRequest.exit_code
-    assert "leave colocate out" in said

@@ -77,7 +77,7 @@ def test_help_is_there_without_ray_and_fits_80_columns(run: Run, arguments: list
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["heed"], 2, "no command 'heed'; did you mean head?"),
+        (["heed"], 2, "unknown command 'heed'; did you mean head?"),
         (["head"], 2, 'pip install "outrider[fleet]"'),
         (["join", "192.0.2.1:6379"], 2, 'pip install "outrider[fleet]"'),
         (["join"], 2, "required: ADDRESS"),

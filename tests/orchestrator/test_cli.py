@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,7 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main
+from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main, module_of
+from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.events import Admit, Began, Committed, Ended
 from outrider.orchestrator.machine import mlx_library
@@ -90,6 +94,51 @@ def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folde
     assert become[0][become[0].index("--model") + 1] == str(model_folder.resolve())
 
 
+def actions(text):
+    """The entries of a page of help, by their first word; each as one line."""
+    entries = {}
+    for line in (re.sub(r"(?<=\S) +", " ", line) for line in text.splitlines()):
+        if line.startswith("  ") and line[2:3] not in ("", " "):
+            name = re.split(r",? ", line.strip(), maxsplit=1)[0]
+            entries[name] = line.strip()
+        elif line.startswith("    ") and entries:
+            entries[name] += " " + line.strip()
+    return entries
+
+
+LONG = [command for command in HERE if getattr(module_of(command), "COMMON", ())]
+
+
+@pytest.mark.parametrize("command", LONG)
+def test_help_shows_some_flags_and_help_all_shows_all(run, command):
+    few, every = run(command, "--help")[1], run(command, "--help-all")[1]
+    assert f"outrider {command} --help-all shows all flags." in few
+    assert len(actions(few)) <= 16 and len(actions(every)) > len(actions(few))
+    assert actions(few).items() <= actions(every).items()
+    module = module_of(command)
+    parser = Parser(prog="x")
+    module.add_flags(parser)
+    known = {name: action.help for action in parser._actions for name in action.option_strings}
+    assert not set(module.COMMON) - known.keys()
+    assert not [name for name, said in known.items() if said is not argparse.SUPPRESS and name not in every]
+
+
+@pytest.mark.parametrize("command", [command for command in HERE if command != "fleet"])
+def test_every_flag_says_what_it_does_and_its_default(run, command):
+    parser = Parser(prog="x")
+    module_of(command).add_flags(parser)
+    told = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+    assert all(action.help for action in told)
+    valued = [action for action in told if action.option_strings and action.nargs != 0]
+    assert [action.option_strings[0] for action in valued if "(default" not in action.help] == []
+
+
+@pytest.mark.parametrize("command", HERE)
+def test_help_before_a_command_is_its_help(run, command):
+    assert run("help", command) == run(command, "--help")
+    assert run("help") == run()
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "--help"] for command in HERE)])
 def test_help_is_there(run, arguments):
     code, out, err = run(*arguments)
@@ -118,29 +167,39 @@ def test_the_version_is_told(run):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["bake"], 2, "no command 'bake'; expected one of generate"),
-        (["genrate", "-p", "x", "--seed", "3"], 2, "no command 'genrate'; did you mean generate?"),
-        (["--mode", "generate"], 2, "unrecognized arguments: --mode"),
+        (["bake"], 2, "unknown command 'bake'; expected one of generate"),
+        (["help", "bake"], 2, "unknown command 'bake'; expected one of generate"),
+        (["genrate", "-p", "x", "--seed", "3"], 2, "unknown command 'genrate'; did you mean generate?"),
+        (["--mode", "generate"], 2, "unknown flag --mode"),
         (["--version", "generate"], 2, "the command comes first: outrider generate --version"),
         (["generate", "-p"], 2, "expected one argument"),
         (["generate", "-p", "--json"], 2, "expected one argument"),
         (["worker", "draft", "--connect", "ipc:///tmp/no/such"], 4, "nobody serves ipc:///tmp/no/such"),
         (["generate", "-p", "x", "--connect", "ipc:///tmp/no/such"], 4, "nobody serves ipc:///tmp/no/such"),
-        (["generate"], 2, "--prompt"),
+        (["generate"], 2, "expected a prompt, or --chat"),
         (["generate", "-p", "x", "--temp", "hot"], 2, "invalid float value"),
-        (["generate", "-p", "x", "--tem", "1"], 2, "unrecognized arguments"),
+        (["generate", "-p", "x", "--tem", "1"], 2, "unknown flag --tem (did you mean --temp?)"),
+        (["generate", "x", "--max_tokens", "1"], 2, "unknown flag --max_tokens (did you mean --max-tokens?)"),
+        (["generate", "x", "--maxtokens=1"], 2, "unknown flag --maxtokens (did you mean --max-tokens?)"),
+        (["generate", "x", "--zzz"], 2, "unknown flag --zzz; see outrider generate --help"),
+        (["generate", "def", "f():"], 2, "unexpected argument 'f():'; a text of several words needs quotes"),
+        (["generate", "x", "-p", "y"], 2, "not allowed with argument PROMPT"),
+        (["generate", "x", "--json-schema", '{"type": '], 2, "expected JSON"),
+        (["generate", "x", "--json-schema", "/no/such"], 2, "expected a file with a JSON Schema, or the schema"),
         (["generate", "-p", ""], 2, "prompt is empty"),
         (["generate", "-p", "x", "-m", "0"], 2, "max_tokens is 0"),
         (["generate", "-p", "x", "--temp", "-1"], 2, "temp is -1.0"),
         (["generate", "-p", "x", "--top-p", "2"], 2, "top_p is 2.0"),
         (["generate", "-p", "x", "--logit-bias", "[1]"], 2, "JSON object"),
-        (["generate", "-p", "x", "--logprobs", "2"], 2, "expected --json beside --logprobs"),
+        (["generate", "-p", "x", "--logprobs", "2"], 2, "--logprobs needs --json"),
         (["generate", "--chat", str(PACKAGE)], 2, "can't be read (Is a directory); expected a JSON list"),
         (["generate", "-p", "x", "--num-draft-tokens", "0"], 2, "num_draft_tokens is 0"),
         (["generate", "-p", "x", "--num-draft-tokens", "1000"], 2, "from 1 to 32"),
         (["generate", "-p", "x", "--mode", "fast"], 2, "expected one of auto, ar, sd, ssd"),
         (["generate", "-p", "x", "--draft-backend", "gpu"], 2, "draft_backend is 'gpu'"),
-        (["generate", "-p", "x", "--connect", "nowhere"], 4, "no endpoint"),
+        (["generate", "-p", "x", "--connect", "nowhere"], 4, "not an endpoint"),
+        (["generate", "-p", "x", "--connect", "http://127.0.0.1:8080"], 4, "is an HTTP address"),
+        (["chat", "--connect", "https://studio.local/v1"], 4, "which `outrider serve` prints as `clients:`"),
         (["generate", "-p", "x", "--connect", "ipc:///tmp/x", "--model", "m"], 2, "--model is the running"),
         (["serve", "--model", "/no/such"], 3, "no such path"),
         (["serve", "--mode", "fast"], 2, "mode is 'fast'"),
@@ -148,12 +207,24 @@ def test_the_version_is_told(run):
         (["serve", "--api-key-file", "/no/such"], 2, "/no/such can't be read"),
         (["serve", "--simulate", "/no/such.json"], 2, "profile /no/such.json can't be read"),
         (["worker", "cook", "--connect", "ipc:///x"], 2, "invalid choice"),
-        (["worker", "draft", "--connect", "nowhere"], 4, "no endpoint"),
+        (["worker", "draft", "--connect", "nowhere"], 4, "not an endpoint"),
         (["worker", "draft", "--connect", "ipc:///x", "--draft-backend", "ngram"], 2, "has no worker"),
         (["worker", "draft", "--connect", "ipc:///x", "--colocate"], 2, "colocate drafts in the target's process"),
         (["generate", "-p", "x", "--colocate", "--mode", "ssd"], 2, "mode ssd needs a drafter that works while"),
         (["generate", "-p", "x", "--colocate", "--draft-backend", "none"], 2, "draft_backend none has no place there"),
-        (["overlap", "--colocate"], 2, "with colocate they take turns"),
+        (["overlap", "--colocate"], 2, "unknown flag --colocate"),
+        (["overlap", "--trace", "x"], 2, "unknown flag --trace"),
+        (["worker", "draft", "--connect", "ipc:///x", "--max-active", "2"], 2, "unknown flag --max-active"),
+        (["worker", "draft", "--connect", "ipc:///x", "--kv-memory", "2GB"], 2, "unknown flag --kv-memory"),
+        (["tune", "--head-in", "draft-worker"], 2, "unknown flag --head-in"),
+        (["tune", "--max-waiting", "3"], 2, "unknown flag --max-waiting"),
+        (["tune", "--colocate"], 2, "unknown flag --colocate"),
+        (["bench", "--colocate"], 2, "unknown flag --colocate"),
+        (["bench", "--no-ngrams"], 2, "unknown flag --no-ngrams"),
+        (["chat", "--logprobs", "2"], 2, "unknown flag --logprobs"),
+        (["verify", "--logprobs", "2"], 2, "unknown flag --logprobs"),
+        (["generate", "x", "--await-target"], 2, "unknown flag --await-target"),
+        (["serve", "--drafter", "ngram"], 2, "unknown flag --drafter"),
         (["overlap", "--draft-backend", "mtp"], 2, "a head (mtp) takes turns with it"),
         (["overlap", "--draft-backend", "ngram"], 2, "overlap times a draft model"),
         (["pairs", "one"], 2, "only one model"),
@@ -193,6 +264,48 @@ def test_json_is_one_object_with_the_promised_names(run, stand, codec):
     }  # fmt: skip
     assert (found["text"], found["finish_reason"], found["seed"]) == ("x = 'é'", "length", 5)
     assert found["prompt_tokens"] == len(codec.encode("def f("))
+
+
+@pytest.mark.parametrize("arguments", [("from", "--seed", "5"), ("--seed", "5", "from")])
+def test_the_prompt_may_be_an_argument(run, stand, codec, arguments):
+    stand.core.play = says(codec, "x")
+    assert run("generate", *arguments, "--connect", stand.endpoint)[0] == 0
+    assert stand.core.wait_for(Admit)[0].tokens == codec.encode("from")
+
+
+@pytest.mark.parametrize(
+    ("limit", "prompt", "words"),
+    [
+        (None, "x", "Note: the text was cut off after 3 tokens (--max-tokens)"),
+        ("2000", "x", "Note: the text was cut off because the context is full ("),
+    ],
+)
+def test_a_text_that_was_cut_off_says_so_and_why(run, stand, codec, limit, prompt, words):
+    tokens = codec.encode("def f(x): return 1", special=False)[:3]
+    stand.core.play = lambda admit: [
+        Began(admit.request, "ssd"),
+        Committed(admit.request, tokens),
+        Ended(admit.request, "length", Timings(predicted_n=3)),
+    ]
+    code, _, err = run("generate", prompt, "--connect", stand.endpoint, "-m", limit or "3")
+    assert code == 0 and err.splitlines()[-1].startswith(words)
+    stand.core.play = says(codec, "x", "eos")
+    assert "cut off" not in run("generate", prompt, "--connect", stand.endpoint, "-m", "3")[2]
+
+
+def test_a_start_is_told_on_a_terminal_alone_on_one_line_that_is_wiped(capsys, monkeypatch):
+    piped = Screen()
+    piped.show("target: loading")
+    piped.clear()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    live = Screen()
+    for stage in ("target: loading", "draft: loading something with a long name"):
+        live.show(stage)
+    live.clear()
+    err = capsys.readouterr().err
+    assert "\n" not in err and err.endswith("\r\x1b[K") and "a long name" not in err
 
 
 def test_the_prompt_may_come_from_stdin(run, stand, codec, monkeypatch):
@@ -329,8 +442,10 @@ def test_a_grammar_and_log_probabilities_go_there_and_come_back(run, stand, code
     file.write_text(out)
     assert run("verify", "--json-file", str(file))[0] == 0
     assert claims[0][3].grammar == Grammar.json_schema('{"type": "integer"}') == stand.core.told[0].sampling.grammar
+    run("generate", *wish, "--json-schema", ' {"type": "integer"}')
+    assert stand.core.told[1].sampling.grammar == Grammar.json_schema('{"type": "integer"}')
     run("generate", *wish, "--regex", "[0-9]+")
-    assert stand.core.told[1].sampling.grammar == Grammar("regex", "[0-9]+")
+    assert stand.core.told[2].sampling.grammar == Grammar("regex", "[0-9]+")
     assert run("generate", *wish, "--grammar", str(tmp_path / "none"))[0] == 2
 
 

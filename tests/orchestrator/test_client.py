@@ -343,7 +343,23 @@ def test_the_summary_has_mlx_lms_lines_and_one_for_speculation():
 
 def test_the_summary_of_a_run_without_speculation_says_off():
     result = GenerationResult("", (), "eos", Timings(rounds=9), 0, "ar", 1, "m", "d", ("mode ar was asked for",))
-    assert result.summary().splitlines()[-2:] == ["Speculation: off, 8 rounds", "Note: mode ar was asked for"]
+    assert result.summary().splitlines()[-2:] == ["Speculation: off", "Note: mode ar was asked for"]
+
+
+def test_a_mode_that_drafts_is_not_called_off_where_nothing_was_drafted():
+    result = GenerationResult("", (), "eos", Timings(rounds=4), 0, "auto", 1, "m", "d", ("auto: ssd",))
+    assert "Speculation: nothing was drafted in 3 rounds" in result.summary()
+
+
+@pytest.mark.parametrize(
+    ("cached", "read", "words"),
+    [(0, 1, "Prompt: 1 token, "), (0, 2000, "Prompt: 2,000 tokens, "), (9, 1, "Prompt: 10 tokens (9 cached, 1 read)")],
+)
+def test_the_summary_counts_in_english_and_tells_cached_from_read(cached, read, words):
+    timings = Timings(prompt_n=read, cache_n=cached, prompt_ms=2.0, predicted_n=1, rounds=2, draft_n=1, cache_hits=1)
+    lines = GenerationResult("", (), "eos", timings, 0, "ssd", 10, "m", "d").summary().splitlines()
+    assert lines[0].startswith(words) and lines[1].startswith("Generation: 1 token, ")
+    assert lines[2].startswith("Speculation: 1 round, 1 drafted, ") and " 1 hit (" in lines[2]
 
 
 # --- as Python has it -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from outrider.orchestrator.cli import COMMANDS, main
+from outrider.orchestrator.cli import COMMANDS, HELP, main
 
 CASES = {
     "outrider ser": {"serve"},
@@ -20,6 +20,7 @@ CASES = {
     "outrider completion ": {"bash", "zsh", "fish"},
     "outrider convert --mlx": {"--mlx-out"},
     "outrider fleet sta": {"status"},
+    "outrider help gen": {"generate"},
     "outrider verify --model somew": {"somewhere/"},
 }
 BASH = """
@@ -116,4 +117,4 @@ def test_every_command_is_known_to_the_shells():
     from outrider.orchestrator.cli.completion import whole_parser
 
     (commands,) = (action for action in whole_parser()._actions if action.dest == "command")
-    assert set(commands.choices) == set(COMMANDS)
+    assert set(commands.choices) == {*COMMANDS, HELP}
