@@ -5,6 +5,7 @@ The server ends with this process, however this process ends. Knows the handshak
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import subprocess
@@ -107,11 +108,15 @@ class LocalCluster:
         """The orchestrator's process id."""
         return self._process.pid
 
-    def client(self, timeout: float = 10.0) -> Client:
-        """A client that notices at once when the server is gone."""
+    def client(self, timeout: float = math.inf) -> Client:
+        """A client that notices at once when the server has ended.
+
+        `timeout`: for how many seconds the server may keep silent; inf, the default: for as long as its process lives,
+        however busy the machine is.
+        """
         return Client(self.own_endpoint, timeout, self._check)
 
-    def async_client(self, timeout: float = 10.0) -> AsyncClient:
+    def async_client(self, timeout: float = math.inf) -> AsyncClient:
         """The same for asyncio."""
         return AsyncClient(self.own_endpoint, timeout, self._check)
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 from typing import get_type_hints
 
 import numpy as np
@@ -22,7 +23,7 @@ from outrider.orchestrator.client.result import GenerationResult
 from outrider.orchestrator.client.wish import Choices, Wish
 from outrider.orchestrator.events import Admit, Began, Committed, Stop
 from outrider.protocol.directory import private_directory
-from outrider.protocol.errors import EndpointError, InvalidRequest, WorkerError
+from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.knock import knock
 from outrider.protocol.messages import StatsQuery, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
@@ -135,6 +136,24 @@ def test_patience_ends_when_a_question_was_not_answered_for_too_long(mute):
         patience.silent()
     with pytest.raises(EndpointError, match="for 10 s"):
         patience.silent()
+
+
+@pytest.mark.parametrize("make", [LocalCluster.client, LocalCluster.async_client])
+def test_a_cluster_of_ones_own_is_waited_for_as_long_as_it_lives(mute, make):
+    """Silent for an hour on a machine with too much to do, then ended."""
+    cluster = object.__new__(LocalCluster)
+    cluster.own_endpoint, ended = mute, [None]
+    cluster._process = SimpleNamespace(poll=lambda: ended[0])
+    patience = make(cluster).patience()
+    for _ in range(3600):
+        assert isinstance(patience.silent(), StatsQuery)
+    ended[0] = -9
+    with pytest.raises(ServerStopped, match="ended with code -9"):
+        patience.silent()
+    with pytest.raises(EndpointError, match="for 2 s"):
+        impatient = Client(mute, 2.0).patience()
+        for _ in range(4):
+            impatient.silent()
 
 
 def test_a_far_server_that_shakes_no_hands_has_as_much_time_as_any(monkeypatch):
