@@ -6,6 +6,8 @@ for the forward under way; with none named every row gets its logits, as in mlx-
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -32,6 +34,13 @@ class Head(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.inner = inner
         self._wanted = _Held(wanted)
+
+    def __getattr__(self, name: str) -> Any:
+        """Models may read their layer's own attributes, such as its weights."""
+        inner = self.get("inner")
+        if inner is None or name == "inner":
+            return super().__getattr__(name)
+        return getattr(inner, name)
 
     def __call__(self, x: mx.array) -> mx.array:
         is_output = isinstance(self.inner, nn.Linear | nn.QuantizedLinear)

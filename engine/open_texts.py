@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from outrider.engine import batchcheck, treecheck
+from outrider.engine import batchcheck, treecheck, trial
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_flat import NumpyFlat
 from outrider.engine.selfcheck import Own
 from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
-from outrider.protocol.errors import ModelError
-from outrider.protocol.guard import first_line, named_errors
 from outrider.protocol.kv import KvCost
-
-log = logging.getLogger(__name__)
 
 _LONGER = 256
 
@@ -53,9 +47,10 @@ def _find(model: LoadedModel) -> _Way:
     if not plain or not all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)):
         return _Way(own_caches=able.own_caches)
     own = Own(model)
-    if not _holds(model, own, "texts in one forward", batchcheck.agrees):
+    if trial.fault(model, "texts in one forward", lambda: batchcheck.agrees(model, own)):
         return _Way()
-    return _Way(True, _holds(model, own, "trees of drafts", treecheck.agrees), _numpy(model, own))
+    trees = not trial.fault(model, "trees of drafts", lambda: treecheck.agrees(model, own))
+    return _Way(True, trees, _numpy(model, own))
 
 
 def text_cost(texts: Texts) -> KvCost:
@@ -76,20 +71,8 @@ def _numpy(model: LoadedModel, own: Own) -> NumpyFlat | None:
     """Where numpy serves the model it does so better than MLX; tried like MLX's own way."""
     made: list[NumpyFlat] = []
 
-    def agrees(model: LoadedModel, own: Own) -> bool:
+    def agrees() -> bool:
         made.append(NumpyFlat(model))
         return batchcheck.agrees(model, own, made[0]) and treecheck.agrees(model, own, made[0])
 
-    return made[0] if _holds(model, own, "numpy's forwards", agrees) else None
-
-
-def _holds(model: LoadedModel, own: Own, what: str, agrees: Callable[[LoadedModel, Own], bool]) -> bool:
-    try:
-        with named_errors(what, logging.INFO):
-            if agrees(model, own):
-                return True
-        reason = "its logits differ"
-    except ModelError as error:
-        reason = first_line(error)
-    log.info("%s are not for a %s model: %s", what, model.model_type, reason)
-    return False
+    return None if trial.fault(model, "numpy's forwards", agrees) else made[0]

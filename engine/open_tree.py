@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
+from outrider.engine import trial
 from outrider.engine.columns import Columns, OneRow
 from outrider.engine.draws import Draws
 from outrider.engine.joint_row import JointRow
@@ -19,12 +19,9 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.selfcheck import agrees, agrees_in_company
 from outrider.engine.tree import Tree
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft, InvalidRequest, ModelError
-from outrider.protocol.guard import first_line, named_errors
+from outrider.protocol.errors import CannotDraft, InvalidRequest
 from outrider.protocol.kv import KvCost
 from outrider.protocol.sampling import SamplingParams
-
-log = logging.getLogger(__name__)
 
 Form = type[NumpyRow] | type[JointRow] | type[OneRow] | type[Rows]
 
@@ -93,16 +90,15 @@ def tree_cost(model: LoadedModel) -> KvCost:
 def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
     reason = ""
     for form in forms:
-        try:
-            with named_errors("a tree of it", logging.INFO):
-                opened = partial(open_form, model, form)
-                if agrees(model, opened) and agrees_in_company(model, opened):
-                    return form
-            reason = "its logits differ"
-        except ModelError as error:
-            reason = first_line(error)
-        log.info("%s can't be drafted with as %s: %s", model.model_type, form.__name__, reason)
+        opened = partial(open_form, model, form)
+        reason = trial.fault(model, "a tree of it", partial(_agrees, model, opened))
+        if not reason:
+            return form
     raise CannotDraft(f"a {model.model_type} model can't draft ({reason}); choose another draft model")
+
+
+def _agrees(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:
+    return agrees(model, opened) and agrees_in_company(model, opened)
 
 
 def _open(

@@ -1,11 +1,12 @@
-"""What each of mlx-lm's model types can do here: a tiny random model of each is loaded, tried, and made to write.
+"""What each of mlx-lm's model types can do here: tiny random models of each are loaded, tried, and made to write.
 
-    python -m tools.model_types                        # the table: five minutes on two cores
+    python -m tools.model_types                        # the table: ten minutes on two cores
     python -m tools.model_types --write docs/models.md # the same, into that page
     python -m tools.model_types --serve llama4 ...     # these as target and draft of a real cluster
 
 A type is asked for what it says it can: the text of its plain decoding and of chains right and wrong is held against
-mlx-lm's own loop, past its window, and its token tree against its logits. Each type is tried in a process that may die.
+mlx-lm's own loop, past its window, and its token tree against its logits. Each type is tried twice, with one matrix for
+embeddings and output layer and with two, in a process that may die.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
@@ -43,7 +45,7 @@ from tests.harness.model_configs import WINDOW, config_of, model_types
 from tests.harness.tiny_models import write_model, write_tokenizer
 
 SPECULATES, COPIES, DECODES, REFUSED = "speculates", "speculates, by copies", "decodes only", "refused"
-NOT_BUILT, WRONG = "not tried", "WRONG TEXT"
+NOT_BUILT, WRONG, FAILED = "not tried", "WRONG TEXT", "FAILED"
 FORMS = {"NumpyRow": "tree", "JointRow": "tree", "OneRow": "tree", "Rows": "rows"}
 _PROMPT, _LENGTH, _CHAIN = 2 * WINDOW, 3 * WINDOW, 5
 _BEGIN = "<!-- python -m tools.model_types --write docs/models.md -->"
@@ -51,33 +53,43 @@ _BEGIN = "<!-- python -m tools.model_types --write docs/models.md -->"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A type as `target` and as `draft`; `why` it is not all it could be."""
+    """A type as `target` and as `draft`; `why` it is not all it could be. `tied`: its embeddings; None: either way."""
 
     name: str
+    tied: bool | None
     target: str
     draft: str = "-"
     why: str = ""
 
     @property
     def line(self) -> str:
-        return f"| `{self.name}` | {self.target} | {self.draft} | {self.why} |"
+        embeddings = {True: "tied", False: "untied", None: "either"}[self.tied]
+        return f"| `{self.name}` | {embeddings} | {self.target} | {self.draft} | {self.why} |"
 
 
-def examine(name: str) -> Row:
-    """Tries one type in this process."""
+def examine(name: str, tied: bool) -> Row:
+    """Tries one type in this process; whatever it does, this is a row."""
+    try:
+        with named_errors("the trial"):
+            return _examine(name, tied)
+    except OutriderError as error:
+        return Row(name, tied, FAILED, why=_short(error))
+
+
+def _examine(name: str, tied: bool) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         try:
             with named_errors("building"):
-                path = write_model(Path(folder), config_of(name))
+                path = write_model(Path(folder), config_of(name, tied))
         except SystemExit:
-            return Row(name, NOT_BUILT, why="mlx-lm needs a library for it that is not installed")
+            return Row(name, tied, NOT_BUILT, why="mlx-lm needs a library for it that is not installed")
         except OutriderError as error:
-            return Row(name, NOT_BUILT, why=_short(error))
+            return Row(name, tied, NOT_BUILT, why=_short(error))
         try:
             model = load(path, progress=lambda _: None)
             able = abilities(model)
         except OutriderError as error:
-            return Row(name, REFUSED, why=_short(error))
+            return Row(name, tied, REFUSED, why=_short(error))
         how = SPECULATES if KVState(model.model, able.own_caches).marks_freely else COPIES
         target, why = how if able.chains else DECODES, [_reason(able.why)]
         if not _writes_as_mlx_lm(model, able.chains):
@@ -90,7 +102,7 @@ def examine(name: str) -> Row:
                     draft = f"{draft}, inexact past a window"
         except OutriderError as error:
             draft, why = "no", [*why, "draft: " + _reason(str(error))]
-        return Row(name, target, draft, "; ".join(filter(None, why)))
+        return Row(name, tied, target, draft, "; ".join(filter(None, why)))
 
 
 def _writes_as_mlx_lm(model: LoadedModel, chains: bool) -> bool:
@@ -112,16 +124,26 @@ def _writes_as_mlx_lm(model: LoadedModel, chains: bool) -> bool:
 
 
 def walk(names: Sequence[str]) -> Iterator[Row]:
-    """All of these types, one after the other, in a process that is replaced when a type ends it."""
+    """All of these types, tied and untied, one after the other, in a process that is replaced when a type ends it."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, context, initializer=_quiet)
-    for name in names:
+    for name, tied in product(names, (True, False)):
         try:
-            yield pool.submit(examine, name).result()
+            yield pool.submit(examine, name, tied).result()
         except BrokenProcessPool:
-            yield Row(name, REFUSED, why="its code ends the process")
+            yield Row(name, tied, REFUSED, why="its code ends the process")
             pool = ProcessPoolExecutor(1, context, initializer=_quiet)
     pool.shutdown()
+
+
+def merged(rows: Sequence[Row]) -> list[Row]:
+    """A row for each type that is the same tied and untied, in the place of its two."""
+    either = [replace(row, tied=None) for row in rows]
+    return [
+        plain if either.count(plain) > 1 else row
+        for i, (row, plain) in enumerate(zip(rows, either, strict=True))
+        if plain not in either[:i]
+    ]
 
 
 def _quiet() -> None:
@@ -144,17 +166,19 @@ def page(head: str, rows: Sequence[Row]) -> str:
     """The page whose text is `head`, up to where the table begins."""
     counts = Counter(row.target for row in rows)
     drafts = Counter(row.draft for row in rows)
-    tried = len(rows) - counts[NOT_BUILT]
+    types, tried = len({row.name for row in rows}), len(rows) - counts[NOT_BUILT]
+    built = f"{types} types, each with tied and untied embeddings; of these {len(rows)} models {tried} could be built"
     return f"""{head.partition(_BEGIN)[0]}{_BEGIN}
 
-mlx-lm {version("mlx-lm")}, MLX {version("mlx")} on a CPU: {len(rows)} types, of which {tried} could be built.
+mlx-lm {version("mlx-lm")}, MLX {version("mlx")} on a CPU: {built}.
 As targets {counts[SPECULATES] + counts[COPIES]} speculate ({counts[COPIES]} of them by copies), \
-{counts[DECODES]} decode only, {counts[REFUSED]} are refused; {counts[WRONG]} say another text than mlx-lm.
+{counts[DECODES]} decode only, {counts[REFUSED]} are refused; {counts[WRONG]} say another text than mlx-lm, \
+{counts[FAILED]} fail.
 As drafts {drafts["tree"]} grow a tree in one row, {drafts["rows"]} in rows, {drafts["no"]} are refused.
 
-| type | target | draft | why |
-|---|---|---|---|
-""" + "".join(f"{row.line}\n" for row in rows)
+| type | embeddings | target | draft | why |
+|---|---|---|---|---|
+""" + "".join(f"{row.line}\n" for row in merged(rows))
 
 
 def serve(name: str) -> str:
@@ -194,7 +218,7 @@ def run(options: argparse.Namespace) -> int:
         print(row.line, flush=True)
     if options.write:
         options.write.write_text(page(options.write.read_text(), rows))
-    return int(any(row.target == WRONG for row in rows))
+    return int(any(row.target in (WRONG, FAILED) for row in rows))
 
 
 if __name__ == "__main__":

@@ -19,27 +19,48 @@ from outrider.engine.open_tree import tree_form
 from outrider.protocol.errors import CannotDraft, ModelError
 from tests.harness.model_configs import config_of, model_types
 from tests.harness.tiny_models import write_model
-from tools.model_types import examine
+from tools.model_types import FAILED, SPECULATES, WRONG, Row, examine, merged
 
 Loaded = Callable[..., LoadedModel]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-ROWS = {line.split("`")[1]: line for line in PAGE.read_text().splitlines() if line.startswith("| `")}
+ROWS = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
 # Plain, shared keys, chunks, compressed keys, two caches a layer, a window that is not mlx-lm's own, recurrent, both.
 SAMPLE = (
     "llama", "gemma3n", "afm7", "llama4", "deepseek_v3", "deepseek_v32", "deepseek_v41", "plamo3", "mamba2",
     "falcon_h1",
 )  # fmt: skip
+TIED_BY_HAND = ("llama4_text", "seed_oss")  # whose code multiplies by the embeddings' weights itself
 
 
 def test_the_page_has_every_type_and_no_wrong_text() -> None:
-    assert sorted(ROWS) == model_types()
-    assert "WRONG" not in PAGE.read_text()
+    assert sorted({line.split("`")[1] for line in ROWS}) == model_types()
+    assert not {WRONG, FAILED} & {line.split(" | ")[2] for line in ROWS}
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_a_type_can_do_what_the_page_says(name: str) -> None:
-    row = examine(name)
-    assert ROWS[name].startswith(f"| `{name}` | {row.target} | {row.draft} |")
+TRIED = [*((name, False) for name in SAMPLE), *((name, True) for name in TIED_BY_HAND)]
+
+
+@pytest.mark.parametrize(("name", "tied"), TRIED)
+def test_a_type_can_do_what_the_page_says(name: str, tied: bool) -> None:
+    row = examine(name, tied)
+    assert row.target not in (WRONG, FAILED), row.why
+    lines = [replace(row, tied=which, why="").line.removesuffix(" |") for which in (tied, None)]
+    assert [line for line in ROWS if line.startswith(tuple(lines))]
+
+
+def test_a_type_whose_trial_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(model: LoadedModel) -> None:
+        raise AttributeError("no attribute 'weight'")
+
+    monkeypatch.setattr("tools.model_types.open_texts", fails)
+    row = examine("llama", tied=True)
+    assert row.target == FAILED and "no attribute 'weight'" in row.why
+
+
+def test_a_type_that_is_the_same_tied_and_untied_is_one_row() -> None:
+    rows = [Row(name, tied, SPECULATES) for name in "ab" for tied in (True, False)]
+    rows[2] = replace(rows[2], target=FAILED)
+    assert merged(rows) == [Row("a", None, SPECULATES), *rows[2:]]
 
 
 def unknown(model: LoadedModel) -> LoadedModel:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx_lm.models import llama
 
-from outrider.engine import batchcheck, flat
-from outrider.engine.loading import LoadedModel
+from outrider.engine import batchcheck, flat, head
+from outrider.engine.loading import LoadedModel, load
 from outrider.engine.open_texts import open_texts
 from outrider.engine.slots import open_slots
 from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
@@ -98,6 +101,48 @@ def test_a_text_that_sees_anothers_columns_is_caught(loaded: Loaded, monkeypatch
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma2"])
 def test_what_cannot_share_a_forward_goes_one_after_the_other(loaded: Loaded, family: str) -> None:
     assert isinstance(open_texts(loaded(family)), SeparateTexts)
+
+
+class OfItsOwnLayers(nn.Module):  # type: ignore[misc]
+    """A model whose code can't do with a wrapped layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = self.inner.layers
+        return layers
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        if isinstance(self.inner.model.embed_tokens, head.Head):
+            raise AttributeError("no attribute 'weight'")
+        logits: mx.array = self.inner(tokens, cache=cache)
+        return logits
+
+
+def test_a_layout_that_fails_leaves_nothing_in_the_model(tiny_model: Callable[..., Path]) -> None:
+    model = load(tiny_model("llama", seed=91))
+    attention = llama.scaled_dot_product_attention
+    llama.scaled_dot_product_attention = flat.scaled_dot_product_attention
+    try:
+        model = replace(model, model=OfItsOwnLayers(model.model))
+        texts = open_texts(model)
+        assert isinstance(texts, SeparateTexts)
+        assert llama.scaled_dot_product_attention is flat.scaled_dot_product_attention
+        assert walk(model, texts, 10) < 1e-3
+    finally:
+        llama.scaled_dot_product_attention = attention
+
+
+def test_a_layer_that_is_wrapped_shows_its_weights(tiny_model: Callable[..., Path]) -> None:
+    model = load(tiny_model("llama", seed=92)).model
+    weight = model.model.embed_tokens.weight
+    head.install(model)
+    assert isinstance(model.model.embed_tokens, head.Head) and model.model.embed_tokens.weight is weight
+    with pytest.raises(AttributeError):
+        _ = model.model.embed_tokens.nothing
 
 
 def test_places_are_given_back(loaded: Loaded) -> None:

@@ -25,8 +25,13 @@ def model_types() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(mlx_lm.models.__path__) if m.name not in _KNOWN["parts"])
 
 
-def config_of(model_type: str) -> dict[str, Any]:
-    """A tiny configuration of this type; that mlx-lm can build it is not promised."""
+def config_of(model_type: str, tied: bool | None = None) -> dict[str, Any]:
+    """A tiny configuration of this type; that mlx-lm can build it is not promised.
+
+    `tied`: whether the embeddings are the output layer, too, for types that ask; None: as most are.
+    """
     text = _TEXT_OF.get(model_type, model_type)
     settings = {**_EVERY, **_OF.get(text, {}), "model_type": text}
+    if tied is not None:
+        settings["tie_word_embeddings"] = tied
     return {**settings, "model_type": model_type, "text_config": settings} if model_type in _TEXT_OF else settings
