@@ -12,18 +12,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def require() -> None:
-    """To be asked before anything is measured.
+LEFT_OUT = "Note: the picture was left out: Matplotlib is not installed (pip install 'outrider[bench]')."
+
+
+def can_draw() -> bool:
+    """Whether Matplotlib is installed."""
+    return not extras.missing("bench")
+
+
+def figure(width: float, height: float) -> Figure:
+    """Inches; drawn without a display.
 
     Raises:
         InvalidRequest: Matplotlib is not installed.
     """
     extras.require("bench", "a picture")
-
-
-def figure(width: float, height: float) -> Figure:
-    """Inches; drawn without a display."""
-    require()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

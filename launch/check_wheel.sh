@@ -79,8 +79,6 @@ told_what_is_missing() {
     if [ "$(uname -s)" = Linux ]; then
         refused "pip install 'outrider[cpu]'" outrider generate --prompt x
         refused "pip install 'outrider[cpu]'" outrider bench
-    else
-        refused "pip install 'outrider[bench]'" outrider bench
     fi
 }
 

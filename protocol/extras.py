@@ -16,12 +16,17 @@ EXTRAS = {
 """Of each extra of the package the modules that tell whether it is there."""
 
 
+def missing(extra: str) -> list[str]:
+    """The modules of an extra that are not installed."""
+    return [module for module in EXTRAS[extra] if find_spec(module) is None]
+
+
 def require(extra: str, what: str, otherwise: str = "") -> None:
     """
     Raises:
         InvalidRequest: `what` can't be had without the extra; the message says how to install it, or what `otherwise`.
     """
-    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
-    if missing:
+    lacking = missing(extra)
+    if lacking:
         instead = f", or {otherwise}" if otherwise else ""
-        raise InvalidRequest(f"{what} needs {' and '.join(missing)}; expected pip install 'outrider[{extra}]'{instead}")
+        raise InvalidRequest(f"{what} needs {' and '.join(lacking)}; expected pip install 'outrider[{extra}]'{instead}")

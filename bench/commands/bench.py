@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.bench import picture
 from outrider.bench.commands import concurrency, files
 from outrider.bench.commands.lists import numbers
 from outrider.bench.contest import bars, report
@@ -81,7 +80,6 @@ class Programme:
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
-    picture.require()
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
     if pair.settings.drafts_by_head:
         raise InvalidRequest("bench has no heads among its ways yet; expected a draft_backend that is no head")

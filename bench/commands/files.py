@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from outrider.bench import picture
+from outrider.orchestrator.cli.screen import say
 from outrider.orchestrator.machine import blas
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
@@ -17,7 +19,8 @@ from outrider.protocol.errors import InvalidRequest
 def write(
     out: Path, name: str, title: str, settings: ServeSettings, results: Mapping[str, Any], draw: Callable[[Path], None]
 ) -> None:
-    """Writes `name`.json, with the machine beside the results, and has `name`.png drawn; says where they are.
+    """Writes `name`.json, with the machine beside the results, and has `name`.png drawn where that can be; says where
+    they are.
 
     Raises:
         InvalidRequest: they can't be written.
@@ -26,8 +29,13 @@ def write(
         (out / f"{name}.json").write_text(json.dumps({"machine": machine(settings), **results}, indent=1))
     except OSError as error:
         raise InvalidRequest(f"the results can't be written to {out}: {error.strerror}") from error
-    draw(out / f"{name}.png")
-    print(f"{title}\nwritten: {out / f'{name}.json'}, {out / f'{name}.png'}")
+    written = [out / f"{name}.json"]
+    if picture.can_draw():
+        written.append(out / f"{name}.png")
+        draw(written[-1])
+    else:
+        say(picture.LEFT_OUT)
+    print(f"{title}\nwritten: {', '.join(map(str, written))}")
 
 
 def machine(settings: ServeSettings) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from outrider.bench.trace.timeline import Bar, draw, read
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.folder import writable
 from outrider.orchestrator.cli.generate import read_prompt
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
@@ -26,6 +26,7 @@ PROMPT = "def read_lines(path):\n"
 # The picture begins here: the first rounds of a request are its warm-up.
 FIRST_ROUND = 8
 PICTURE_TOKENS = 400
+PICTURES = (".png", ".pdf", ".svg")
 
 
 COMMON = (
@@ -40,9 +41,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     start = "the text to go on from; - reads it from stdin (default: the first line of a function)"
     parser.add_argument("--prompt", "-p", default=PROMPT, metavar="PROMPT", help=start)
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds of each kind (default: 40)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), metavar="DIR", help="for the picture and the trace (default: out)"
-    )
+    where = "a picture to write, or a folder for rounds.png; the trace lies beside it (default: out)"
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="FILE|DIR", help=where)
     temp = "temperature of the real rounds (default: 0)"
     parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T", help=temp)
     flags.add_request_flags(parser, ("mode", "drafter"))
@@ -51,24 +51,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
-    picture.require()
     if not 1 <= options.rounds <= 1000:
         raise InvalidRequest(f"rounds is {options.rounds}; expected a whole number from 1 to 1000")
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
     settings = pair.settings
     _check(settings)
-    prompt, out = read_prompt(options.prompt), writable(options.out, "choose another --out")
-    screen = Screen()
+    prompt, drawn = read_prompt(options.prompt), _picture(options.out)
+    writable(drawn.parent, "choose another --out")
+    trace, screen = drawn.with_suffix(".json"), Screen()
     measured = _measure(pair, prompt, options.rounds, screen)
-    bars = _real_rounds(options, prompt, out, screen)
-    drawn = out / "rounds.png"
-    title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
-    draw(bars, drawn, title, FIRST_ROUND, 10)
+    bars = _real_rounds(options, prompt, trace, screen)
     screen.clear()
     print(_table(measured))
     print(table(breakdown(bars, FIRST_ROUND)))
-    print(f"ten rounds: {drawn}\ntrace:      {out / 'rounds.json'} (open it at ui.perfetto.dev)")
+    if picture.can_draw():
+        title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
+        draw(bars, drawn, title, FIRST_ROUND, 10)
+        print(f"ten rounds: {drawn}")
+    else:
+        say(picture.LEFT_OUT)
+    print(f"trace:      {trace} (open it at ui.perfetto.dev)")
     return 0
+
+
+def _picture(out: Path) -> Path:
+    """The file to draw: `out` itself if it is named as a picture, else one in that folder; the trace lies beside it."""
+    return out if out.suffix.lower() in PICTURES and not out.is_dir() else out / "rounds.png"
 
 
 def _check(settings: ServeSettings) -> None:
@@ -90,9 +98,8 @@ def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Over
         return measure(bench, tokens, rounds, settings.depth, settings.breadth)
 
 
-def _real_rounds(options: argparse.Namespace, prompt: str, out: Path, screen: Screen) -> list[Bar]:
+def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[Bar]:
     """Generates with SSD under a trace, and reads it."""
-    trace = out / "rounds.json"
     chosen = {**flags.settings_of(options), "trace": trace}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
         _generate(cluster.client(), prompt, options.temp, screen)

@@ -14,6 +14,7 @@ from outrider.bench.timing.forecast import (
     Forecast,
     best_of,
     costs_in_turn,
+    doubts,
     forecasts,
     most_gained,
     recommendation,
@@ -43,6 +44,7 @@ PROMPTS = (
 )
 BRANCHES = (4, 8, 16)
 TURNAROUND_TOKENS = 64
+BUSY = 1
 # Without a measurement: a message there and one back.
 USUAL_TURNAROUND_MS = 0.3
 # Where a model's configuration does not say them.
@@ -77,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     writable(where.parent, "set XDG_CACHE_HOME to a folder that can be")
     screen = Screen()
     try:
-        record, words = (_heads if pair.settings.drafts_by_head else _drafter)(options, pair, screen)
+        record, words, found = (_heads if pair.settings.drafts_by_head else _drafter)(options, pair, screen)
         prefill = _prefill(options, pair, screen) if settings.prefill_workers else None
     except KeyboardInterrupt:
         screen.clear()
@@ -88,6 +90,10 @@ def run(options: argparse.Namespace) -> int:
     if prefill is not None:
         print(prefill.sentence)
         record = replace(record, prefill_from=prefill.least)
+    if found:
+        why = f"this machine was busy: {' and '.join(found)}"
+        say(f"outrider tune: nothing was saved, because {why}; run it again when nothing else runs")
+        return BUSY
     tuning.save(record, where)
     print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {where}")
     return 0
@@ -104,13 +110,13 @@ def _texts(pair: ChosenPair) -> list[list[int]]:
     return [list(codec.encode(text)) for text in PROMPTS]
 
 
-def _heads(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str]:
-    """Heads alone, and the words for it."""
-    return tune_heads.alone(options, pair, _texts(pair), screen)
+def _heads(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str, list[str]]:
+    """Heads alone, and the words for it; ways that were run in turns are no reason for doubts."""
+    return *tune_heads.alone(options, pair, _texts(pair), screen), []
 
 
-def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str]:
-    """A drafter in a process of its own, with what heads there are beside it, and the words for it."""
+def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str, list[str]]:
+    """A drafter in a process of its own, with what heads there are beside it, the words for it, and doubts about it."""
     turnaround_ms = _turnaround(options, screen)
     measured = _probe(pair, options.temp, screen)
     found = forecasts(measured, turnaround_ms)
@@ -122,7 +128,8 @@ def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> t
     words += map(tune_heads.line, own)
     if options.measure:
         words.append(_compare(options, pair, found, screen))
-    return tune_heads.with_heads(_record(measured, turnaround_ms, found, options.temp), own), "\n".join(words)
+    record = tune_heads.with_heads(_record(measured, turnaround_ms, found, options.temp), own)
+    return record, "\n".join(words), doubts(measured)
 
 
 def _probe(pair: ChosenPair, temp: float, screen: Screen) -> Probe:

@@ -15,6 +15,10 @@ from outrider.bench.timing.probe import WORTH_IT, Probe
 from outrider.bench.timing.rehearsal import Rehearsal
 from outrider.orchestrator.core.learning.speedup import Costs, Odds, ceiling, sd_rate, ssd_rate
 
+# Beyond these, by factors that a quiet machine does not come near, measurements contradict each other: one token costs
+# about the same however it is decoded, no verify is cheaper for more tokens, and none is quicker beside other work.
+UNLIKE, DEARER_ALONE, QUICKER_BESIDE = 2.0, 1.5, 0.75
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
@@ -78,6 +82,21 @@ def costs_beside(probe: Probe, rehearsal: Rehearsal, turnaround_ms: float) -> Co
 def slowdown(probe: Probe, rehearsal: Rehearsal) -> float:
     """How many times as long a verify takes beside the drafter as alone."""
     return statistics.median(tried.verify_ms / probe.verify_ms(tried.rows) for tried in rehearsal.rounds)
+
+
+def doubts(probe: Probe) -> list[str]:
+    """What was measured and can't be so on a machine that does nothing else; each a clause."""
+    one, plain = probe.verify_ms(1), probe.plain_ms
+    larger, cheapest = min(probe.verify_ms.points[1:], key=lambda point: point[1])
+    found = []
+    if max(one, plain) > UNLIKE * min(one, plain):
+        found.append(f"a verify of one token took {one:.1f} ms and a token of plain decoding {plain:.1f} ms")
+    if one > DEARER_ALONE * cheapest:
+        found.append(f"a verify of one token took {one:.1f} ms and one of {larger} tokens {cheapest:.1f} ms")
+    quickest = min(slowdown(probe, rehearsal) for rehearsal in probe.rehearsals)
+    if quickest < QUICKER_BESIDE:
+        found.append(f"a verify beside the drafter took {quickest:.2f} times what it takes alone")
+    return found
 
 
 def most_gained(probe: Probe, depth: int) -> float:

@@ -43,7 +43,7 @@ class Probe:
     `step_ms` is a run-ahead token of the target; `chain_ms` a chain drafted right after another; `tree_ms` a depth by
     its branches; `link_ms` a drafter's answer beyond its work. `turn_ms(K)` is a whole round of SD: a drafter that has
     waited drafts slower than one that has not; `between_ms` is the target's wait in it beyond the chain's time. The
-    rehearsals tell what a verify takes beside the drafter.
+    rehearsals tell what a verify takes beside the drafter. `plain_ms` is a run-ahead token as it was measured.
     """
 
     step_ms: float
@@ -54,6 +54,7 @@ class Probe:
     turn_ms: Curve
     between_ms: float
     rehearsals: tuple[Rehearsal, ...]
+    plain_ms: float
 
 
 def probe(
@@ -76,7 +77,8 @@ def probe(
     texts, steps = _texts(bench, prompts, sampling, glass, tell)
     tell("probe: cost of verifying")
     verify_ms = _verify_curve(bench, texts[0], sampling, glass)
-    step_ms = min(statistics.median(steps), verify_ms(1))  # where it is not, other work was in the way
+    plain_ms = statistics.median(steps)
+    step_ms = min(plain_ms, verify_ms(1))  # where it is not, other work was in the way
     tell("probe: cost of drafting")
     chain_ms, link_ms = _chain_curve(bench, texts[0], sampling, max(depths), glass)
     tree_ms = _tree_curve(bench, texts[0], sampling, branches, glass)
@@ -93,7 +95,7 @@ def probe(
             depth, count = ways[turn]
             tell(f"probe: acceptance and hits, K = {depth}, B = {count}")
             rehearsals.append(rehearse(bench, texts, sampling, depth, count, max(tokens, FEWEST_TRIED)))
-    return Probe(step_ms, verify_ms, chain_ms, tree_ms, link_ms, turn_ms, between_ms, tuple(rehearsals))
+    return Probe(step_ms, verify_ms, chain_ms, tree_ms, link_ms, turn_ms, between_ms, tuple(rehearsals), plain_ms)
 
 
 def may_pay(tried: Rehearsal, step_ms: float, verify_ms: Curve) -> bool:

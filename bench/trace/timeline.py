@@ -16,6 +16,7 @@ from outrider.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = {
     "hit": "#2a9d4e",
@@ -23,6 +24,7 @@ COLOURS = {
     "miss": "#d1495b",
     "ngram": "#8d6cc9",
     "drafter": "#e09f3e",
+    "head": "#3aa6a0",
     "none": "#9aa5b1",
 }
 DEPTH_COLOURS = ("#0b4f8a", "#2f77b5", "#5c9fd4", "#8fc1e8", "#bcdcf5")
@@ -33,6 +35,7 @@ LEGEND = {
     "miss": "verify after a miss (AR step or copied chain)",
     "ngram": "verify of an n-gram chain",
     "drafter": "verify of a just-in-time chain",
+    "head": "verify of a head's chain",
     "none": "verify of nothing (AR step)",
 }
 
@@ -81,6 +84,11 @@ def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: 
     Raises:
         InvalidRequest: the trace has no such rounds, or the file can't be written.
     """
+    picture.save(drawn(bars, title, first_round, rounds), path, 120)
+
+
+def drawn(bars: Sequence[Bar], title: str, first_round: int, rounds: int) -> Figure:
+    """The picture of `draw`."""
     chosen = [bar for bar in bars if first_round <= bar.round < first_round + rounds]
     verifies = [bar for bar in chosen if bar.track == "target"]
     if not verifies:
@@ -100,8 +108,8 @@ def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: 
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds, one clock for all processes")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    _draw_legend(axes, {sources.get(bar.round, "none") for bar in verifies}, chosen)
-    picture.save(figure, path, 120)
+    _draw_legend(axes, {_source(bar, sources) for bar in verifies}, chosen)
+    return figure
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar], tracks: Sequence[str], sources: dict[int, str], origin: float) -> None:
@@ -118,20 +126,39 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], tracks: Sequence[str], sources: 
 
 def _colour(bar: Bar, sources: dict[int, str]) -> str:
     if bar.track == "target":
-        return COLOURS.get(sources.get(bar.round, "none"), COLOURS["none"])
+        return COLOURS[_source(bar, sources)]
     if bar.name == "chain":
         return CHAIN_COLOUR
+    return _shade(bar)
+
+
+def _source(bar: Bar, sources: dict[int, str]) -> str:
+    """Where a verify's chain came from."""
+    source = sources.get(bar.round, "none")
+    return source if source in COLOURS else "none"
+
+
+def _shade(bar: Bar) -> str:
     depth = int(bar.name.removeprefix("depth "))
     return DEPTH_COLOURS[min(max(depth - 1, 0), len(DEPTH_COLOURS) - 1)]
 
 
 def _draw_legend(axes: Axes, sources: set[str], bars: Sequence[Bar]) -> None:
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=COLOURS[source], label=LEGEND[source]) for source in LEGEND if source in sources]
-    if any(bar.name.startswith("depth") for bar in bars):
-        patches.append(Patch(color=DEPTH_COLOURS[1], label="all branches one token deeper (the number: how deep)"))
+    entries: list[tuple[tuple[str, ...], str]] = [
+        ((COLOURS[source],), LEGEND[source]) for source in LEGEND if source in sources
+    ]
+    shades = {_shade(bar) for bar in bars if bar.name.startswith("depth")}
+    if shades:
+        used = tuple(shade for shade in DEPTH_COLOURS if shade in shades)
+        entries.append((used, "all branches one token deeper (the number: how deep)"))
     if any(bar.name == "chain" for bar in bars):
-        patches.append(Patch(color=CHAIN_COLOUR, label="just-in-time chain"))
-    patches.append(Patch(color="none", label="on the target: tokens committed"))
-    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, frameon=False, fontsize=8)
+        entries.append(((CHAIN_COLOUR,), "just-in-time chain"))
+    entries.append((("none",), "on the target: tokens committed"))
+    axes.legend(
+        handles=[tuple(Patch(color=colour) for colour in colours) for colours, _ in entries],
+        labels=[words for _, words in entries], handler_map={tuple: HandlerTuple(ndivide=None)},
+        loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, frameon=False, fontsize=8,
+    )  # fmt: skip

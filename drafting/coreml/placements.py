@@ -37,6 +37,7 @@ _WARM_UP = 2
 _TREE = 8
 _SHARED = "shares the target's GPU: each slows the other down"
 _APART = "beside the target's GPU"
+_SAME_CPU = "shares the CPU with the target"
 _SLOW = "for checking only"
 
 
@@ -66,8 +67,10 @@ def on_mlx(model: Path, device: mx.DeviceType) -> Placement:
         one, eight = _time(lambda: step(1)), _time(lambda: step(_TREE))
     finally:
         mx.set_default_device(kept)
-    gpu = device == mx.gpu
-    return Placement(f"MLX on the {'GPU' if gpu else 'CPU'}", True, one, eight, note=_SHARED if gpu else _APART)
+    if device == mx.gpu:
+        return Placement("MLX on the GPU", True, one, eight, note=_SHARED)
+    note = _APART if kept.type == mx.gpu else _SAME_CPU
+    return Placement("MLX on the CPU", True, one, eight, note=note)
 
 
 def on_core_ml(packages: OfCheckpoint, try_now: bool) -> list[Placement]:

@@ -19,7 +19,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.result import GenerationResult, plural
 from outrider.orchestrator.client.resumed import Resumed
 from outrider.orchestrator.client.wish import EMPTY, Wish
-from outrider.orchestrator.pair.chat import Message
+from outrider.orchestrator.pair.chat import Message, chat_template
 from outrider.orchestrator.pair.model_files import embedded_pair, find_model
 from outrider.orchestrator.pair.model_text import ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     wish = wish_of(options, prompt)
     result = generate(options, wish, screen, show_text=not options.json)
     if options.json:
-        print(json.dumps(as_json(result, wish, prompt), ensure_ascii=not streams.takes_unicode()))
+        templated = wish.chat_template and _has_template(options, result.model)
+        print(json.dumps(as_json(result, wish, prompt, templated), ensure_ascii=not streams.takes_unicode()))
     else:
         say(result.summary())
         if result.finish_reason == "length":
@@ -202,6 +203,13 @@ def model_text(options: argparse.Namespace) -> ModelText:
     return load_text(find_model(name, weights=False), template=not options.ignore_chat_template)
 
 
+def _has_template(options: argparse.Namespace, model: str) -> bool:
+    """Whether the model that answered has a chat template; one that only another machine has is taken to have."""
+    if options.connect is not None and not Path(model).is_dir():
+        return True
+    return chat_template(find_model(model, weights=False).folder) is not None
+
+
 def read_prompt(given: str) -> str:
     if given != "-":
         return given
@@ -211,7 +219,7 @@ def read_prompt(given: str) -> str:
         raise InvalidRequest(f"the prompt on stdin is not UTF-8 ({error.reason}); expected text") from None
 
 
-def as_json(result: GenerationResult, wish: Wish, prompt: str | tuple[Message, ...]) -> dict[str, Any]:
+def as_json(result: GenerationResult, wish: Wish, prompt: str | tuple[Message, ...], templated: bool) -> dict[str, Any]:
     """The result under llama.cpp's names, with all that `verify` must know to prove it."""
     sampling = dataclasses.asdict(wish.sampling)
     del sampling["seed"]  # what was drawn stands beside it
@@ -225,7 +233,7 @@ def as_json(result: GenerationResult, wish: Wish, prompt: str | tuple[Message, .
         "model": result.model,
         "draft_model": result.draft_model,
         "prompt": prompt,
-        "chat_template": wish.chat_template,
+        "chat_template": templated,
         "sampling": sampling,
         "timings": _timings(result.timings),
         **({} if result.logprobs is None else {"logprobs": [dataclasses.asdict(one) for one in result.logprobs]}),

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from outrider.bench.commands import tune
 from outrider.bench.timing.curve import Curve
-from outrider.bench.timing.forecast import Forecast, best_of, forecasts, most_gained, recommendation, slowdown
+from outrider.bench.timing.forecast import (
+    Forecast,
+    best_of,
+    doubts,
+    forecasts,
+    most_gained,
+    recommendation,
+    slowdown,
+)
 from outrider.bench.timing.probe import Probe
 from outrider.bench.timing.rehearsal import Rehearsal, Rehearsed, agreeing
+from outrider.orchestrator.cli import main
 
 FLAT = Curve(((1, 10.0), (4, 12.5)))
 
 
-def probe_of(verify: Curve, accepted: int, beside: float = 1.0) -> Probe:
+def probe_of(verify: Curve, accepted: int, beside: float = 1.0, plain_ms: float = 10.0) -> Probe:
     """K = 3, B = 8, nine hits in ten rounds; a verify beside the drafter takes `beside` times as long as alone."""
     rounds = tuple(Rehearsed(4, accepted, accepted, number > 0, beside * verify(4)) for number in range(10))
     turn = Curve(((3, verify(4) + 6.0),))
@@ -27,7 +38,42 @@ def probe_of(verify: Curve, accepted: int, beside: float = 1.0) -> Probe:
         turn,
         0.0,
         (Rehearsal(3, 8, rounds),),
+        plain_ms,
     )
+
+
+def test_what_a_quiet_machine_measures_raises_no_doubts() -> None:
+    rising = Curve(((1, 10.0), (4, 40.0)))
+    assert [doubts(probe_of(curve, 2, beside)) for curve in (FLAT, rising) for beside in (0.9, 1.0, 3.0)] == [[]] * 6
+
+
+@pytest.mark.parametrize(
+    ("probe", "words"),
+    [
+        (probe_of(Curve(((1, 25.0), (4, 26.0))), 2), "of one token took 25.0 ms and a token of plain decoding 10.0 ms"),
+        (probe_of(FLAT, 2, plain_ms=30.0), "and a token of plain decoding 30.0 ms"),
+        (probe_of(Curve(((1, 19.0), (4, 12.0))), 2), "of one token took 19.0 ms and one of 4 tokens 12.0 ms"),
+        (probe_of(FLAT, 2, 0.53), "a verify beside the drafter took 0.53 times what it takes alone"),
+    ],
+)
+def test_measurements_that_contradict_each_other_are_doubted(probe: Probe, words: str) -> None:
+    (doubt,) = doubts(probe)
+    assert words in doubt
+
+
+def test_tune_on_a_busy_machine_says_so_and_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "_turnaround", lambda *_: 0.3)
+    beside = 0.53
+    monkeypatch.setattr(tune, "_probe", lambda *_: probe_of(FLAT, 2, beside))
+    assert main(["tune"]) == 1
+    said = capsys.readouterr().err
+    assert "nothing was saved, because this machine was busy: a verify beside the drafter took 0.53 times" in said
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    beside = 1.0
+    assert main(["tune"]) == 0 and [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def speed(found: list[Forecast], mode: str) -> float:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from outrider.bench.commands import files
 from outrider.bench.commands.overlap import _table
 from outrider.bench.contest.statistics import Timed, bootstrap, ratio, repeated_share
 from outrider.bench.timing.overlap import Overlap
-from outrider.bench.trace.timeline import draw, read
+from outrider.bench.trace.timeline import Bar, draw, drawn, read
+from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.learning.speedup import (
     Costs,
     Kind,
@@ -25,6 +29,7 @@ from outrider.orchestrator.core.learning.speedup import (
     ssd_rate,
 )
 from outrider.orchestrator.core.trace import TARGET, TARGETS_DRAFTER, Trace
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span
 
@@ -117,6 +122,93 @@ def test_a_trace_opens_in_perfetto_and_draws(tmp_path: Path) -> None:
     assert {named[event["pid"]] for event in events if event["name"].startswith("depth")} == {"draft-0"}
     draw(read(tmp_path / "trace.json"), tmp_path / "rounds.png", "test", 3, 10)
     assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_legend_has_the_colours_of_the_bars() -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_hex
+    from matplotlib.patches import Patch
+
+    names = ["hit", "late", "miss", "ngram", "drafter", "head", "none", "of another version"]
+    bars = [Bar("orchestrator", name, 0.0, 0.0, at, {}) for at, name in enumerate(names, 1)]
+    bars += [Bar("target", "verify", 10.0 * at, 9.0, at, {"accepted": 1}) for at in range(1, len(names) + 1)]
+    bars += [Bar("draft-0", f"depth {at}", 10.0 * at, 2.0, at, {}) for at in range(1, 8)]
+    bars.append(Bar("draft-0", "chain", 13.0, 2.0, 1, {}))
+    axes = drawn(bars, "test", 1, 8).axes[0]
+    legend = axes.get_legend()
+    assert legend is not None
+    shown = {to_hex(patch.get_facecolor()) for patch in legend.findobj(Patch) if patch is not legend.get_frame()}
+    painted = {to_hex(one.get_facecolor()[0]) for one in axes.collections if isinstance(one, PolyCollection)}
+    assert len(painted) == 7 + 5 and painted <= shown
+
+
+@pytest.fixture
+def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
+    """`outrider overlap --out PATH` without the measuring; the trace is made."""
+
+    def real_rounds(_options: Any, _prompt: str, trace: Path, _screen: Any) -> list[Bar]:
+        traced(trace)
+        return read(trace)
+
+    measured = Overlap(
+        verify=10.0, ahead=4.0, both=11.0, verify_beside=10.5, ahead_beside=4.5, depth=4, branches=16, rounds=3
+    )
+    monkeypatch.setattr("outrider.bench.commands.overlap._measure", lambda *_: measured)
+    monkeypatch.setattr("outrider.bench.commands.overlap._real_rounds", real_rounds)
+    return lambda out: main(["overlap", "--out", str(out)])
+
+
+@pytest.mark.parametrize(
+    ("out", "picture", "trace"),
+    [
+        ("x.png", "x.png", "x.json"),
+        ("new/y.svg", "new/y.svg", "new/y.json"),
+        ("v1.5", "v1.5/rounds.png", "v1.5/rounds.json"),
+    ],
+)
+def test_overlap_writes_the_picture_that_is_named(
+    overlap: Callable[[Path], int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    out: str,
+    picture: str,
+    trace: str,
+) -> None:
+    assert overlap(tmp_path / out) == 0
+    assert (tmp_path / picture).is_file() and (tmp_path / trace).is_file()
+    told = capsys.readouterr().out
+    assert f"ten rounds: {tmp_path / picture}" in told and str(tmp_path / trace) in told
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.protocol.extras.find_spec", lambda name: None if name == "matplotlib" else object())
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_without_matplotlib_overlap_tells_its_tables_and_a_note(
+    overlap: Callable[[Path], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert overlap(tmp_path / "x.png") == 0
+    told = capsys.readouterr()
+    assert "overlap efficiency" in told.out and "work ahead" in told.out and "ten rounds" not in told.out
+    assert (tmp_path / "x.json").is_file() and not (tmp_path / "x.png").exists()
+    assert told.err == "Note: the picture was left out: Matplotlib is not installed (pip install 'outrider[bench]').\n"
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_without_matplotlib_bench_starts_and_leaves_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawing(_path: Path) -> None:
+        pytest.fail("something was drawn")
+
+    files.write(tmp_path, "bench", "title", ServeSettings(), {"sections": []}, drawing)
+    told = capsys.readouterr()
+    assert told.out == f"title\nwritten: {tmp_path / 'bench.json'}\n" and "the picture was left out" in told.err
+    monkeypatch.setattr("outrider.bench.contest.field.LocalCluster", lambda **_: pytest.fail("started"))
+    with pytest.raises(pytest.fail.Exception, match="started"):
+        main(["bench", "--prompts", "1", "--no-peers", "--out", str(tmp_path)])
 
 
 def test_rounds_that_are_not_there_cannot_be_drawn(tmp_path: Path) -> None:

@@ -264,6 +264,15 @@ def test_json_is_one_object_with_the_promised_names(run, stand, codec):
     }  # fmt: skip
     assert (found["text"], found["finish_reason"], found["seed"]) == ("x = 'é'", "length", 5)
     assert found["prompt_tokens"] == len(codec.encode("def f("))
+    assert found["chat_template"] is False, "this model has none"
+
+
+def test_json_says_that_a_template_was_used_where_the_model_has_one(run, stand, codec, monkeypatch):
+    monkeypatch.setattr("outrider.orchestrator.cli.generate.chat_template", lambda folder: "{{ messages }}")
+    stand.core.play = says(codec, "x")
+    for flags, expected in (((), True), (("--ignore-chat-template",), False)):
+        _, out, _ = run("generate", "-p", "x", "--connect", stand.endpoint, "--json", *flags)
+        assert json.loads(out)["chat_template"] is expected
 
 
 @pytest.mark.parametrize("arguments", [("from", "--seed", "5"), ("--seed", "5", "from")])

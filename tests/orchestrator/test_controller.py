@@ -147,6 +147,17 @@ def test_a_forecast_is_called_one_until_it_was_measured() -> None:
     assert "forecast" not in controller.why and "measured" in controller.why
 
 
+def test_what_was_never_measured_has_no_figure() -> None:
+    controller = Controller(Estimates(), MODES, 4)
+    seen = set()
+    for _ in range(5 * EPISODE_ROUNDS):
+        plan = controller.plan()
+        seen.add("tokens/s" in controller.why)
+        assert "tokens/s" not in controller.why or "fastest measured" in controller.why
+        controller.saw_round(plan, 1, 10.0)
+    assert seen == {False, True}
+
+
 def test_what_an_earlier_run_measured_is_called_that() -> None:
     controller = tuned(tuple(replace(choice, measured=True) for choice in TUNED))
     controller.plan()
@@ -266,7 +277,8 @@ def test_what_a_tuning_says_of_a_way_is_not_the_formulas_to_change() -> None:
         estimates.saw_depth(4, 12.0)
     for _ in range(2 * FEW_ROUNDS):
         plan = controller.plan()
-        assert plan == Plan("ssd", 6, 4) and "204 tokens/s" in controller.why
+        assert plan == Plan("ssd", 6, 4) and "by a forecast of tune's" in controller.why
+        assert max(record.rate or 0.0 for record in controller._records.values()) == pytest.approx(0.204)
         controller.saw_round(plan, 1, 0.0)
 
 

@@ -112,7 +112,7 @@ def test_what_each_taught_is_remembered_by_its_name(tmp_path: Path) -> None:
     assert after.own_ms(4, "mtp") == pytest.approx(2.0) and after.holding("mtp").rate(0) > 0.4
     controller = Controller(after, ("ar",), 4, 16, others=("eagle3", "mtp"))
     controller.start_from(record.choices)
-    assert controller.plan().drafter == "mtp" and "200 tokens/s, measured before" in controller.why
+    assert controller.plan().drafter == "mtp" and "fastest measured before (200 tokens/s)" in controller.why
     without = Controller(after, ("ar",), 4, 16, others=("eagle3",))
     without.start_from(record.choices)
     assert without.plan().drafter != "mtp"

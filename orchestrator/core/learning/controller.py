@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.learning.forecasts import Forecast, Forecasts, Plan, Way
-from outrider.orchestrator.core.learning.records import Attempt, Record, Trying
+from outrider.orchestrator.core.learning.records import MEASURED, MEASURED_BEFORE, Attempt, Record, Trying
 from outrider.orchestrator.core.learning.text_odds import TextOdds
 from outrider.orchestrator.core.learning.tuning import Choice
 from outrider.protocol.heads import NGRAM
@@ -88,7 +88,7 @@ class Controller:
             way = Way(choice.mode, choice.depth, branches, choice.drafter)
             if way.kind not in self._kinds or choice.tokens_per_second <= 0:
                 continue
-            source = "measured before" if choice.measured else "a forecast of tune's"
+            source = MEASURED_BEFORE if choice.measured else "a forecast of tune's"
             if choice.depth and self._tuned.setdefault(way.kind, way) != way:
                 continue  # of an older tuning
             rate, records = choice.tokens_per_second / 1000, self._by_load.setdefault(_load(choice.at_once), {})
@@ -109,7 +109,7 @@ class Controller:
         """What was measured here, as `start_from` takes it."""
         for load, records in self._by_load.items():
             for way, record in records.items():
-                if record.rate is not None and record.source == "measured":
+                if record.rate is not None and record.source == MEASURED:
                     rate = 1000 * record.rate
                     yield Choice(way.mode, way.depth, way.branches, rate, True, 1 << load, way.drafter)
 
@@ -215,8 +215,11 @@ class Controller:
         return self._take(best, forecasts, why)
 
     def _why_best(self, way: Way, worth: float) -> str:
-        rate = worth * self._dearer(way)
-        return f"{rate * 1000:.0f} tokens/s, {self._records[way].source or 'by the formula'}, the best"
+        """What was measured stands with its rate; what the formula expects is no figure to hold against a run's."""
+        source = self._records[way].source
+        if source in (MEASURED, MEASURED_BEFORE):
+            return f"fastest {source} ({worth * self._dearer(way) * 1000:.0f} tokens/s)"
+        return f"fastest by {source}" if source else "expected to be fastest, not measured yet"
 
     def _dearer(self, way: Way) -> float:
         """How many times as much a way has to bring as plain decoding."""

@@ -13,6 +13,8 @@ BELIEF_MS = 150.0
 HELD_UP, FEW = 4.0, 8
 # A try ends early when it has brought less than this share of the best.
 HOPELESS = 0.8
+# Where a record's numbers are from, in words for people.
+MEASURED, MEASURED_BEFORE = "measured", "measured before"
 
 
 @dataclass(slots=True)
@@ -79,7 +81,7 @@ class Record:
         new = (tokens**2, tokens * milliseconds, milliseconds**2)
         self._squares = tuple(fade * known + more for known, more in zip(self._squares, new, strict=True))
         self.last_episode = episode
-        self.source = "measured"
+        self.source = MEASURED
 
 
 @dataclass(frozen=True, slots=True)
