@@ -35,4 +35,5 @@ def _model(desk: Desk, name: str) -> Model:
         created_at=datetime.fromtimestamp(made, UTC).isoformat().replace("+00:00", "Z"),
         display_name=name,
         max_model_len=desk.model.context_length,
+        chat_template=desk.model.template is not None,
     )

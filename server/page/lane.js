@@ -36,6 +36,11 @@ export class Lane {
     return this.painter.tokens;
   }
 
+  /** The latest token's place. */
+  get end() {
+    return this.painter.place.lastElementChild;
+  }
+
   #reading({ done, total }) {
     this.#wait(`Reading the prompt: ${done} of ${total} tokens.`);
   }
@@ -50,6 +55,7 @@ export class Lane {
     const [choice] = event.choices;
     if (choice?.speculation) this.#wait("");
     this.text += choice?.delta.content ?? "";
+    this.reason = choice?.finish_reason ?? this.reason;
     this.painter.add(choice?.speculation?.origins ?? []);
     this.timeline.add(choice?.speculation?.rounds ?? []);
     this.found = event.timings ? ofTimings(event.timings) : ofRounds(this.timeline.rounds);

@@ -5,11 +5,15 @@ import { Lane } from "./lane.js";
 import { race } from "./race.js";
 
 const EMBEDDED = "outrider-embedded";
-const EXAMPLE = "def fibonacci(n):";
+const EXAMPLES = { code: "def fibonacci(n):", text: "Once upon a time", chat: "Why is the sky blue? Answer in three sentences." };
+const CHAT_TOKENS = 512;
 const LOOK_AGAIN_MS = 2000;
+const PHONE = matchMedia("(max-width: 56rem)");
 const find = (selector) => document.querySelector(selector);
 const form = find("#ask");
 let running = null;
+let model = null; // as /v1/models describes it
+let talk = []; // the conversation so far, as messages
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
@@ -23,8 +27,22 @@ find("#api-key").addEventListener("change", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+  if (event.key !== "Enter") return;
+  const sends = model?.chat_template && event.target === form.prompt && !event.shiftKey && !event.isComposing;
+  if (sends) event.preventDefault();
+  if (sends || event.ctrlKey || event.metaKey) form.requestSubmit();
 });
+find("#anew").addEventListener("click", () => {
+  running?.abort();
+  talk = [];
+  find("#talk").replaceChildren();
+  find("#lanes").replaceChildren();
+  talking(false);
+  say("");
+  form.prompt.focus();
+});
+find("#legend .hint").before(find("#lane").content.querySelector(".timeline .key").cloneNode(true));
+find(".settings").open = !PHONE.matches;
 greet();
 
 /** Asks what is served here, again until it is ready; and for a key where one is wanted. */
@@ -37,7 +55,7 @@ async function greet() {
       find("#server").textContent = "needs an API key";
       return;
     }
-    if (body.data[0].id === EMBEDDED && !form.prompt.value) form.prompt.value = EXAMPLE;
+    dress(body.data[0]);
     const ready = (await look("ready")).body.status;
     find("#server").textContent = ready;
     if (ready !== "ready") setTimeout(greet, LOOK_AGAIN_MS);
@@ -47,16 +65,30 @@ async function greet() {
   }
 }
 
+/** Fits the page to the model: one with a chat template has conversations. Once. */
+function dress(found) {
+  if (model) return;
+  model = found;
+  const kind = model.chat_template ? "chat" : model.id === EMBEDDED ? "code" : "text";
+  if (!form.prompt.value) form.prompt.value = EXAMPLES[kind];
+  if (kind !== "chat") return;
+  find("label[for=prompt]").textContent = "Message";
+  find("#generate").textContent = "Send";
+  find("#shortcuts").textContent = "Enter sends, Shift+Enter starts a new line, Escape stops.";
+  form.max_tokens.value = CHAT_TOKENS;
+}
+
 /** One run; a second one waits for nobody, it is not begun. */
 async function begin(run) {
   if (running) return;
   running = new AbortController();
   complain(null);
+  find("#talk").append(...find("#lanes").querySelectorAll(".answer"));
   find("#lanes").replaceChildren();
   find("#times").hidden = true;
   find("#times").replaceChildren();
   busy(true);
-  if (find("#results").getBoundingClientRect().top > innerHeight / 2) find("#results").scrollIntoView();
+  if (find("#lanes").getBoundingClientRect().top > innerHeight / 2) find("#lanes").scrollIntoView();
   try {
     say(await run(body(), running.signal));
   } catch (error) {
@@ -70,9 +102,47 @@ async function begin(run) {
 
 async function generate(body, signal) {
   find("#lanes").className = "";
-  const lane = new Lane(find("#lanes"), "Answer");
-  await lane.run(body, signal);
-  return `Done: mode ${lane.mode}, seed ${lane.seed}.`;
+  const lane = new Lane(find("#lanes"), model?.chat_template ? "Answer" : "Text");
+  if (model?.chat_template) await converse(lane, body, signal);
+  else await lane.run(body, signal, following(lane));
+  const cut = lane.reason === "length" ? " Cut off at max tokens." : "";
+  return `Done: mode ${lane.mode}, seed ${lane.seed}.${cut}`;
+}
+
+/** The next turn of the conversation. One that brings no text is taken back into the form. */
+async function converse(lane, body, signal) {
+  const asked = body.messages.at(-1);
+  const turn = find("#talk").appendChild(document.createElement("p"));
+  turn.className = "turn";
+  turn.textContent = asked.content;
+  talking(true);
+  form.prompt.value = "";
+  turn.scrollIntoView({ block: "nearest" });
+  try {
+    await lane.run(body, signal, following(lane));
+  } finally {
+    if (lane.text && turn.isConnected) {
+      lane.node.classList.add("answer");
+      talk = [...body.messages, { role: "assistant", content: lane.text }];
+    } else {
+      turn.remove();
+      lane.node.remove();
+      form.prompt.value ||= asked.content;
+    }
+  }
+}
+
+function talking(is) {
+  find("main").classList.toggle("talking", is);
+  find("#anew").hidden = !is;
+}
+
+/** Keeps the end of a growing text in sight, until the reader scrolls. */
+function following(lane) {
+  let follows = true;
+  const leave = () => (follows = false);
+  for (const kind of ["wheel", "touchmove"]) addEventListener(kind, leave, { once: true, passive: true });
+  return () => follows && lane.end?.scrollIntoView({ block: "nearest" });
 }
 
 async function together(body, signal) {
@@ -85,7 +155,7 @@ async function together(body, signal) {
 function body() {
   const number = (name) => (form[name].value === "" ? {} : { [name]: Number(form[name].value) });
   return {
-    messages: [{ role: "user", content: form.prompt.value }],
+    messages: [...talk, { role: "user", content: form.prompt.value }],
     ...number("temperature"),
     ...number("top_p"),
     ...number("max_tokens"),
@@ -116,6 +186,7 @@ function complain(error) {
   place.textContent = error ? error.message : "";
   if (!error) return;
   say("");
+  place.scrollIntoView({ block: "nearest" });
   if (error.status === 401) find("#key").hidden = false;
   if (!(error instanceof Refused)) throw error; // not the server's: for the console
 }

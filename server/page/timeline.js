@@ -5,10 +5,10 @@ const FROM = { cache: "prepared", drafter: "drafted", head: "head", ngram: "copi
 const WORDS = {
   cache: "a prepared branch",
   drafter: "a chain drafted just in time",
-  head: "a chain by a head",
+  head: "a chain drafted by a head",
   ngram: "a chain copied from the text",
 };
-const LOOKUPS = { hit: "hit", grown: "hit, waited for to grow", late: "miss, its branch came late", miss: "miss" };
+const LOOKUPS = { hit: "hit", grown: "hit, after waiting for it to grow", late: "miss: its branch came too late", miss: "miss" };
 const MARKS = { hit: "hit", grown: "hit", late: "late", miss: "miss" };
 const OVERLAYS = { drafted: "stripes", head: "grid", copied: "dots" };
 const ROUND_WIDTH = 70;
@@ -170,7 +170,7 @@ export function told(round, of) {
   const chain = WORDS[round.source] ? `${WORDS[round.source]}, ${round.accepted} of ${round.drafted} accepted` : "no chain";
   const lookup = LOOKUPS[round.lookup] ? `${LOOKUPS[round.lookup]}; ` : "";
   const tokens = `${round.tokens} ${round.tokens === 1 ? "token" : "tokens"}`;
-  return `${name}: ${lookup}${chain}; ${tokens} in ${ms(round.verify.ms)} of verify`;
+  return `${name}: ${lookup}${chain}; ${tokens} in a verify of ${ms(round.verify.ms)}`;
 }
 
 function end(work) {

@@ -21,6 +21,7 @@ class Model(Answered):
     owned_by: str = "outrider"
     display_name: str
     max_model_len: int | None
+    chat_template: bool
 
 
 class Models(Answered):

@@ -190,6 +190,69 @@ def test_what_is_refused_is_said_in_the_servers_words(visit: Open) -> None:
     page.complaints.clear()  # the browser's own word of a status of 400, and of nobody there
 
 
+# --- a conversation ---------------------------------------------------------------------------------------------------
+
+
+def test_the_text_stands_above_its_numbers_and_a_phone_is_scrolled_to_it(visit: Open) -> None:
+    page = visit(viewport={"width": 390, "height": 700}, has_touch=True, is_mobile=True)
+    assert page.get_by_label("Prompt").input_value() == PROMPT  # an example, so that the first press shows something
+    assert not page.get_by_label("Max tokens").is_visible()
+    generate(page)
+    places = [
+        page.locator(f".lane {part}").bounding_box()["y"]
+        for part in (".text", ".key >> nth=0", ".figures", "svg[role=img]")
+    ]
+    assert places == sorted(places) and 0 <= places[0] < 700
+
+
+def test_the_legend_is_complete_before_the_first_use(visit: Open) -> None:
+    page = visit()
+    told = [page.locator(f"#legend .token.{origin}").inner_text() for origin in visiting.ORIGINS]
+    timeline = page.locator("#legend .key li").all_inner_texts()
+    generate(page)
+    assert page.locator(".lane .said .key span.token").all_inner_texts() == told
+    assert page.locator(".lane .timeline .key li").all_inner_texts() == timeline and len(timeline) == 10
+
+
+def test_a_chat_model_has_a_conversation(visit: Open, chat: House) -> None:
+    page, asked = visit(chat.url), []
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    message, turns, answers = page.get_by_label("Message"), page.locator(".turn"), page.locator(".lane .text")
+    first = message.input_value()
+    message.press("Shift+Enter")
+    assert "\n" in message.input_value() and first  # an example
+    message.fill("Who are you?")
+    message.press("Enter")
+    done(page)
+    said = answers.inner_text()
+    assert message.input_value() == "" and turns.all_inner_texts() == ["Who are you?"] and said
+    page.get_by_label("Message").fill("And I?")
+    page.get_by_role("button", name="Send").click()
+    turns.nth(1).wait_for()
+    done(page)
+    assert [body["messages"] for body in asked][1] == [
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "And I?"},
+    ]
+    assert answers.count() == 2 and page.locator(".timeline:visible").count() == 1
+    for width in (1280, 320):
+        page.set_viewport_size({"width": width, "height": 600})
+        assert beyond(page) == []
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    message.fill("Lost?")
+    message.press("Enter")
+    page.get_by_role("alert").wait_for()
+    assert message.input_value() == "Lost?" and turns.count() == 2  # it can be sent again
+    page.complaints.clear()
+    page.get_by_role("button", name="New conversation").click()
+    assert turns.count() == answers.count() == 0
+    page.unroute("**/v1/chat/completions")
+    message.press("Enter")
+    done(page)
+    assert [one["content"] for one in asked[-1]["messages"]] == ["Lost?"]
+
+
 # --- who can use it -------------------------------------------------------------------------------------------------
 
 
@@ -223,12 +286,12 @@ def test_nothing_is_cut_off_or_scrolls_sideways(visit: Open) -> None:
 def test_the_keyboard_is_enough_and_the_focus_is_seen(visit: Open) -> None:
     page = visit()
     seen = []
-    for _ in range(11):
+    for _ in range(12):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id"))
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     fields = ["temperature", "top-p", "max-tokens", "seed", "mode", "num-draft-tokens", "branches"]
-    assert seen == ["prompt", "generate", "race", "stop", *fields]
+    assert seen == ["prompt", "generate", "race", "stop", "", *fields]  # the settings can be folded
     page.get_by_label("Max tokens").focus()
     page.keyboard.press("Control+A")
     page.keyboard.type("12")
