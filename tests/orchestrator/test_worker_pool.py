@@ -578,15 +578,63 @@ def test_the_wait_doubles_with_each_death_and_the_fifth_is_the_last(hall: Hall) 
     assert len(hall.starts) == before
 
 
-def test_a_drafter_that_dies_too_often_is_done_without(hall: Hall) -> None:
+@pytest.mark.parametrize("code", [-9, 1])
+@pytest.mark.parametrize("role", ["draft", "prefill"])
+def test_a_worker_that_requests_can_do_without_is_never_given_up(
+    make_hall: Callable[..., Hall], role: str, code: int
+) -> None:
+    """Whatever kills it, and before it has worked for a request; the wait between two starts has a bound."""
+    hall, name = make_hall(prefill_workers=1), f"{role}-0"
+    for each in ("target-0", "draft-0", "prefill-0"):
+        hall.worker(each)
+    for wait_s in (0.25, 0.5, 1, 2, 4, 8, 16, 32, *[60] * 40):
+        hall.spawned[name][1].code = code
+        (loss,) = hall.losses()
+        assert not loss.fatal and hall.pool.has_target() and hall.states()[name] == "restarting"
+        before = len(hall.starts)
+        wait(hall, wait_s - 0.01)
+        assert len(hall.starts) == before
+        wait(hall, 0.01)
+        assert hall.starts[before:] == [name]
+        hall.worker(name)
+    assert "died 48 times in a row, and the next start is in 60 s" in loss.why
+    assert hall.pool.ready and hall.pool.notes() == []
+
+
+def load_fails(hall: Hall, *, says: str, code: int = 3, times: int = 1) -> list[Loss]:
+    losses: list[Loss] = []
+    for _ in range(times):
+        wait(hall, 60)
+        Peer(hall, "draft", hall.spawned["draft-0"][0]).say(Fault("", None, says))
+        hall.settle()
+        hall.spawned["draft-0"][1].code = code
+        losses += hall.losses()
+    return losses
+
+
+def test_a_drafter_whose_load_fails_alike_again_and_again_is_done_without(hall: Hall) -> None:
     hall.worker("target-0")
     hall.worker("draft-0")
-    for _ in range(4):
-        kill(hall, "draft-0")
-        wait(hall, 10)
-    (last,) = kill(hall, "draft-0")
-    assert not last.fatal and hall.pool.has_target()
-    assert hall.pool.notes() == [f"no draft model: {last.why}"]
+    kill(hall, "draft-0")
+    assert not any(loss.fatal for loss in load_fails(hall, says="no model at /x", times=4))
+    assert hall.states()["draft-0"] == "restarting"
+    (last,) = load_fails(hall, says="no model at /x")
+    assert not last.fatal and hall.states()["draft-0"] == "lost" and hall.pool.has_target()
+    assert last.why == "no model at /x; it died 6 times in a row, and it is not started again"
+    assert hall.pool.notes() == [f"no draft model: {last.why}"] and hall.pool.ready
+    before = len(hall.starts)
+    wait(hall, 1000)
+    assert len(hall.starts) == before
+
+
+def test_loads_that_are_killed_or_fail_otherwise_are_tried_again(hall: Hall) -> None:
+    hall.worker("target-0")
+    hall.worker("draft-0")
+    kill(hall, "draft-0")
+    load_fails(hall, says="no memory", times=4)
+    load_fails(hall, says="no model at /x", times=4)
+    load_fails(hall, says="no model at /x", code=-9, times=8)
+    assert hall.states()["draft-0"] == "restarting"
 
 
 def test_who_did_something_between_two_deaths_begins_a_new_row(hall: Hall) -> None:

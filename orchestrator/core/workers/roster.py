@@ -22,9 +22,9 @@ class Roster:
 
     @property
     def ready(self) -> bool:
-        """Every worker this cluster was meant to have is there."""
+        """Every worker this cluster was meant to have is there, or is done without."""
         spawned = [worker for worker in self._places.all() if worker.spawned]
-        return self.has_target() and all(worker.state in ("ready", "refused") for worker in spawned)
+        return self.has_target() and all(worker.state in ("ready", "refused", "lost") for worker in spawned)
 
     @property
     def target_context(self) -> int:

@@ -2,8 +2,8 @@
 
 A worker that never came up is an error of the start, and a drafter that can't draft here is done without. One that had
 been ready comes again, after a while that grows with each death in a row; its place keeps what it takes in memory and
-can do. Who came by itself is not started by anybody; a target that did is waited for. Knows places and processes;
-nothing of sockets or requests.
+can do. A target is given up after some deaths in a row, others only where each load fails alike. Who came by itself is
+not started by anybody; a target that did is waited for. Knows places and processes; nothing of sockets or requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from outrider.orchestrator.core.workers.places import TARGET, Places
 from outrider.orchestrator.core.workers.worker import Loss, Worker
 from outrider.orchestrator.machine.exits import Exits
-from outrider.orchestrator.machine.restarts import Restarts
+from outrider.orchestrator.machine.restarts import MOST_DEATHS, Restarts
 from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
@@ -125,20 +125,27 @@ class Supervisor:
             if worker.role == "target":
                 worker.state, worker.begun_ns = "restarting", now_ns
             return Loss(worker, why, gone=True)
+        code = worker.spawned.exit_code()
         worker.spawned.kill()
         self._forget(worker)
         if worker.hello is None:
             return Loss(worker, why, gone=True, fatal=True)
-        return self._again(worker, why, now_ns, worker.worked, worker.stood_ns(now_ns))
+        failed_load = why if not worker.entered_ns and code is not None and code > 0 else ""
+        return self._again(worker, why, now_ns, worker.worked, worker.stood_ns(now_ns), failed_load)
 
-    def _again(self, worker: Worker, why: str, now_ns: int, worked: bool = False, stood_ns: int = 0) -> Loss:
+    def _again(
+        self, worker: Worker, why: str, now_ns: int, worked: bool = False, stood_ns: int = 0, failed_load: str = ""
+    ) -> Loss:
         """Has it come again, unless it has died too often; see `Restarts.died`."""
+        needed = worker.role == "target"
         restarts = self._restarts.setdefault(worker.name, Restarts())
-        if restarts.died(now_ns, worked, stood_ns):
-            worker.state = "restarting"
-            return Loss(worker, why, gone=True)
-        worker.state, worker.fault = "lost", f"{why}; it died {restarts.deaths} times in a row and is not started again"
-        return Loss(worker, worker.fault, gone=True, fatal=worker.role == "target")
+        comes_back = restarts.died(now_ns, worked, stood_ns, needed, failed_load)
+        if restarts.deaths >= MOST_DEATHS:
+            seconds = restarts.wait_ns / clock.SECOND_NS
+            then = f"the next start is in {seconds:g} s" if comes_back else "it is not started again"
+            why = f"{why}; it died {restarts.deaths} times in a row, and {then}"
+        worker.state, worker.fault = "restarting" if comes_back else "lost", why
+        return Loss(worker, why, gone=True, fatal=needed and not comes_back)
 
     def _overdue(self, worker: Worker, now_ns: int) -> list[Loss]:
         """A target that came by itself, is gone, and has been waited for long enough."""
