@@ -19,7 +19,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.result import GenerationResult, plural
 from outrider.orchestrator.client.resumed import Resumed
 from outrider.orchestrator.client.wish import EMPTY, Wish
-from outrider.orchestrator.pair.chat import Message, chat_template
+from outrider.orchestrator.pair.chat import Message
 from outrider.orchestrator.pair.model_files import embedded_pair, find_model
 from outrider.orchestrator.pair.model_text import ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
@@ -151,8 +151,11 @@ def server(options: argparse.Namespace, screen: Screen) -> Iterator[Asker]:
         clients = connected(options)
         yield clients[0] if len(clients) == 1 else Resumed(clients)
         return
-    with LocalCluster(progress=screen.show, **settings) as cluster:
+    try:
+        cluster = LocalCluster(progress=screen.show, **settings)
+    finally:
         screen.clear()
+    with cluster:
         yield cluster.client()
 
 
@@ -207,7 +210,7 @@ def _has_template(options: argparse.Namespace, model: str) -> bool:
     """Whether the model that answered has a chat template; one that only another machine has is taken to have."""
     if options.connect is not None and not Path(model).is_dir():
         return True
-    return chat_template(find_model(model, weights=False).folder) is not None
+    return load_text(find_model(model, weights=False)).template is not None
 
 
 def read_prompt(given: str) -> str:

@@ -268,7 +268,7 @@ def test_json_is_one_object_with_the_promised_names(run, stand, codec):
 
 
 def test_json_says_that_a_template_was_used_where_the_model_has_one(run, stand, codec, monkeypatch):
-    monkeypatch.setattr("outrider.orchestrator.cli.generate.chat_template", lambda folder: "{{ messages }}")
+    monkeypatch.setattr("outrider.orchestrator.pair.model_text.chat_template", lambda folder: "{{ messages }}")
     stand.core.play = says(codec, "x")
     for flags, expected in (((), True), (("--ignore-chat-template",), False)):
         _, out, _ = run("generate", "-p", "x", "--connect", stand.endpoint, "--json", *flags)
