@@ -69,15 +69,11 @@ def mixed(count: int | None, kinds: Sequence[str] = CLASSES) -> list[Prompt]:
     Raises:
         InvalidRequest: there are not that many, or none are wanted, or no such class.
     """
-    prompts = in_turn([load(kind) for kind in kinds])
+    turns = zip_longest(*(load(kind) for kind in kinds))
+    prompts = [prompt for prompt in chain.from_iterable(turns) if prompt is not None]
     if count is not None and not 1 <= count <= len(prompts):
         raise InvalidRequest(f"{count} prompts were asked for; expected 1 to {len(prompts)}")
     return prompts[:count]
-
-
-def in_turn(classes: Sequence[Sequence[Prompt]]) -> list[Prompt]:
-    """One of each class after the other, as long as there are any."""
-    return [prompt for prompt in chain.from_iterable(zip_longest(*classes)) if prompt is not None]
 
 
 def _entries(kind: str, path: Path) -> list[Prompt]:

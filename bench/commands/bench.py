@@ -1,4 +1,4 @@
-"""Compares AR, SD, SSD and auto with mlx-lm on the same weights and prompts, in turns; losses included."""
+"""Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in turns; losses included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.commands import concurrency, files
+from outrider.bench.commands import concurrency, files, suite, texts
 from outrider.bench.commands.lists import numbers
 from outrider.bench.contest import bars, report
 from outrider.bench.contest.contention import Contention
@@ -24,16 +24,14 @@ from outrider.bench.contest.field import (
     field,
     of_main_table,
     of_second_table,
-    require_peer,
 )
-from outrider.bench.prompts import load
+from outrider.bench.contest.peers import Chosen, choose
 from outrider.bench.timing.alone import Alone, Stopwatch
 from outrider.bench.timing.workbench import Workbench, workbench
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.folder import writable
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
-from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings, check_draft_tokens
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
@@ -49,14 +47,15 @@ UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "ngrams", "memory", "trace")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench")
-    group.add_argument("--prompts", type=int, metavar="N", help="prompts of each class (default: 24)")
-    kinds = "of code,repeated,prose,json (default: code; with --concurrency all)"
-    group.add_argument("--classes", metavar="C,C,...", help=kinds)
+    group.add_argument("--prompts", type=int, metavar="N", help="prompts of each class (default: 24; of the suite 6)")
+    texts.add_flags(group)
     group.add_argument("--temps", default="0,0.8", metavar="T,T,...", help="temperatures (default: 0,0.8)")
-    group.add_argument("--depths", metavar="K,K,...", help="K to try for SD, SSD and mlx-lm (default: 2,3,4)")
+    depths = "K to try for SD, SSD and mlx-lm (default: 2,3,4; of the suite 2,3,5)"
+    group.add_argument("--depths", metavar="K,K,...", help=depths)
     length = "tokens of each run (default: 128)"
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
-    group.add_argument("--no-peers", action="store_true", help="leave mlx-lm out, as every simulation does")
+    peers = "other engines to compare with: none, or of llama.cpp,mlx-lm (default: all that can be had)"
+    group.add_argument("--peers", metavar="NAME,NAME", help=peers)
     group.add_argument("--both-cores", action="store_true", help="a second table: AR, SD and mlx-lm with both cores")
     group.add_argument("--contended", action="store_true", help="with another process busy on the target's device")
     results = "the folder for bench.json and bench.png (default: out)"
@@ -74,7 +73,7 @@ class Programme:
     trials: dict[str, list[tuple[int, ...]]]
     samplings: list[SamplingParams]
     depths: list[int]
-    peers: bool
+    peers: Chosen
     both_cores: bool
 
 
@@ -91,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
     for name in ("modes", "rounds", "each"):
         if getattr(options, name) is not None:
             raise InvalidRequest(f"{name} is for several requests at once; expected concurrency beside it")
+    if options.suite is not None:
+        return suite.run(options, pair, samplings)
     plan, out = _plan(options, pair, samplings), writable(options.out, "choose another --out")
     screen = Screen()
     sections, raw = [], {}
@@ -106,6 +107,8 @@ def run(options: argparse.Namespace) -> int:
     title = f"outrider bench: K chosen per family, B = {pair.settings.breadth}"
     results = {"sections": [asdict(found) for found in sections], "runs": raw}
     files.write(out, "bench", title, pair.settings, results, lambda path: bars.draw(sections, path, title))
+    for note in plan.peers.left_out:
+        print(note)
     return 0
 
 
@@ -117,12 +120,10 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
     depths = numbers("depths", options.depths or "2,3,4", int)
     for depth in depths:
         check_draft_tokens(depth)
-    peers = not options.no_peers and pair.settings.simulate is None
-    if peers:
-        require_peer()
+    peers = choose(options.peers, pair.settings, options.model, options.draft_model)
     count = 24 if options.prompts is None else options.prompts
-    kinds = ("code" if options.classes is None else options.classes).split(",")
-    prompts = {kind: _prompts(kind, count, pair) for kind in kinds}
+    found = texts.of_classes(options, pair, ("code",))
+    prompts = {kind: _first(kind, found[kind], count) for kind in found}
     trials = {kind: found[count:] for kind, found in prompts.items()}
     prompts = {kind: found[:count] for kind, found in prompts.items()}
     return Programme(prompts, trials, samplings, depths, peers, options.both_cores)
@@ -185,16 +186,14 @@ def _started(options: argparse.Namespace, plan: Programme, pair: ChosenPair, scr
         yield Arena(plan, settings, started, bench, conditions, screen.show)
 
 
-def _prompts(kind: str, count: int, pair: ChosenPair) -> list[tuple[int, ...]]:
+def _first(kind: str, prompts: list[texts.Tokens], count: int) -> list[texts.Tokens]:
     """So many, and behind them those of the trial."""
-    prompts = load(kind)
     most = len(prompts) - FEWEST_TRIAL_PROMPTS
     if not 1 <= count <= most:
         raise InvalidRequest(
             f"prompts is {count}; the class {kind} has 1 to {most} beside {FEWEST_TRIAL_PROMPTS} that K is chosen on"
         )
-    codec = load_codec(pair.target)
-    return [codec.encode(prompt.text) for prompt in prompts[: count + TRIAL_PROMPTS]]
+    return prompts[: count + TRIAL_PROMPTS]
 
 
 def _plain(run: Run) -> dict[str, Any]:

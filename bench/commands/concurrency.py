@@ -1,4 +1,4 @@
-"""`outrider bench --concurrency 1,2,4,8,16`: several requests at once, by AR, SD, SSD and auto and mlx-lm's batch."""
+"""`outrider bench --concurrency 1,2,4,8,16`: several requests at once, by AR, SD, SSD, auto and other engines."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
-from outrider.bench.commands import files
+from outrider.bench.commands import files, texts
 from outrider.bench.commands.lists import modes_of, numbers
-from outrider.bench.contest.contest import PeerProcess, compete
-from outrider.bench.contest.field import require_peer
+from outrider.bench.contest.contest import compete
+from outrider.bench.contest.peers import LLAMA_CPP, Chosen, PeerProcess, choose, llama_cpp, mlx_lm
 from outrider.bench.crowd import curves, report
 from outrider.bench.crowd.report import Rounds, Width
-from outrider.bench.crowd.turns import SEEDS, Batcher, ModeBatch, Texts, best_peer
-from outrider.bench.prompts import CLASSES, mixed
+from outrider.bench.crowd.turns import SEEDS, Batcher, ModeBatch, PeerBatch, Texts, best_mlx_lm
+from outrider.bench.prompts import CLASSES
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.folder import writable
 from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.pairing import ChosenPair
-from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -32,7 +32,7 @@ from outrider.protocol.sampling import SamplingParams
 WIDEST = 256
 NOT_AT_ONCE = ("depths", "prompts", "both_cores", "contended")
 TRIAL_ROUNDS = 2
-# All ways read the same prompts, mlx-lm too, so nobody may remember them; nor what was learned in a run before.
+# All ways read the same prompts, the peers too, so none may remember them; nor what was learned in a run before.
 OWN_SETTINGS = {"prompt_cache": False, "memory": False}
 
 
@@ -55,12 +55,12 @@ class AtOnce:
     rounds: int
     each: int
     samplings: list[SamplingParams]
-    texts: list[tuple[int, ...]]
-    peers: bool
+    prompts: list[tuple[int, ...]]
+    peers: Chosen
 
     def rounds_of(self, width: int) -> list[Texts]:
         """The prompts of each round, and one round more."""
-        turns = cycle(self.texts)
+        turns = cycle(self.prompts)
         return [list(islice(turns, width * self.each)) for _ in range(self.rounds + 1)]
 
 
@@ -73,8 +73,8 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     with ExitStack() as stack:
         started = {**OWN_SETTINGS, "max_active": max(plan.widths), **given}
         cluster = stack.enter_context(LocalCluster(progress=screen.show, **started))
-        process = stack.enter_context(PeerProcess(pair.settings)) if plan.peers else None
-        for sampling, width, found in _runs(plan, cluster.client(), process, screen):
+        peers = _Peers(stack, pair.settings, plan.peers)
+        for sampling, width, found in _runs(plan, cluster.client(), peers, screen):
             sections.append(report.section(width, sampling.temp, found))
             raw[f"{width} at once T={sampling.temp:g}"] = {name: _plain(rounds) for name, rounds in found.items()}
             screen.clear()
@@ -82,19 +82,43 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     title = f"outrider bench: several requests at once, {options.max_tokens} tokens each"
     results = {"sections": [asdict(found) for found in sections], "rounds": raw}
     files.write(out, "concurrency", title, pair.settings, results, lambda path: curves.draw(sections, path, title))
+    for note in plan.peers.left_out:
+        print(note)
     return 0
 
 
+class _Peers:
+    """The engines that answer batches, started when they are first wanted; they end with `stack`."""
+
+    def __init__(self, stack: ExitStack, settings: ServeSettings, chosen: Chosen) -> None:
+        self._stack = stack
+        self._both_cores = replace(settings, threads=2 * settings.threads)
+        self._gguf = chosen.gguf
+        self._mlx_lm = stack.enter_context(mlx_lm(settings)) if chosen.mlx_lm else None
+        self._slots: dict[int, PeerProcess] = {}
+
+    def ways(self, width: int, trial: Sequence[Texts], sampling: SamplingParams, screen: Screen) -> list[Batcher]:
+        """llama.cpp with a slot for each request, and as many threads as our target and drafter have together."""
+        found: list[Batcher] = []
+        if self._gguf is not None:
+            if width not in self._slots:
+                started = llama_cpp(self._both_cores, self._gguf, slots=width)
+                self._slots[width] = self._stack.enter_context(started)
+            found.append(PeerBatch(LLAMA_CPP, self._slots[width]))
+        if self._mlx_lm is not None:
+            screen.show(f"{width} at once: how mlx-lm reads prompts best")
+            found.append(best_mlx_lm(self._mlx_lm, width, trial, sampling))
+        return found
+
+
 def _runs(
-    plan: AtOnce, client: Client, process: PeerProcess | None, screen: Screen
+    plan: AtOnce, client: Client, peers: _Peers, screen: Screen
 ) -> Iterator[tuple[SamplingParams, int, dict[str, Rounds]]]:
     for sampling in plan.samplings:
         for width in plan.widths:
             first, *rounds = plan.rounds_of(width)
             ways: list[Batcher] = [ModeBatch(mode, client, width) for mode in plan.modes]
-            if process is not None:
-                screen.show(f"{width} at once: how mlx-lm reads prompts best")
-                ways.append(best_peer(process, width, [first] * TRIAL_ROUNDS, sampling))
+            ways += peers.ways(width, [first] * TRIAL_ROUNDS, sampling, screen)
             tell = partial(_tell, screen, width)
             compete(ways, [first], sampling, tell, seeds=SEEDS)  # warms up
             yield sampling, width, dict(compete(ways, rounds, sampling, tell, seeds=SEEDS))
@@ -116,13 +140,10 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
     modes = modes_of("ar,sd,ssd,auto" if options.modes is None else options.modes)
     rounds = values.whole("rounds", 5 if options.rounds is None else options.rounds, 2, 1000)
     each = values.whole("each", 1 if options.each is None else options.each, 1, 100)
-    peers = not options.no_peers and pair.settings.simulate is None
-    if peers:
-        require_peer()
-    codec = load_codec(pair.target)
-    kinds = CLASSES if options.classes is None else options.classes.split(",")
-    texts = [codec.encode(prompt.text) for prompt in mixed(None, kinds)]
-    return AtOnce(widths, modes, rounds, each, [replace(s, seed=0) for s in samplings], texts, peers)
+    peers = choose(options.peers, pair.settings, options.model, options.draft_model)
+    kinds = texts.of_classes(options, pair, CLASSES)
+    mixed = texts.in_turn(list(kinds.values()))
+    return AtOnce(widths, modes, rounds, each, [replace(s, seed=0) for s in samplings], mixed, peers)
 
 
 def _plain(rounds: Rounds) -> list[list[dict[str, Any]]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
-from collections.abc import Callable, Mapping
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from outrider.orchestrator.cli.screen import say
 from outrider.orchestrator.machine import blas
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
+
+
+MEASURED = ("mlx", "mlx-lm", "onnxruntime", "pyzmq", "numpy", "xllamacpp")
 
 
 def write(
@@ -38,11 +43,29 @@ def write(
     print(f"{title}\nwritten: {', '.join(map(str, written))}")
 
 
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in MEASURED:
+        with suppress(PackageNotFoundError):  # an extra that is not there
+            yield name, version(name)
+
+
+def _processor() -> dict[str, Any]:
+    """What the CPU says of itself, where it says it in a file; kernels differ by its vector instructions."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n\n")[0]
+    except OSError:
+        return {"name": platform.processor(), "cores": os.cpu_count()}
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in told.splitlines())}
+    vectors = [flag for flag in found.get("flags", "").split() if flag.startswith(("avx", "amx"))]
+    return {"name": found.get("model name", platform.processor()), "cores": os.cpu_count(), "vectors": vectors}
+
+
 def machine(settings: ServeSettings) -> dict[str, Any]:
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("mlx", "mlx-lm", "pyzmq", "numpy")},
+        "processor": _processor(),
+        "versions": dict(_versions()),
         "blas": blas.notes(),
         "threads": settings.threads,
         "branches": settings.breadth,

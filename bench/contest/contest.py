@@ -1,7 +1,7 @@
 """Runs the same prompts through every contestant, in turns, so that a drifting machine drifts for all alike.
 
-A contestant is a way to generate: one of our modes at its K, or mlx-lm's own loops on the same weights. Speeds are of
-decoding: from the first generated token to the last.
+A contestant is a way to generate: one of our modes at its K, or another engine on the same weights (`peers`). Speeds
+are of decoding: from the first generated token to the last.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from outrider.bench.contest.statistics import Timed
-from outrider.bench.helper import Helper
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.result import GenerationResult
-from outrider.orchestrator.machine import cores
-from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Timings
 from outrider.protocol.profile import NOT_KEPT
@@ -30,7 +27,7 @@ COLOCATED = "colocated"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt through one contestant. `timings` are ours alone; mlx-lm tells none."""
+    """One prompt through one contestant. `timings` are ours alone; other engines tell none."""
 
     tokens: tuple[int, ...]
     timed: Timed
@@ -86,39 +83,6 @@ def require_pace(result: GenerationResult) -> None:
     for note in result.notes:
         if NOT_KEPT in note:
             raise WorkerError(f"the simulation failed: {note}")
-
-
-class PeerProcess(Helper):
-    """mlx-lm in a process of its own, with the same BLAS, threads and core as our target."""
-
-    def __init__(self, settings: ServeSettings) -> None:
-        """`settings` must name folders (see `pairing`)."""
-        draft = ["--draft-model", settings.draft_model] if settings.draft_model is not None else []
-        command = ("outrider.bench.contest.peers", "--model", str(settings.model), *draft)
-        super().__init__(*command, threads=settings.threads)
-        cores.place(self.pid, "target", settings)
-
-    def run(self, prompt: Sequence[int], sampling: SamplingParams, depth: int) -> Run:
-        told = self.ask({
-            "tokens": list(prompt),
-            "max_tokens": sampling.max_tokens,
-            "num_draft_tokens": depth,
-            "temp": sampling.temp,
-            "seed": sampling.seed or 0,
-        })  # fmt: skip
-        return Run(tuple(told["tokens"]), Timed(len(told["tokens"]) - 1, told["decode_seconds"]))
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """mlx-lm's plain decoding (`depth` 0) or its speculative decoding."""
-
-    name: str
-    process: PeerProcess
-    depth: int = 0
-
-    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
-        return self.process.run(prompt, sampling, self.depth)
 
 
 def compete(

@@ -64,6 +64,17 @@ def lines(alone: Alone, subjects: Sequence[Subject], branches: int, weight_bytes
     return found
 
 
+def shares(subject: Subject) -> str:
+    """Where the time of this contestant's rounds went, without times measured alone."""
+    found = subject.summary
+    whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (found.decode_ms, found.verify_ms, found.idle_ms))
+    hits = "" if found.hit_rate is None else f", hits {found.hit_rate:.0%}"
+    return (
+        f"- a round of {subject.name}: {whole_ms:.2f} ms = verify {verify_ms:.2f} + target without work {idle_ms:.2f}"
+        f" + rest {whole_ms - verify_ms - idle_ms:.2f}; {found.tokens / found.rounds:.2f} tokens{hits}"
+    )
+
+
 def _costs(alone: Alone) -> str:
     first = alone.verify_ms(1)
     rows = ", ".join(f"{rows}: {ms / first:.2f}" for rows, ms in alone.verify_ms.points)

@@ -1,4 +1,4 @@
-"""Who competes: our modes on clusters of their own and mlx-lm's loops, started for one bench and ended with it.
+"""Who competes: our modes on clusters of their own and other engines, started for one bench and ended with it.
 
 A family is one way to decode in all its settings; a trial on a few prompts leaves the best of each for the main run.
 """
@@ -8,17 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Peer, PeerProcess, Run, compete
+from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Run, compete
+from outrider.bench.contest.peers import (
+    LLAMA_CPP,
+    MLX_LM,
+    SPECULATIONS,
+    WITH_DRAFT,
+    Chosen,
+    Peer,
+    llama_cpp,
+    mlx_lm,
+)
 from outrider.bench.contest.statistics import total_rate
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine import cores
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
@@ -57,24 +65,25 @@ class Field:
 
 @contextmanager
 def field(
-    given: dict[str, Any], settings: ServeSettings, depths: Sequence[int], both_cores: bool, peers: bool, tell: Tell
+    given: dict[str, Any], settings: ServeSettings, depths: Sequence[int], both_cores: bool, peers: Chosen, tell: Tell
 ) -> Iterator[Field]:
     """`given` are the cluster's settings as keywords; `settings` the same with folders in them (see `pairing`).
 
     Raises:
-        OutriderError: a cluster or mlx-lm can't be started.
+        OutriderError: a cluster or a peer can't be started.
     """
     with ExitStack() as stack:
         start = _Starter(stack, given, settings, depths, tell)
         families, weight_bytes = start.ours("", given)
-        if peers:
-            families += start.peers("", settings)
+        if peers.mlx_lm:
+            families += start.mlx_lm("", settings)
+        families += start.llama_cpp(peers)
         if both_cores:
             # SSD has a core for each worker; this is what the others make of as many.
             threads = 2 * settings.threads
             families += start.ours(BOTH_CORES, {**given, "threads": threads}, plain=True)[0]
-            if peers:
-                families += start.peers(BOTH_CORES, replace(settings, threads=threads))
+            if peers.mlx_lm:
+                families += start.mlx_lm(BOTH_CORES, replace(settings, threads=threads))
         yield Field(families, weight_bytes)
 
 
@@ -123,12 +132,29 @@ class _Starter:
         keep_on(_target(client).pid, cores.core_of("target", self.settings))
         return [[Ours(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
 
-    def peers(self, suffix: str, settings: ServeSettings) -> Families:
-        process = self.stack.enter_context(PeerProcess(settings))
-        found: Families = [[Peer(f"mlx-lm{suffix}", process)]]
+    def mlx_lm(self, suffix: str, settings: ServeSettings) -> Families:
+        process = self.stack.enter_context(mlx_lm(settings))
+        found: Families = [[Peer(f"{MLX_LM}{suffix}", process, {"num_draft_tokens": 0})]]
         if settings.draft_model is not None:
-            found.append([Peer(f"mlx-lm sd K={depth}{suffix}", process, depth) for depth in self.depths])
+            found.append([Peer(f"{MLX_LM} sd K={n}{suffix}", process, {"num_draft_tokens": n}) for n in self.depths])
         return found
+
+    def llama_cpp(self, peers: Chosen) -> Families:
+        """Plain with as many threads as our target, then with as many as our target and drafter together: plain, and
+        its own speculation in each setting that is tried."""
+        if peers.gguf is None:
+            return []
+        twice = replace(self.settings, threads=2 * self.settings.threads)
+        families: Families = []
+        for settings in (self.settings, twice):
+            process = self.stack.enter_context(llama_cpp(settings, peers.gguf))
+            families.append([Peer(llama_name(settings.threads), process)])
+        tried: list[Contestant] = []
+        for speculation in (*SPECULATIONS, *(WITH_DRAFT if peers.draft is not None else ())):
+            self.tell(f"{LLAMA_CPP} {speculation.name}")
+            process = self.stack.enter_context(llama_cpp(twice, peers.gguf, speculation=speculation, draft=peers.draft))
+            tried.append(Peer(llama_name(twice.threads, speculation.name), process))
+        return [*families, tried]
 
     def _cluster(self, given: dict[str, Any]) -> LocalCluster:
         return self.stack.enter_context(LocalCluster(progress=self.tell, **{"memory": False, **given}))
@@ -145,13 +171,9 @@ def keep_on(pid: int, core: int | None) -> None:
         cores.pin(int(thread.name), core)
 
 
-def require_peer() -> None:
-    """
-    Raises:
-        InvalidRequest: mlx-lm is not installed.
-    """
-    if find_spec("mlx_lm") is None:
-        raise InvalidRequest("mlx-lm is not installed, so there is no comparing; install it, or pass --no-peers")
+def llama_name(threads: int, speculation: str = "") -> str:
+    with_it = f" {speculation}" if speculation else ""
+    return f"{LLAMA_CPP}{with_it}, {threads} thread{'s' * (threads > 1)}"
 
 
 def of_main_table(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:

@@ -1,81 +1,159 @@
-"""The same weights in mlx-lm's own loops, for comparison.
+"""Other engines on the same weights: mlx-lm and llama.cpp, each in a process of its own, and what they are asked.
 
-Reads one JSON object a line from stdin, {tokens, max_tokens, num_draft_tokens (0: plain decoding), temp, seed}, and
-answers each with {tokens, decode_seconds}: from the first generated token to the last, prefill left out. {batch,
-max_tokens, temp, seed, reads} asks for several prompts at once, `reads` of them read in one forward; {arrivals} tells
-for each when its tokens were there, seconds since the question. Knows nothing of Outrider's ways; both models are in
-float32 on CPU, as ours are.
+A peer is asked one JSON object a line. {tokens, max_tokens, temp, seed, ignore_eos} is one text, and for mlx-lm
+num_draft_tokens (0: plain decoding); it answers {tokens, count, decode_seconds}: from the first generated token to the
+last, the prompt left out. {batch, max_tokens, temp, seed} asks for several prompts at once, for mlx-lm with `places`
+and `reads`, how many are read in one forward; it answers {replies}: for each when it was sent and when its tokens came,
+in seconds.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-from mlx_lm import stream_generate
-from mlx_lm.generate import BatchGenerator
-from mlx_lm.sample_utils import make_sampler
-from mlx_lm.utils import load_tokenizer
+from outrider.bench.contest.contest import Run
+from outrider.bench.contest.statistics import Timed
+from outrider.bench.helper import Helper
+from outrider.orchestrator.machine import cores
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling import SamplingParams
 
-from outrider.bench.helper import answer_all
-from outrider.engine.loading import load
-from outrider.orchestrator.cli import run_as_program
-
-
-class Peers:
-    """Both models in this process, as mlx-lm's speculative decoding has them; without a draft only plain decoding."""
-
-    def __init__(self, model: str, draft_model: str | None) -> None:
-        self._target = load(model).model
-        self._draft = load(draft_model).model if draft_model is not None else None
-        self._tokenizer: Any = load_tokenizer(model)
-        self._tokenizer.eos_token_ids = set()  # every run is as long as asked
-
-    def run(self, tokens: list[int], max_tokens: int, num_draft_tokens: int, temp: float, seed: int) -> dict[str, Any]:
-        mx.random.seed(seed)
-        options: dict[str, Any] = {"sampler": make_sampler(temp), "max_tokens": max_tokens}
-        if num_draft_tokens:
-            options |= {"draft_model": self._draft, "num_draft_tokens": num_draft_tokens}
-        generated, first = [], 0.0
-        for response in stream_generate(self._target, self._tokenizer, tokens, **options):
-            first = first or time.perf_counter()
-            generated.append(response.token)
-        return {"tokens": generated, "decode_seconds": time.perf_counter() - first}
-
-    def batch(
-        self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, places: int, reads: int
-    ) -> dict[str, Any]:
-        """All prompts, `places` at once, by plain decoding: what `batch_generate` does, with the time of each step."""
-        mx.random.seed(seed)
-        begun = time.perf_counter()
-        generator = BatchGenerator(
-            self._target,
-            max_tokens=max_tokens,
-            sampler=make_sampler(temp),
-            completion_batch_size=places,
-            prefill_batch_size=reads,
-        )
-        arrivals: dict[int, list[float]] = {number: [] for number in generator.insert(batch)}
-        while responses := generator.next_generated():
-            now = time.perf_counter() - begun
-            for response in responses:
-                arrivals[response.uid].append(now)
-        generator.close()
-        return {"arrivals": list(arrivals.values())}
+MLX_LM, LLAMA_CPP = "mlx-lm", "llama.cpp"
+PEERS = {MLX_LM: "mlx_lm", LLAMA_CPP: "xllamacpp"}
+"""By name the module that it needs."""
+GGUF = b"GGUF"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--draft-model")
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """One of llama.cpp's own, by its name there, with fields of its parameters."""
+
+    kind: str
+    settings: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.kind, *(f"{key}={value}" for key, value in self.settings.items())])
 
 
-def run(options: argparse.Namespace) -> int:
-    peers = Peers(options.model, options.draft_model)
-    answer_all(lambda asked: peers.batch(**asked) if "batch" in asked else peers.run(**asked))
-    return 0
+SPECULATIONS = (
+    Speculation("ngram-simple", {"size_n": 3, "size_m": 4}),
+    Speculation("ngram-simple", {"size_n": 12, "size_m": 48}),  # llama.cpp's defaults
+    Speculation("ngram-map-k", {"size_n": 4, "size_m": 8}),
+    Speculation("ngram-map-k4v", {"size_n": 8, "size_m": 8, "min_hits": 2}),  # what its documentation shows
+    Speculation("ngram-mod", {"n_match": 8, "n_min": 2, "n_max": 16}),
+    Speculation("ngram-cache", {"n_max": 4}),
+)
+"""What is tried of llama.cpp's lookup; the best on prompts that count nowhere else competes."""
+WITH_DRAFT = tuple(Speculation("draft-simple", {"n_max": most}) for most in (2, 3, 5))
 
 
-if __name__ == "__main__":
-    raise SystemExit(run_as_program())
+class PeerProcess(Helper):
+    """Another engine in a process of its own, with our target's BLAS and threads, and with one thread on its core."""
+
+    def __init__(self, module: str, settings: ServeSettings, *arguments: str) -> None:
+        super().__init__(f"outrider.bench.contest.{module}", *arguments, threads=settings.threads)
+        cores.place(self.pid, "target", settings)
+
+    def run(self, prompt: Sequence[int], sampling: SamplingParams, **more: Any) -> Run:
+        told = self.ask({
+            "tokens": list(prompt),
+            "max_tokens": sampling.max_tokens,
+            "temp": sampling.temp,
+            "seed": sampling.seed or 0,
+            "ignore_eos": sampling.ignore_eos,
+            **more,
+        })  # fmt: skip
+        return Run(tuple(told["tokens"]), Timed(max(told["count"] - 1, 0), told["decode_seconds"]))
+
+
+def mlx_lm(settings: ServeSettings) -> PeerProcess:
+    """`settings` must name folders (see `pairing`)."""
+    draft = ["--draft-model", settings.draft_model] if settings.draft_model is not None else []
+    return PeerProcess("mlx_lm_peer", settings, "--model", str(settings.model), *draft)
+
+
+def llama_cpp(
+    settings: ServeSettings,
+    file: Path,
+    slots: int = 1,
+    speculation: Speculation | None = None,
+    draft: Path | None = None,
+) -> PeerProcess:
+    """On a GGUF file, with as many threads as the settings give our workers."""
+    more: list[str] = []
+    if speculation is not None:
+        more += ["--speculation", speculation.kind, "--settings", json.dumps(dict(speculation.settings))]
+    if draft is not None:
+        more += ["--draft-model", str(draft)]
+    flags = ("--model", str(file), "--threads", str(settings.threads), "--slots", str(slots), *more)
+    return PeerProcess("llama_cpp_peer", settings, *flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A peer's way to decode; `asked` is what it alone is asked: for mlx-lm how many tokens are drafted."""
+
+    name: str
+    process: PeerProcess
+    asked: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
+        return self.process.run(prompt, sampling, **self.asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The peers of a bench. `gguf`, `draft`: the files that llama.cpp reads, None where it does not take part.
+    `left_out`: a sentence about each that can't take part."""
+
+    mlx_lm: bool = False
+    gguf: Path | None = None
+    draft: Path | None = None
+    left_out: tuple[str, ...] = ()
+
+
+def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft: str | None) -> Chosen:
+    """`wanted`: names with commas between, "none", or None: all that can be had. `model` and `draft` are what the user
+    named; `settings` have the folders that they became.
+
+    Raises:
+        InvalidRequest: a peer that is named is unknown, not installed, or has no file to read.
+    """
+    if wanted == "none" or (wanted is None and settings.simulate is not None):
+        return Chosen()
+    names = list(PEERS) if wanted is None else wanted.split(",")
+    if unknown := [name for name in names if name not in PEERS]:
+        raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or of {', '.join(PEERS)} with commas between")
+    why = {name: reason for name in names if (reason := _missing(name, model)) is not None}
+    if wanted is not None and why:
+        raise InvalidRequest(next(iter(why.values())))
+    return Chosen(
+        mlx_lm=MLX_LM in names and MLX_LM not in why,
+        gguf=Path(str(model)).expanduser() if LLAMA_CPP in names and LLAMA_CPP not in why else None,
+        draft=Path(draft).expanduser() if draft is not None and is_gguf(draft) else None,
+        left_out=tuple(why.values()),
+    )
+
+
+def is_gguf(name: str) -> bool:
+    try:
+        with Path(name).expanduser().open("rb") as file:
+            return file.read(len(GGUF)) == GGUF
+    except OSError:
+        return False
+
+
+def _missing(name: str, model: str | None) -> str | None:
+    """Why a peer can't take part; None: it can."""
+    if find_spec(PEERS[name]) is None:
+        return f"{name} takes no part: {PEERS[name]} is not installed; pip install 'outrider[bench]'"
+    if name == LLAMA_CPP and (model is None or not is_gguf(model)):
+        return f"{name} takes no part: it reads GGUF files; expected --model FILE.gguf"
+    return None

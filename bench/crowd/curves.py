@@ -13,7 +13,14 @@ from outrider.bench.crowd.report import Served, Width
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"ar": "#5c9fd4", "sd": "#e09f3e", "ssd": "#2a9d4e", "auto": "#12552b", "mlx-lm": "#d1495b"}
+COLOURS = {
+    "ar": "#5c9fd4",
+    "sd": "#e09f3e",
+    "ssd": "#2a9d4e",
+    "auto": "#12552b",
+    "mlx-lm": "#d1495b",
+    "llama.cpp": "#8d6cc9",
+}
 PANELS: dict[str, Callable[[Served], Interval]] = {
     "tokens per second, all together": lambda row: row.rate,
     "first token, ms (p50; dotted p99)": lambda row: row.first_ms.p50,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from outrider.bench.contest.peers import LLAMA_CPP, MLX_LM
 from outrider.bench.contest.statistics import Interval, bootstrap, nested_bootstrap, ratio, total_rate
 from outrider.bench.crowd.reply import Reply, timed
-from outrider.bench.crowd.turns import PEER
 
 Rounds = Sequence[Sequence[Reply]]
 SPECULATION = ("ar", "sd", "ssd")
@@ -30,7 +30,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One way at one width: tokens per second of all requests together, what that is of mlx-lm's, and the time to the
+    """One way at one width: tokens per second of all requests together, what that is of the peer's, and the time to the
     first token and per token as clients see them."""
 
     name: str
@@ -42,13 +42,15 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """So many requests at once; `auto_over_best`: auto over the best of ar, sd and ssd, which is `best`, where all of
-    them ran."""
+    """So many requests at once, held against `peer`: llama.cpp, or mlx-lm where that is the only one.
+
+    `auto_over_best`: auto over the best of ar, sd and ssd, which is `best`, where all of them ran."""
 
     width: int
     temp: float
     rounds: int
     rows: tuple[Served, ...]
+    peer: str
     best: str | None
     auto_over_best: Interval | None
 
@@ -59,11 +61,12 @@ class Width:
 def section(width: int, temp: float, found: Mapping[str, Rounds]) -> Width:
     """Sums up; in the order in which the ways are given."""
     times = {name: [timed(replies) for replies in rounds] for name, rounds in found.items()}
+    peer = LLAMA_CPP if LLAMA_CPP in times else MLX_LM
     rows = tuple(
         Served(
             name,
             bootstrap(times[name], total_rate),
-            ratio(times[name], times[PEER]) if PEER in times and name != PEER else None,
+            ratio(times[name], times[peer]) if peer in times and name != peer else None,
             _latency([[[reply.first_ms] for reply in replies] for replies in rounds]),
             _latency([[reply.token_ms for reply in replies] for replies in rounds]),
         )
@@ -72,7 +75,7 @@ def section(width: int, temp: float, found: Mapping[str, Rounds]) -> Width:
     modes = [name for name in SPECULATION if name in times]
     best = max(modes, key=lambda name: total_rate(times[name])) if modes and "auto" in times else None
     auto = ratio(times["auto"], times[best]) if best is not None else None
-    return Width(width, temp, len(next(iter(times.values()))), rows, best, auto)
+    return Width(width, temp, len(next(iter(times.values()))), rows, peer, best, auto)
 
 
 def _latency(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
@@ -89,7 +92,7 @@ def table(found: Width) -> str:
     lines = [
         f"{found.width} at once, T = {found.temp:g}, {found.rounds} rounds",
         "",
-        f"| | tok/s of all [95 %] | against {PEER} | first token, ms p50 / p99 | a token, ms p50 / p99 |",
+        f"| | tok/s of all [95 %] | against {found.peer} | first token, ms p50 / p99 | a token, ms p50 / p99 |",
         "|---|---|---|---|---|",
     ]
     for row in found.rows:

@@ -50,6 +50,10 @@ def complaint(captured: Captured, *arguments: str) -> tuple[int, str]:
         (["--depths", "two"], "depths is 'two'; expected numbers with commas between"),
         (["--temps", "hot"], "temps is 'hot'; expected numbers with commas between"),
         (["--temps=-1"], "temp is -1.0"),
+        (["--suite", "--prompts", "20"], "prompts is 20; the class chat has 1 to 19 beside the trial's"),
+        (["--suite", "--classes", "poems"], "expected one of chat, code, math, summary, extraction, editing"),
+        (["--suite", "nowhere"], "nowhere has no prompts; expected files like chat.txt"),
+        (["--suite", "--both-cores"], "both-cores is for one class of prompts; leave it or suite out"),
         (["--max-tokens", "1"], "max_tokens is 1; expected a whole number from 2"),
     ],
 )
@@ -69,18 +73,36 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(capsys: Capt
 
 
 def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.contest.field.find_spec", lambda name: None)
-    code, said = complaint(capsys, "bench", "--prompts", "1")
+    monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: None)
+    code, said = complaint(capsys, "bench", "--prompts", "1", "--peers", "mlx-lm")
     assert (code, said) == (
         InvalidRequest.exit_code,
-        "outrider bench: mlx-lm is not installed, so there is no comparing; install it, or pass --no-peers",
+        "outrider bench: mlx-lm takes no part: mlx_lm is not installed; pip install 'outrider[bench]'",
     )
 
 
-def test_without_peers_none_need_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.contest.field.find_spec", lambda name: None)
+@pytest.mark.parametrize(
+    ("peers", "words"),
+    [
+        ("llama.cpp", "llama.cpp takes no part: it reads GGUF files; expected --model FILE.gguf"),
+        ("vllm", "peers is 'vllm'; expected none, or of mlx-lm, llama.cpp with commas between"),
+        ("", "peers is ''; expected none, or of mlx-lm, llama.cpp"),
+    ],
+)
+def test_a_peer_that_cannot_compete_is_refused(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, peers: str, words: str
+) -> None:
+    monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: True)
+    code, said = complaint(capsys, "bench", "--prompts", "1", "--peers", peers)
+    assert code == InvalidRequest.exit_code
+    assert words in said
+
+
+@pytest.mark.parametrize("wanted", [(), ("--peers", "none")])
+def test_without_peers_none_need_be_installed(monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, ...]) -> None:
+    monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: None)
     with pytest.raises(pytest.fail.Exception, match="processes were started"):
-        main(["bench", "--prompts", "1", "--no-peers"])
+        main(["bench", "--prompts", "1", *wanted])
 
 
 @pytest.mark.parametrize("backend", ["ngram", "none"])

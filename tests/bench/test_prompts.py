@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.prompts import CLASSES, SUITE_CLASSES, in_turn, load, load_suite, mixed
+from outrider.bench.prompts import CLASSES, SUITE_CLASSES, load, load_suite, mixed
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest
@@ -62,7 +62,6 @@ def test_a_suite_of_ones_own_is_a_folder_of_classes(tmp_path: Path) -> None:
     found = load_suite(tmp_path)
     assert list(found) == ["chat", "poems"]
     assert [prompt.text for prompt in found["poems"]] == ["One\ntwo", "Three"]
-    assert [prompt.name for prompt in in_turn(list(found.values()))] == ["chat-0", "poems-0", "poems-1"]
     assert list(load_suite(tmp_path, ["poems"])) == ["poems"]
 
 

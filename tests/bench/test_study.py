@@ -208,7 +208,7 @@ def test_without_matplotlib_bench_starts_and_leaves_its_results(
     assert told.out == f"title\nwritten: {tmp_path / 'bench.json'}\n" and "the picture was left out" in told.err
     monkeypatch.setattr("outrider.bench.contest.field.LocalCluster", lambda **_: pytest.fail("started"))
     with pytest.raises(pytest.fail.Exception, match="started"):
-        main(["bench", "--prompts", "1", "--no-peers", "--out", str(tmp_path)])
+        main(["bench", "--prompts", "1", "--peers", "none", "--out", str(tmp_path)])
 
 
 def test_rounds_that_are_not_there_cannot_be_drawn(tmp_path: Path) -> None:

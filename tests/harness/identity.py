@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from outrider.bench.contest.contest import PeerProcess
+from outrider.bench.contest.peers import mlx_lm
 from outrider.bench.crowd.ask import Question, ask_all
 from outrider.bench.prompts import Prompt, mixed
 from outrider.orchestrator.certify import certify
@@ -171,10 +171,12 @@ def judge_all(
 
 
 def compare_peer(judge: Judge, greedy: Sequence[Case], tell: Tell) -> None:
-    with PeerProcess(choose_pair(ServeSettings()).settings) as peer:
+    with mlx_lm(choose_pair(ServeSettings()).settings) as peer:
         for case in greedy:
             tell(f"mlx-lm: {case.prompt.name}")
-            judge.compare("mlx-lm: plain decoding", "T=0", case, peer.run(case.tokens, case.params, 0).tokens)
+            judge.compare(
+                "mlx-lm: plain decoding", "T=0", case, peer.run(case.tokens, case.params, num_draft_tokens=0).tokens
+            )
 
 
 def table(judge: Judge) -> str:

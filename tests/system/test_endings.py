@@ -64,7 +64,7 @@ def until_something_runs(folder: Path) -> None:
     [
         (signal.SIGTERM, ["tune"]),
         (signal.SIGHUP, ["overlap", "--out", "out"]),
-        (signal.SIGTERM, ["bench", "--no-peers", "--prompts", "1", "--out", "out"]),
+        (signal.SIGTERM, ["bench", "--peers", "none", "--prompts", "1", "--out", "out"]),
         (signal.SIGHUP, ["generate", "-p", "x", "-m", "1000", "--ignore-eos"]),
     ],
 )

@@ -1,0 +1,118 @@
+"""llama.cpp's server on the same GGUF file, for comparison: a program that `peers` starts and asks.
+
+Answers what `peers` says, by `xllamacpp`, which is llama.cpp's server without HTTP. Each number of threads, of slots
+and each kind of speculation is a server of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import xllamacpp
+
+from outrider.bench.helper import answer_all
+from outrider.orchestrator.cli import run_as_program
+
+KINDS = "COMMON_SPECULATIVE_TYPE_"
+CONTEXT = 2560
+"""Tokens a slot, as long as the longest prompt of a bench and its text."""
+
+
+class LlamaCpp:
+    """One server. `speculation`: llama.cpp's name of a kind, and the fields of its parameters."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        given = xllamacpp.CommonParams()
+        given.model.path = options.model
+        given.n_parallel, given.n_ctx = options.slots, CONTEXT * options.slots
+        given.cpuparams.n_threads = given.cpuparams_batch.n_threads = options.threads
+        given.verbosity, given.warmup, given.cache_prompt, given.cache_ram_mib = 0, True, False, 0
+        if options.speculation:
+            _speculate(given, options.speculation, json.loads(options.settings), options.draft_model, options.threads)
+        self._server = xllamacpp.Server(given)
+        self._slots = options.slots
+
+    def run(self, tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_eos: bool) -> dict[str, Any]:
+        asked = _request(tokens, max_tokens, temp, seed, ignore_eos)
+        timings = self._server.handle_completions(asked)["timings"]
+        return {
+            "tokens": [],
+            "count": timings["predicted_n"],
+            "decode_seconds": timings["predicted_ms"] / 1000,
+            "drafted": timings.get("draft_n", 0),
+            "accepted": timings.get("draft_n_accepted", 0),
+        }
+
+    def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int) -> dict[str, Any]:
+        """All prompts, one in each slot at a time."""
+        begun = time.perf_counter()
+
+        def ask(number: int, tokens: list[int]) -> dict[str, Any]:
+            sent = time.perf_counter() - begun
+            heard: list[tuple[float, int]] = []
+
+            def hear(chunk: Mapping[str, Any]) -> bool:
+                if "timings" in chunk:
+                    heard.append((time.perf_counter() - begun, chunk["timings"]["predicted_n"]))
+                return False  # go on
+
+            asked = _request(tokens, max_tokens, temp, seed + number, True)
+            self._server.handle_completions({**asked, "stream": True, "timings_per_token": True}, hear)
+            counts = [0, *(count for _, count in heard)]
+            new = [after - before for before, after in pairwise(counts)]
+            return {"sent": sent, "arrivals": [(at, n) for (at, _), n in zip(heard, new, strict=True) if n > 0]}
+
+        with ThreadPoolExecutor(self._slots) as threads:
+            return {"replies": list(threads.map(ask, range(len(batch)), batch))}
+
+
+def _request(tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_eos: bool) -> dict[str, Any]:
+    """Sampled at the temperature alone, as ours is; nothing is remembered of other prompts."""
+    return {
+        "prompt": tokens,
+        "max_tokens": max_tokens,
+        "temperature": temp,
+        "seed": seed,
+        "ignore_eos": ignore_eos,
+        "samplers": ["temperature"],
+        "cache_prompt": False,
+        "stream": False,
+    }
+
+
+def _speculate(given: Any, kind: str, settings: Mapping[str, Any], draft: str | None, threads: int) -> None:
+    """Sets `kind`, such as ngram-simple, with fields of its own parameters; draft-simple takes the draft model."""
+    name = kind.upper().replace("-", "_")
+    given.speculative.types = [getattr(xllamacpp.common_speculative_type, KINDS + name)]
+    part = {"NGRAM_CACHE": "draft", "DRAFT_SIMPLE": "draft"}.get(name, name.lower())
+    parameters = getattr(given.speculative, part)
+    for field, value in settings.items():
+        setattr(parameters, field, value)
+    if draft is not None and part == "draft" and name != "NGRAM_CACHE":
+        parameters.mparams.path = draft
+        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draft-model")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--slots", type=int, default=1)
+    parser.add_argument("--speculation", default="")
+    parser.add_argument("--settings", default="{}")
+
+
+def run(options: argparse.Namespace) -> int:
+    peer = LlamaCpp(options)
+    answer_all(lambda asked: peer.batch(**asked) if "batch" in asked else peer.run(**asked))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,82 @@
+"""The same weights in mlx-lm's own loops, for comparison: a program that `peers` starts and asks.
+
+Answers what `peers` says. Both models are in float32 on CPU, as ours are where MLX computes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import stream_generate
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.utils import load_tokenizer
+
+from outrider.bench.helper import answer_all
+from outrider.engine.loading import load
+from outrider.orchestrator.cli import run_as_program
+
+
+class MlxLm:
+    """Both models in this process, as mlx-lm's speculative decoding has them; without a draft only plain decoding."""
+
+    def __init__(self, model: str, draft_model: str | None) -> None:
+        self._target = load(model).model
+        self._draft = load(draft_model).model if draft_model is not None else None
+        self._tokenizer: Any = load_tokenizer(model)
+        self._ends = set(self._tokenizer.eos_token_ids)
+
+    def run(
+        self, tokens: list[int], max_tokens: int, num_draft_tokens: int, temp: float, seed: int, ignore_eos: bool
+    ) -> dict[str, Any]:
+        mx.random.seed(seed)
+        self._tokenizer.eos_token_ids = set() if ignore_eos else self._ends
+        options: dict[str, Any] = {"sampler": make_sampler(temp), "max_tokens": max_tokens}
+        if num_draft_tokens:
+            options |= {"draft_model": self._draft, "num_draft_tokens": num_draft_tokens}
+        generated, first = [], 0.0
+        for response in stream_generate(self._target, self._tokenizer, tokens, **options):
+            first = first or time.perf_counter()
+            generated.append(response.token)
+        return {"tokens": generated, "count": len(generated), "decode_seconds": time.perf_counter() - first}
+
+    def batch(
+        self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, places: int, reads: int
+    ) -> dict[str, Any]:
+        """All prompts, `places` at once, by plain decoding: what `batch_generate` does, with the time of each step."""
+        mx.random.seed(seed)
+        begun = time.perf_counter()
+        generator = BatchGenerator(
+            self._target,
+            max_tokens=max_tokens,
+            sampler=make_sampler(temp),
+            completion_batch_size=places,
+            prefill_batch_size=reads,
+        )
+        arrivals: dict[int, list[tuple[float, int]]] = {number: [] for number in generator.insert(batch)}
+        while responses := generator.next_generated():
+            now = time.perf_counter() - begun
+            for response in responses:
+                arrivals[response.uid].append((now, 1))
+        generator.close()
+        # A prompt that finds no place at first is asked for when one is free, in their order.
+        sent = [0.0] * places + sorted(times[-1][0] for times in arrivals.values())
+        return {"replies": [{"sent": at, "arrivals": a} for at, a in zip(sent, arrivals.values(), strict=False)]}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draft-model")
+
+
+def run(options: argparse.Namespace) -> int:
+    peer = MlxLm(options.model, options.draft_model)
+    answer_all(lambda asked: peer.batch(**asked) if "batch" in asked else peer.run(**asked))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())

@@ -1,0 +1,204 @@
+"""A suite in numbers: what is held against what, by class; what llama.cpp is asked and what its answers become."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.bench.commands import texts
+from outrider.bench.contest import ratios
+from outrider.bench.contest.contest import Run
+from outrider.bench.contest.field import llama_name
+from outrider.bench.contest.peers import SPECULATIONS, WITH_DRAFT, choose
+from outrider.bench.contest.statistics import Timed
+from outrider.bench.crowd import footprint
+from outrider.bench.prompts import SUITE
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest
+
+
+def runs(*rates: float) -> list[Run]:
+    return [Run((), Timed(100, 100 / rate)) for rate in rates]
+
+
+CLASSES = ["chat", "editing", "chat", "editing"]
+MADE = {
+    "ar": runs(50, 50, 50, 50),
+    "sd model K=2": runs(40, 100, 40, 100),
+    "sd n-gram K=3": runs(60, 60, 60, 60),
+    "ssd K=5": runs(80, 150, 80, 150),
+    "auto": runs(80, 120, 80, 120),
+    llama_name(1): runs(40, 40, 40, 40),
+    llama_name(2): runs(60, 60, 60, 60),
+    llama_name(2, "ngram-simple size_n=3 size_m=4"): runs(50, 100, 50, 100),
+    "mlx-lm": runs(8, 8, 8, 8),
+    "mlx-lm sd K=2": runs(10, 10, 10, 10),
+}
+
+
+@pytest.mark.parametrize(
+    ("question", "kind", "against", "value"),
+    [
+        ("ar over llama.cpp, as many threads", "all", "llama.cpp, 1 thread", 50 / 40),
+        ("ssd over ar", "editing", "ar", 3),
+        ("ssd over the best sd", "chat", "sd n-gram K=3", 80 / 60),
+        ("ssd over the best sd", "editing", "sd model K=2", 1.5),
+        ("auto over the best mode", "editing", "ssd K=5", 0.8),
+        ("auto over the best of llama.cpp, both cores", "chat", "llama.cpp, 2 threads", 80 / 60),
+        (
+            "auto over the best of llama.cpp, both cores",
+            "editing",
+            "llama.cpp ngram-simple size_n=3 size_m=4, 2 threads",
+            1.2,
+        ),
+        ("auto over the best of mlx-lm", "all", "mlx-lm sd K=2", 9.6),
+    ],
+)
+def test_each_ratio_is_against_the_best_of_its_class(question: str, kind: str, against: str, value: float) -> None:
+    found = next(one for one in ratios.ratios(MADE, CLASSES, 1) if (one.name, one.kind) == (question, kind))
+    assert found.against == against
+    assert found.value.value == pytest.approx(value)
+
+
+def test_a_ratio_without_contestants_is_left_out() -> None:
+    found = ratios.ratios({"ar": MADE["ar"], "auto": MADE["auto"]}, CLASSES, 1)
+    assert {one.name for one in found} == {"auto over the best mode"}
+    assert "| auto over the best mode | 1.92 [1.60, 2.40] | 1.60 | 2.40 | ar |" in ratios.table(found)
+
+
+def test_a_suites_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in Path(find_model(str(EMBEDDED_TARGET)).folder).glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "chat_template.jinja").write_text("Q: {{ messages[0].content }} A:")
+    (tmp_path / "chat.txt").write_text("Why?\n%\nHow?\n")
+    pair: Any = SimpleNamespace(target=find_model(str(folder), weights=False))
+    found = texts.of_classes(Namespace(classes=None, suite=tmp_path), pair, ())
+    codec = texts.load_codec(pair.target)
+    assert found == {"chat": [codec.encode(text, special=False) for text in ("Q: Why? A:", "Q: How? A:")]}
+    assert texts.of_classes(Namespace(classes="json", suite=None), pair, ())["json"]
+    assert len(texts.of_classes(Namespace(classes="math", suite=SUITE), pair, ())["math"]) == 20
+    assert texts.in_turn([[(1,), (2,)], [(3,)]]) == [(1,), (3,), (2,)]
+
+
+def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: True)
+    (tmp_path / "model").write_bytes(b"GGUF\x03")
+    (tmp_path / "text.gguf").write_bytes(b"hello")
+    found = choose(None, ServeSettings(), str(tmp_path / "model"), str(tmp_path / "text.gguf"))
+    assert (found.mlx_lm, found.gguf, found.draft, found.left_out) == (True, tmp_path / "model", None, ())
+    with pytest.raises(InvalidRequest, match="it reads GGUF files"):
+        choose("llama.cpp", ServeSettings(), str(tmp_path / "text.gguf"), None)
+
+
+def test_what_is_not_installed_is_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: name if name == "mlx_lm" else None)
+    found = choose(None, ServeSettings(), "model.gguf", None)
+    assert found.mlx_lm and found.gguf is None
+    assert found.left_out == ("llama.cpp takes no part: xllamacpp is not installed; pip install 'outrider[bench]'",)
+
+
+class Parameters(SimpleNamespace):
+    """Parameters in which every part is there when it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, Parameters())
+        return getattr(self, name)
+
+
+class FakeServer:
+    """Gives four tokens, of which the middle two come at once."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def handle_completions(self, asked: dict[str, Any], hear: Any = None) -> Any:
+        self.asked = asked
+        if hear is None:
+            return {"timings": {"predicted_n": 4, "predicted_ms": 1500.0}}
+        for count in (1, 3, 3, 4):
+            assert hear({"timings": {"predicted_n": count}}) is False
+        assert hear({"choices": []}) is False
+        return None
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program with another llama.cpp."""
+    names = [one.kind for one in (*SPECULATIONS, *WITH_DRAFT)]
+    kinds = SimpleNamespace(**{f"COMMON_SPECULATIVE_TYPE_{n.upper().replace('-', '_')}": n for n in names})
+    fake = SimpleNamespace(Server=FakeServer, CommonParams=Parameters, common_speculative_type=kinds)
+    monkeypatch.setitem(sys.modules, "xllamacpp", fake)
+    monkeypatch.delitem(sys.modules, "outrider.bench.contest.llama_cpp_peer", raising=False)
+    import outrider.bench.contest.llama_cpp_peer as program
+
+    yield program
+    sys.modules.pop("outrider.bench.contest.llama_cpp_peer")
+
+
+def started(program: Any, **more: Any) -> Any:
+    usual = {"model": "m.gguf", "draft_model": None, "threads": 2, "slots": 3, "speculation": "", "settings": "{}"}
+    return program.LlamaCpp(Namespace(**{**usual, **more}))
+
+
+def test_llama_cpp_samples_as_we_do_and_remembers_nothing(program: Any) -> None:
+    peer = started(program)
+    found = peer.run([1, 2], 4, 0.8, 7, False)
+    assert (found["count"], found["decode_seconds"]) == (4, 1.5)
+    asked, given = peer._server.asked, peer._server.given
+    assert (asked["temperature"], asked["seed"], asked["samplers"]) == (0.8, 7, ["temperature"])
+    assert (asked["cache_prompt"], asked["ignore_eos"], asked["max_tokens"]) == (False, False, 4)
+    assert (given.model.path, given.n_parallel, given.cpuparams.n_threads, given.cpuparams_batch.n_threads) == (
+        "m.gguf",
+        3,
+        2,
+        2,
+    )
+    assert given.n_ctx == 3 * program.CONTEXT
+
+
+def test_llama_cpps_tokens_count_when_they_come(program: Any) -> None:
+    replies = started(program).batch([[1], [2]], 4, 0.0, 0)["replies"]
+    assert [[count for _, count in reply["arrivals"]] for reply in replies] == [[1, 2, 1]] * 2
+    assert all(reply["sent"] <= reply["arrivals"][0][0] for reply in replies)
+
+
+@pytest.mark.parametrize("speculation", [*SPECULATIONS, *WITH_DRAFT], ids=lambda one: one.name)
+def test_each_kind_of_speculation_has_its_own_parameters(program: Any, speculation: Any) -> None:
+    settings = json.dumps(dict(speculation.settings))
+    given = started(program, speculation=speculation.kind, settings=settings, draft_model="d.gguf")._server.given
+    assert given.speculative.types == [speculation.kind]
+    part = {"ngram-cache": "draft", "draft-simple": "draft"}.get(speculation.kind, speculation.kind.replace("-", "_"))
+    found = getattr(given.speculative, part)
+    assert {name: getattr(found, name) for name in speculation.settings} == dict(speculation.settings)
+    assert ("mparams" in vars(found)) is (speculation.kind == "draft-simple")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_is_that_of_a_process_and_all_below_it() -> None:
+    hold = "import sys; kept = b'x' * (40 << 20); print('ready', flush=True); sys.stdin.read()"
+    below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+    with subprocess.Popen([sys.executable, "-c", below], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        found = footprint.peak(process.pid, lambda: None)
+        process.communicate()
+    assert 40 << 20 < found < 40 << 22
+    assert footprint.total_memory(process.pid) == 0 or os.name != "posix"
+
+
+def test_pieces_of_a_text_begin_differently() -> None:
+    pieces = footprint._pieces(range(1000), 4, 1500)
+    assert [len(piece) for piece in pieces] == [1500] * 4
+    assert len({piece[0] for piece in pieces}) == 4
