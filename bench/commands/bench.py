@@ -38,8 +38,8 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 COMMON = (
-    "--prompts", "--classes", "--temps", "--depths", "--max-tokens", "--no-peers", "--out", "--concurrency", "--rounds",
-    "--model", "--draft-model", "--branches",
+    "--prompts", "--classes", "--temps", "--depths", "--max-tokens", "--suite", "--peers", "--out", "--concurrency",
+    "--rounds", "--model", "--draft-model", "--branches",
 )  # fmt: skip
 UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "ngrams", "memory", "trace")
 """Bench runs SD colocated, and with n-grams and without, as ways of their own; several clusters can't share a trace."""

@@ -20,7 +20,8 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--classes", metavar="C,C,...", help=kinds)
     folder = (
         "ask what people ask a chat model, all classes in turns, and compare with llama.cpp on the same GGUF file;"
-        " DIR: a folder of your own prompts, CLASS.txt for each class, with a line %% between two prompts"
+        " DIR: a folder of your own prompts, CLASS.txt for each class, prompts with a line %% between"
+        " (default: Outrider's own)"
     )
     group.add_argument("--suite", nargs="?", type=Path, const=SUITE, metavar="DIR", help=folder)
 
