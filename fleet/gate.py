@@ -61,7 +61,7 @@ class Gate:
         many: list[int],
     ) -> None:
         files = find_model(engine.model or str(EMBEDDED_TARGET), weights=False)
-        model = load_served(files.name, files.folder, gate.http.model_names)
+        model = load_served(files.name, files.folder, gate.http.model_names, gate.http.tool_fallback)
         kinds = [Kind(handle, number) for handle, number in zip(handles, many, strict=True)]
         self._engines = Engines(kinds, engine.keys)
         app = application(model, Behind(self._engines, gate), gate.http)

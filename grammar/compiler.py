@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 KEPT = 32
-# Between two words of JSON no more, unless the schema says so: without an end to it a weak model finds none.
-SPACE: JsonCompileOptions = {"whitespace_pattern": r"[ \t\r\n]{1,40}"}
+# Between two words of JSON one space or none: weak models fill their budget with white space. Without any pattern the
+# library forces the tokens of all that is certain, one spelling of it alone.
+SPACE: JsonCompileOptions = {"whitespace_pattern": " "}
+_OWN_SPACE = {"whitespace_pattern", "whitespace_flexible", "item_separator", "key_separator"}
 # A fifth of the library's own: a few letters such as a{1000}{1000} must not hold anybody up for a second.
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 
@@ -92,12 +94,15 @@ def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
 
 
 def _space(schema: str) -> JsonCompileOptions | None:
-    """The library's options for a schema that has none of its own; what is no JSON is the library's to refuse."""
+    """White space as here, unless the schema says in `x-guidance` what there may be."""
     try:
         told = json.loads(schema)
     except ValueError:
         return None
-    return SPACE if isinstance(told, dict) and "x-guidance" not in told else None
+    if not isinstance(told, dict):
+        return None
+    own = told.get("x-guidance", {})
+    return SPACE if isinstance(own, dict) and _OWN_SPACE.isdisjoint(own) else None
 
 
 def _described(grammar: Grammar) -> str:

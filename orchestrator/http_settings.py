@@ -34,7 +34,7 @@ class HttpSettings:
     largest request body in MB. `request_timeout`: seconds after which an answer is given up, None: never.
     `max_streams_per_key`: answers at once to each key, or address where no key is named; None: any number.
     `otlp_endpoint`: the URL of a collector that spans of traced requests go to; None: as OTEL_... of the environment
-    say.
+    say. `tool_fallback`: a model whose chat template has no tools is told of them in its system prompt.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -51,6 +51,7 @@ class HttpSettings:
     request_timeout: int | None = None
     max_streams_per_key: int | None = None
     otlp_endpoint: str | None = None
+    tool_fallback: bool = True
 
     def __post_init__(self) -> None:
         if not self.host.strip():

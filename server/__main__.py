@@ -38,7 +38,7 @@ def main() -> None:
     """Serves until stdin ends."""
     order = HttpOrder.from_json(sys.stdin.readline())
     logs.set_up(order.log_level, order.log_format, "http", order.log_fd)
-    model = load_served(order.model, Path(order.folder), order.settings.model_names)
+    model = load_served(order.model, Path(order.folder), order.settings.model_names, order.settings.tool_fallback)
     tracing = _tracing(order.settings, model.id)
     app = application(model, Callers(order.endpoint), order.settings, tracing)
     server = Server(config(app, order.settings))

@@ -20,6 +20,7 @@ from outrider.server.callers import Answering, caller_of, pseudonym
 from outrider.server.mapping.form import Form
 from outrider.server.mapping.held import held
 from outrider.server.mapping.toolbox import Toolbox
+from outrider.server.mapping.unknown import Ignored
 from outrider.server.metrics import Metrics, Watch
 from outrider.server.model.served import Conversation, Prompt, ServedModel
 from outrider.server.places import Places
@@ -43,6 +44,7 @@ class Desk:
         self.metrics = metrics
         self._places = Places(settings.max_streams_per_key)
         self._longest = settings.request_timeout
+        self.ignored = Ignored()
         self.draining = False
 
     def check_model(self, name: str | None) -> None:

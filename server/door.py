@@ -12,12 +12,14 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.server.problems import Problem, Refused
 
 OPEN = frozenset({"/health", "/ready", "/"})
+METRICS = "/metrics"
+"""Open on loopback, too: it tells numbers, no texts."""
 PAGE = "/page/"
 """Whose files are open, too."""
 BODY_SECONDS = 60.0
@@ -41,6 +43,7 @@ class Door:
     def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
         self._keys = tuple(key.encode() for key in settings.api_keys)
+        self._open = OPEN | {METRICS} if settings.is_loopback else OPEN
         self._most = settings.max_body_mb * 2**20
         self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
 
@@ -56,7 +59,7 @@ class Door:
             return
         except Left:
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, _without_body(scope, send) if scope["method"] == "HEAD" else send)
 
     def _let_in(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -65,7 +68,7 @@ class Door:
         given = (key_of(scope) or "").encode(errors="replace")
         # No key is compared to fewer or more than all of them, so that time tells nothing.
         known = [hmac.compare_digest(given, key) for key in self._keys]
-        is_open = scope["path"] in OPEN or scope["path"].startswith(PAGE) or scope["method"] == "OPTIONS"
+        is_open = scope["path"] in self._open or scope["path"].startswith(PAGE) or scope["method"] == "OPTIONS"
         if self._keys and not any(known) and not is_open:
             raise Refused(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
@@ -123,6 +126,17 @@ async def refuse(scope: Scope, send: Send, problem: Problem) -> None:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": problem.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
+
+
+def _without_body(scope: Scope, send: Send) -> Send:
+    """Has `scope` answered like GET, and only the beginning of the answer sent on."""
+    scope["method"] = "GET"
+
+    async def begin(message: Message) -> None:
+        scope["method"] = "HEAD"
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return begin
 
 
 def _is_ours(host: str, hosts: set[str]) -> bool:

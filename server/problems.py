@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
-from outrider.server.shapes.plain import AnthropicError, AnthropicProblem, OpenAIError, OpenAIProblem
+from outrider.server.shapes.plain import AnthropicError, AnthropicProblem, ErrorDetails, OpenAIError, OpenAIProblem
 
 RETRY_SECONDS = 1
 _OPENAI = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -27,12 +27,13 @@ _NO_FIELDS = frozenset({"body", "str", "int", "float", "bool", "none"})
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`param` names the field that is to blame, `code` the kind, for programs."""
+    """`param` names the field that is to blame, `code` the kind, for programs; `details`: Anthropic's word for it."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
+    details: str | None = None
 
     def body(self, anthropic: bool, request_id: str) -> bytes:
         """The error as one of the two APIs writes it."""
@@ -52,15 +53,24 @@ class Problem:
 
     def _anthropic(self, request_id: str) -> AnthropicProblem:
         kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return AnthropicProblem(error=AnthropicError(type=kind, message=self.message), request_id=request_id)
+        details = ErrorDetails(error_code=self.details) if self.details is not None else None
+        error = AnthropicError(type=kind, message=self.message, details=details)
+        return AnthropicProblem(error=error, request_id=request_id)
 
 
 class Refused(HTTPException):
     """A request that is refused before anybody works on it."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        details: str | None = None,
+    ) -> None:
         super().__init__(status, message)
-        self.problem = Problem(status, message, param, code)
+        self.problem = Problem(status, message, param, code, details)
 
 
 def problem_of(error: Exception) -> Problem:

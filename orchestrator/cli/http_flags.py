@@ -38,6 +38,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     many = "answers at once for each API key, or client address if no key is sent (default: no limit)"
     group.add_argument("--max-streams-per-key", type=int, metavar="N", help=many)
     spans = "where traces go, like http://127.0.0.1:4318 (default: OTEL_... in the environment)"
+    worded = "refuse tools for a model whose chat template has none, instead of describing them in the system prompt"
+    group.add_argument("--no-tool-fallback", dest="tool_fallback", action="store_false", help=worded)
     group.add_argument("--otlp-endpoint", metavar="URL", help=spans)
 
 
@@ -62,6 +64,7 @@ def settings_of(options: argparse.Namespace) -> HttpSettings | None:
         request_timeout=options.request_timeout,
         max_streams_per_key=options.max_streams_per_key,
         otlp_endpoint=options.otlp_endpoint,
+        tool_fallback=options.tool_fallback,
     )
 
 

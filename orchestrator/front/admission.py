@@ -157,7 +157,7 @@ class Admission:
         if self.context_length is not None and len(tokens) >= self.context_length:
             raise InvalidRequest(
                 f"the prompt has {len(tokens)} tokens; expected at most {self.context_length - 1}, one less than the"
-                f" context of {self._text.pair.target.name}"
+                f" model's context of {self.context_length}"
             )
         room = self.kv_room
         if room is not None and len(tokens) >= room.tokens:

@@ -44,7 +44,7 @@ class Splitter:
     """One text's. Marks that the model does not use, or that nobody asked for, are words like any other.
 
     White space between a mark and what follows it belongs to neither, line breaks where the words are in a form. A call
-    that can't be read is given out as the words it is.
+    that can't be read is given out as the words it is, unless the text was cut off in it.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Splitter:
         self._state = state
         self._in_form, self._by_grammar = in_form, by_grammar
         self._held = ""
+        self._told_call = False
         self._at = self._looked = 0
         self._after_mark = state is State.THINKING
         if state is State.SAYING and not self._marks():
@@ -71,12 +72,14 @@ class Splitter:
         self._held += text
         return list(self._parts())
 
-    def finish(self) -> list[Part]:
-        """What was held back, now that no more will come."""
+    def finish(self, cut: bool = False) -> list[Part]:
+        """What was held back, now that no more will come. `cut`: the text was not at its end; a call then is none."""
         held, self._held = self._held, ""
         if self._state is State.CALLING:
-            return self._called(held, complete=self._end() == "")
-        return self._shown(held)
+            found = self._called(held, complete=self._end() == "")
+            return [part for part in found if not (cut and isinstance(part, Said))]
+        begun = _begun(held, self._tool_marks()) if cut and (self._box.must or self._told_call) else 0
+        return self._shown(held[: len(held) - begun])
 
     def _parts(self) -> Iterator[Part]:
         while True:
@@ -125,9 +128,11 @@ class Splitter:
         if self._state is State.SAYING_ALL:
             return ()
         if self._state is State.SAYING:
-            tools = (self._tools.tags.start,) if self._tools is not None and self._box.tools else ()
-            return ((self._thinking.start,) if self._thinking is not None else ()) + tools
+            return ((self._thinking.start,) if self._thinking is not None else ()) + self._tool_marks()
         return (end,) if (end := self._end()) else ()
+
+    def _tool_marks(self) -> tuple[str, ...]:
+        return (self._tools.tags.start,) if self._tools is not None and self._box.tools else ()
 
     def _end(self) -> str:
         tags = (
@@ -147,6 +152,7 @@ class Splitter:
     def _called(self, text: str, complete: bool) -> list[Part]:
         """The calls that `text` is, or the words that it is when it can't be read, or was cut off."""
         found = self._calls(text) if complete else []
+        self._told_call |= bool(found)
         if found or self._tools is None:
             return found
         tags = self._tools.tags

@@ -89,7 +89,10 @@ class Choice:
 
     def take(self, one: Grown | Ended, splitter: Splitter, one_call: bool) -> list[Part]:
         """The parts that the news has for a reader."""
-        parts = splitter.feed(one.text) if isinstance(one, Grown) else splitter.finish()
+        if isinstance(one, Grown):
+            parts = splitter.feed(one.text)
+        else:
+            parts = splitter.finish(cut=one.result.finish_reason == "length")
         if one_call:
             first = next((place for place, part in enumerate(parts, 1) if isinstance(part, ToolCall)), len(parts))
             parts = parts[:first]

@@ -8,7 +8,7 @@ from outrider.server.answers.telling import Choice
 from outrider.server.answers.thoughts import Count
 from outrider.server.shapes.base import CachedTokens, ReasoningTokens, Usage
 from outrider.server.shapes.messages import MessagesUsage
-from outrider.server.shapes.responses import ResponsesUsage
+from outrider.server.shapes.responses import ResponsesUsage, WrittenTokens
 
 
 def usage(prompt_tokens: int, choices: Sequence[Choice], thoughts: Count | None = None) -> Usage:
@@ -29,7 +29,9 @@ def responses_usage(prompt_tokens: int, choice: Choice, thoughts: Count) -> Resp
     made = len(choice.tokens)
     return ResponsesUsage(
         input_tokens=prompt_tokens,
-        input_tokens_details=CachedTokens(cached_tokens=choice.timings.cache_n),
+        input_tokens_details=WrittenTokens(
+            cached_tokens=choice.timings.cache_n, cache_write_tokens=choice.timings.prompt_n
+        ),
         output_tokens=made,
         output_tokens_details=ReasoningTokens(reasoning_tokens=thoughts(choice)),
         total_tokens=prompt_tokens + made,

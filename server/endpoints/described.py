@@ -13,7 +13,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.responses import Response
 
+from outrider.server.mapping.unknown import ignorable
 from outrider.server.problems import Refused
+from outrider.server.shapes.base import Asked
 from outrider.server.shapes.plain import AnthropicProblem, OpenAIProblem
 
 ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -81,11 +83,13 @@ class _Route(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint = self.endpoint
         first, *others = signature(endpoint, eval_str=True).parameters.values()
-        shape: type[BaseModel] = first.annotation
+        shape: type[Asked] = first.annotation
 
         async def strictly(request: Request) -> Response:
             _check_kind(request)
             asked = _read(shape, await request.body())
+            if asked.model_extra:
+                request.app.state.desk.ignored.note(request.url.path, ignorable(asked))
             given = {"request": request, "desk": request.app.state.desk}
             answer: Response = await endpoint(asked, **{one.name: given[one.name] for one in others})
             return answer
@@ -93,7 +97,7 @@ class _Route(APIRoute):
         return strictly
 
 
-def _read(shape: type[BaseModel], body: bytes) -> BaseModel:
+def _read(shape: type[Asked], body: bytes) -> Asked:
     """JSON to the letter: UTF-8, no NaN, not nested without end."""
     try:
         return shape.model_validate(from_json(body, allow_inf_nan=False))
@@ -113,3 +117,10 @@ def _check_kind(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise Refused("content-type is not JSON; expected application/json", status=415)
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise Refused(
+            f"the body is compressed ({coding[:40]}), and no compressed body is read here; send it as it is",
+            status=415,
+            details="request_body_encoding_unsupported",
+        )

@@ -1,13 +1,15 @@
-"""GET /v1/models."""
+"""GET /v1/models, and what is asked for beside a model of text and is not there."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
 from fastapi import APIRouter
+from starlette.responses import Response
 
 from outrider.server.desk import Desk, TheDesk
 from outrider.server.endpoints.described import problems
+from outrider.server.problems import Refused
 from outrider.server.shapes.plain import Model, Models
 
 router = APIRouter()
@@ -27,6 +29,16 @@ async def model(name: str, desk: TheDesk) -> Model:
     return _model(desk, name)
 
 
+@router.post("/embeddings", include_in_schema=False)
+async def embeddings(desk: TheDesk) -> Response:
+    """Frameworks ask for them beside a chat model."""
+    raise Refused(
+        f"embeddings are not served here: {desk.model.id} is a model that writes text, and Outrider has none that makes"
+        " embeddings; point the embeddings' base URL at a server that does",
+        status=404,
+    )
+
+
 def _model(desk: Desk, name: str) -> Model:
     made = desk.model.loaded_at
     return Model(
@@ -36,4 +48,6 @@ def _model(desk: Desk, name: str) -> Model:
         display_name=name,
         max_model_len=desk.model.context_length,
         chat_template=desk.model.template is not None,
+        max_input_tokens=desk.model.context_length,
+        description=desk.model.note or None,
     )

@@ -1,4 +1,4 @@
-"""POST /v1/responses."""
+"""POST /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, named_events, typed
 from outrider.server.mapping import responses
 from outrider.server.mapping.manner import manner, room, stops
-from outrider.server.shapes.responses import ResponseObject, ResponsesRequest
+from outrider.server.shapes.responses import InputTokens, ResponseObject, ResponsesRequest
 
 router = APIRouter(route_class=typed())
 
@@ -58,7 +58,7 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         notes=responses.notes(asked),
         tool_choice=_choice(asked),
         tools=[tool.model_dump() for tool in asked.tools or ()],
-        parallel=not box.one,
+        parallel=asked.parallel_tool_calls is not False,
         instructions=asked.instructions,
         max_output_tokens=asked.max_output_tokens,
         temperature=how.sampling.temp,
@@ -72,6 +72,15 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         return as_json(response_events.response(head, choice))
     run = await desk.streaming(request, jobs)
     return EventStream(Telling(run, splitters, box.one), response_events.Events(head))
+
+
+@router.post("/responses/input_tokens", response_model=None, responses=described(InputTokens))
+async def count(asked: ResponsesRequest, desk: TheDesk) -> Response:
+    """The tokens that an input is."""
+    desk.check_model(asked.model)
+    responses.refuse(asked)
+    prompt = await desk.prompt(responses.conversation(asked, responses.box(desk.model, asked)))
+    return as_json(InputTokens(input_tokens=len(prompt.tokens)))
 
 
 def _choice(asked: ResponsesRequest) -> str | dict[str, Any]:

@@ -1,4 +1,4 @@
-"""GET /health, /ready and /metrics."""
+"""GET /health, /ready, /version and /metrics."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
+from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.desk import Desk, TheDesk
 from outrider.server.endpoints.described import problems
-from outrider.server.shapes.plain import Health, Ready
+from outrider.server.shapes.plain import Health, Ready, Version
 
 router = APIRouter()
 
@@ -21,6 +22,12 @@ router = APIRouter()
 async def health() -> Health:
     """This process lives."""
     return Health()
+
+
+@router.get("/version", responses=problems())
+async def version() -> Version:
+    """Outrider's own."""
+    return Version(version=PACKAGE_VERSION)
 
 
 @router.get("/ready", responses={**problems(), 503: {"model": Ready}})

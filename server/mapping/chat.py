@@ -55,7 +55,7 @@ def _choice(asked: ChatRequest) -> Choice:
         case None | str() as kind:
             return Choice(kind or ANY, one=one)
         case ToolChosen(function=function):
-            return Choice(MUST, (function.name,), one)
+            return Choice(MUST, (function.name,), one=True)
         case ToolsAllowed(allowed_tools=allowed):
             return Choice(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
 

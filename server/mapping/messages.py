@@ -19,7 +19,15 @@ _CHOICES = {"auto": ANY, "any": MUST, "none": NONE}
 def refuse(asked: Counted) -> None:
     """Raises Refused for what would change the answer and can't be done."""
     if asked.mcp_servers:
-        raise Refused("mcp_servers: no server is asked from here", "mcp_servers")
+        raise Refused("mcp_servers: no MCP server is called from here; expected tools of your own", "mcp_servers")
+    if asked.thread is not None:
+        raise Refused(
+            "thread: no conversation is stored here; send all of its messages without thread",
+            "thread",
+            details="thread_unsupported_request",
+        )
+    if asked.compaction is not None:
+        raise Refused("compaction: no conversation is shortened here; leave it out", "compaction")
 
 
 def form(asked: Counted) -> Form | None:
@@ -51,7 +59,7 @@ def _choice(asked: Counted) -> Choice:
         return Choice(_CHOICES[choice.type], one=one)
     if choice.name is None:
         raise Refused("tool_choice: it is to be a tool, and names none; expected its name", "tool_choice")
-    return Choice(MUST, (choice.name,), one)
+    return Choice(MUST, (choice.name,), one=True)
 
 
 def conversation(asked: Counted, box: Toolbox) -> Conversation:

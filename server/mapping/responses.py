@@ -30,8 +30,6 @@ def refuse(asked: ResponsesRequest) -> None:
             raise Refused(f"{name}: {why}", name)
     if asked.background:
         raise Refused("background: answers are given at once here; leave it out", "background")
-    if asked.truncation not in (None, "disabled"):
-        raise Refused("truncation: no input is shortened here; expected disabled or nothing", "truncation")
 
 
 def logprobs(asked: ResponsesRequest) -> int | None:
@@ -65,7 +63,7 @@ def _choice(asked: ResponsesRequest) -> Choice:
         case None | str() as kind:
             return Choice(kind or ANY, one=one)
         case FunctionChosen(name=name):
-            return Choice(MUST, (name,), one)
+            return Choice(MUST, (name,), one=True)
         case FunctionsAllowed(mode=mode, tools=allowed):
             return Choice(mode, tuple(tool.name for tool in allowed), one)
 

@@ -19,23 +19,28 @@ ANY, NONE, MUST = "auto", "none", "required"
 class Toolbox:
     """`tools` in OpenAI's shape, as templates and parsers take them. `must`: one is called; `one`: no more than one.
 
-    `strict`: the names of those whose calls are held to their schemas in any case.
+    `strict`: the names of those whose calls are held to their schemas in any case; `guided`: all are, for the model
+    knows tools only in words.
     """
 
     tools: tuple[dict[str, Any], ...] = ()
     must: bool = False
     one: bool = False
     strict: frozenset[str] = frozenset()
+    guided: bool = False
 
     @property
     def binds(self) -> bool:
         """Whether calls are held to more than what the model writes by itself."""
-        return self.must or bool(self.strict)
+        return self.must or self.guided or bool(self.strict)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`tool_choice`: `kind` is auto, none or required; `names`: of these tools alone, None: of all."""
+    """`tool_choice`: `kind` is auto, none or required; `names`: of these tools alone, None: of all.
+
+    `one`: no more than one call, as where a tool is named.
+    """
 
     kind: str = ANY
     names: tuple[str, ...] | None = None
@@ -68,4 +73,4 @@ def toolbox(model: ServedModel, tools: Sequence[dict[str, Any]], choice: Choice,
     if model.tools is None:
         raise Refused(f"{model.id} has no template or no format for calling tools; leave tools out", "tools")
     held = frozenset(strict) & {tool["function"]["name"] for tool in allowed}
-    return Toolbox(tuple(allowed), choice.kind == MUST, choice.one, held)
+    return Toolbox(tuple(allowed), choice.kind == MUST, choice.one, held, model.tools_in_words)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from outrider.grammar.compiler import SPACE
 from outrider.protocol.errors import InvalidRequest
 from outrider.server.model.call_styles import Arguments, Style
 from outrider.server.model.call_values import Schema
@@ -18,7 +19,6 @@ from outrider.server.model.lark import Rules, one_of
 _WORDS_ONLY = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _VALUES = {"enum", "const", "required"}
-_SPACE = r"[ \n]{1,20}"  # without an end to it a weak model may find none
 _PLAIN = {"type", "properties", "required", "$defs", "definitions"}
 _ONE_BY_ONE = _PLAIN | {"additionalProperties", "x-guidance"}
 
@@ -54,7 +54,7 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
     if "object" not in (kind := schema.get("type", "object")):
         raise InvalidRequest(f"arguments are to be {kind!r}; expected a schema of an object")
     closed = {"additionalProperties": False} if "properties" in schema and not set(schema) - _PLAIN else {}
-    return {**schema, "type": "object", **closed, "x-guidance": {"whitespace_pattern": _SPACE, "lenient": not strict}}
+    return {**schema, "type": "object", **closed, "x-guidance": {**SPACE, "lenient": not strict}}
 
 
 def _call(rules: Rules, style: Style, function: dict[str, Any], strict: bool) -> str | None:

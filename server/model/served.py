@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from outrider.orchestrator.pair.chat import Message, chat_template, render, with
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model, read_json
 from outrider.orchestrator.pair.model_text import as_text
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.server.model.thinking import Tags, thinking_tags
 from outrider.server.model.tool_format import ToolFormat, tool_format
+from outrider.server.model.tool_words import FORMAT, NOTE, in_words
 
 EMBEDDED = "outrider-embedded"
 _DEFAULTS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
@@ -60,7 +61,7 @@ class Prompt:
 class ServedModel:
     """`names`: what requests may call it, its id first. `defaults`: sampling that the model's authors recommend.
 
-    `longest_token`: no token stands for more characters.
+    `longest_token`: no token stands for more characters. `tools_in_words`: the template has none for `tools`.
     """
 
     names: tuple[str, ...]
@@ -72,10 +73,16 @@ class ServedModel:
     defaults: Mapping[str, float]
     longest_token: int
     loaded_at: int
+    tools_in_words: bool = False
 
     @property
     def id(self) -> str:
         return self.names[0]
+
+    @property
+    def note(self) -> str:
+        """What a user of the model should know."""
+        return NOTE if self.tools_in_words else ""
 
     @property
     def context_length(self) -> int | None:
@@ -108,14 +115,7 @@ class ServedModel:
         """
         if self.template is None:
             return self._without_template(talk)
-        text = render(
-            self.template,
-            talk.messages,
-            self.codec.special,
-            tools=list(talk.tools) or None,
-            answer=talk.answer and not talk.go_on,
-            keywords=talk.keywords,
-        )
+        text = self._in_words(self.template, talk) if self.tools_in_words else self._rendered(self.template, talk)
         if talk.go_on:
             text = without_end(text, str(talk.messages[-1].get("content") or ""))
         thoughts = self._thoughts(text, talk)
@@ -123,13 +123,33 @@ class ServedModel:
             text, thoughts = f"{text}{self.thinking.end}\n\n", Thoughts.NONE
         return Prompt(self._fitting(text, special=False), thoughts)
 
+    def _rendered(self, template: str, talk: Conversation) -> str:
+        return render(
+            template,
+            talk.messages,
+            self.codec.special,
+            tools=list(talk.tools) or None,
+            answer=talk.answer and not talk.go_on,
+            keywords=talk.keywords,
+        )
+
+    def _in_words(self, template: str, talk: Conversation) -> str:
+        plain = replace(talk, messages=in_words(talk.messages, talk.tools), tools=())
+        try:
+            return self._rendered(template, plain)
+        except ModelError:
+            if not talk.tools or talk.messages[0]["role"] == "system":
+                raise
+        told = in_words(talk.messages, talk.tools, in_system=False)  # some templates refuse system messages
+        return self._rendered(template, replace(plain, messages=told))
+
     def _fitting(self, text: str, special: bool) -> tuple[int, ...]:
         """The tokens of `text`, which is not tokenized at all where it would surely be too long: that takes seconds."""
         room = self.context_length
         if room is not None and len(text) >= room * self.longest_token:
             raise InvalidRequest(
                 f"the prompt has {len(text)} characters, more than {room} tokens; expected at most {room - 1}, one less"
-                f" than the context of {self.id}"
+                f" than the model's context of {room}"
             )
         return self.tokens(text, special)
 
@@ -149,8 +169,10 @@ class ServedModel:
         return Thoughts.FREE if begins and talk.keywords.get("enable_thinking") is not False else Thoughts.NONE
 
 
-def load_served(name: str, folder: Path, names: tuple[str, ...]) -> ServedModel:
+def load_served(name: str, folder: Path, names: tuple[str, ...], tool_fallback: bool = True) -> ServedModel:
     """The model in `folder`, which the orchestrator calls `name`; `names`: what else it is to be called.
+
+    `tool_fallback`: a model whose template has no tools is told of them in words.
 
     Raises:
         ModelError: its files can't be read.
@@ -159,16 +181,19 @@ def load_served(name: str, folder: Path, names: tuple[str, ...]) -> ServedModel:
     template = chat_template(folder)
     vocabulary = codec.tokenizer.get_vocab(with_added_tokens=True)
     named = read_json(folder / "tokenizer_config.json").get("tool_parser_type")
+    tools = tool_format(template, vocabulary, named) if template is not None else None
+    worded = template is not None and tools is None and tool_fallback
     return ServedModel(
         names=names or own_names(name, folder),
         codec=codec,
         vocabulary=vocabulary_of(codec.tokenizer),
         template=template,
         thinking=thinking_tags(vocabulary) if template is not None else None,
-        tools=tool_format(template, vocabulary, named) if template is not None else None,
+        tools=tool_format(template, vocabulary, FORMAT) if worded else tools,
         defaults=_recommended(folder),
         longest_token=max(map(len, vocabulary)),
         loaded_at=int(time.time()),
+        tools_in_words=worded,
     )
 
 

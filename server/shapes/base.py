@@ -1,6 +1,7 @@
-"""What all shapes have in common: what is not known is refused by name, and numbers are no words.
+"""What all shapes have in common: numbers are no words, and what of a request is not known here is kept apart.
 
-Fields whose absence changes nothing in the answer are listed, accepted and ignored.
+Fields whose absence changes nothing in the answer are listed, accepted and ignored; what becomes of a field that is not
+listed is `mapping.unknown`'s to say.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Given(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _not_a_crowd(cls, given: Any) -> Any:
-        """Each unknown field is an error of its own; who sends a million of them is told of none."""
+        """Each unknown field is looked at; who sends a million of them is told of none."""
         return not_a_crowd(given, MOST_FIELDS)
 
 
@@ -58,6 +59,12 @@ def not_a_crowd(given: Any, most: int) -> Any:
         told = {"count": len(given), "most": most}
         raise PydanticCustomError("too_many_fields", "there are {count} fields; expected at most {most}", told)
     return given
+
+
+class Asked(Given):
+    """A whole request. Fields that no shape here has are in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class Loose(BaseModel):
@@ -123,7 +130,7 @@ class StructuredOutputs(Given):
     choice: Choices | None = None
 
 
-class Generation(Given):
+class Generation(Asked):
     """What requests of all of OpenAI's APIs have in common, and the fields that llama.cpp, vLLM and mlx-lm added."""
 
     model: str | None = None

@@ -9,7 +9,7 @@ from pydantic import Field
 from outrider.server.shapes.base import (
     MOST_TOOLS,
     Answered,
-    Given,
+    Asked,
     Loose,
     Object,
     Outrider,
@@ -61,7 +61,7 @@ class Thinking(Loose):
     type: str
 
 
-class Counted(Given):
+class Counted(Asked):
     """What is counted: all that becomes a prompt."""
 
     model: str | None = None
@@ -74,10 +74,13 @@ class Counted(Given):
     mcp_servers: Any = None
     output_config: Object | None = None
     output_format: Object | None = None
+    thread: Any = None
+    compaction: Any = None
     # Ignored: nothing of the answer depends on them.
     cache_control: Any = None
     context_management: Any = None
     speed: Any = None
+    fallbacks: Any = None
 
 
 class MessagesRequest(Counted):

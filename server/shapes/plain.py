@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from outrider.server.shapes.base import MOST_TOKENS, MOST_TOOLS, Answered, Given, Object, absent, many
+from outrider.server.shapes.base import MOST_TOKENS, MOST_TOOLS, Answered, Asked, Object, absent, many
 from outrider.server.shapes.chat import ChatMessage, Tool
 
 
@@ -20,8 +20,11 @@ class Model(Answered):
     created_at: str
     owned_by: str = "outrider"
     display_name: str
+    lifecycle: Literal["active"] = "active"
     max_model_len: int | None
     chat_template: bool
+    max_input_tokens: int | None = Field(description="the same, as Anthropic calls it")
+    description: str | None = absent()
 
 
 class Models(Answered):
@@ -32,7 +35,7 @@ class Models(Answered):
     last_id: str
 
 
-class TokenizeRequest(Given):
+class TokenizeRequest(Asked):
     """`content` (llama.cpp's) and `prompt` (vLLM's) are a text; `messages` a conversation."""
 
     model: str | None = None
@@ -63,7 +66,7 @@ class Tokenized(Answered):
     token_strs: list[str] | None = absent()
 
 
-class TemplateRequest(Given):
+class TemplateRequest(Asked):
     """A conversation, as /v1/chat/completions takes it."""
 
     model: str | None = None
@@ -80,7 +83,7 @@ class Applied(Answered):
     prompt: str
 
 
-class DetokenizeRequest(Given):
+class DetokenizeRequest(Asked):
     model: str | None = None
     tokens: Annotated[list[int], many(MOST_TOKENS)]
 
@@ -94,6 +97,10 @@ class Detokenized(Answered):
 
 class Health(Answered):
     status: Literal["ok"] = "ok"
+
+
+class Version(Answered):
+    version: str
 
 
 class Ready(Answered):
@@ -117,9 +124,16 @@ class OpenAIProblem(Answered):
     request_id: str | None = absent()
 
 
+class ErrorDetails(Answered):
+    """`error_code` is the kind, for programs."""
+
+    error_code: str
+
+
 class AnthropicError(Answered):
     type: str
     message: str
+    details: ErrorDetails | None = absent()
 
 
 class AnthropicProblem(Answered):

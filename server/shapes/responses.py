@@ -90,7 +90,9 @@ class ResponsesRequest(Generation):
     conversation: Any = None
     background: bool | None = None
     prompt: Any = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="no input is shortened: one that is too long is refused with auto, too"
+    )
     max_tool_calls: int | None = None
     # Ignored: nothing of the answer depends on them.
     metadata: Any = None
@@ -102,6 +104,11 @@ class ResponsesRequest(Generation):
     prompt_cache_retention: Any = None
     stream_options: Any = None
     client_metadata: Any = None
+
+
+class InputTokens(Answered):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class OutputText(Answered):
@@ -144,9 +151,15 @@ class OutputReasoning(Answered):
 Output = OutputMessage | OutputCall | OutputReasoning
 
 
+class WrittenTokens(CachedTokens):
+    """`cache_write_tokens`: those that were read and are remembered for the next request."""
+
+    cache_write_tokens: int = 0
+
+
 class ResponsesUsage(Answered):
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: WrittenTokens
     output_tokens: int
     output_tokens_details: ReasoningTokens
     total_tokens: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,11 +99,34 @@ def test_what_broke_the_grammar_forbids_nothing_more() -> None:
     assert is_right(one.allowed([[]])[0], [])
 
 
-def test_white_space_in_json_has_an_end() -> None:
-    one, (line_end,) = constraint(Grammar.json_schema({"type": "array"})), CODEC.encode("\n", special=False)
-    for spaces, may_go_on in ((39, True), (40, False)):
-        words = one.allowed([list(CODEC.encode("[" + " " * spaces, special=False))])[0]
-        assert (line_end in tokens_of(words)) is may_go_on
+LIST = {"type": "array"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "is_allowed"),
+    [
+        (LIST, '[{"a":1,"b":[1,2]}]', True),
+        (LIST, '[{"a": 1, "b": [1, 2]}]', True),
+        (LIST, '[{"a":  1}]', False),
+        (LIST, "[  1]", False),
+        (LIST, "[1,\n2]", False),
+        ({**LIST, "x-guidance": {"lenient": True}}, "[  1]", False),
+        ({**LIST, "x-guidance": {"whitespace_flexible": True}}, '[\n  {"a":   1}\n]', True),
+        ({**LIST, "x-guidance": {"whitespace_pattern": " {1,3}"}}, "[   1]", True),
+        ({**LIST, "x-guidance": {"whitespace_pattern": " {1,3}"}}, "[    1]", False),
+    ],
+)
+def test_json_has_one_space_or_none_unless_its_schema_says_more(
+    schema: dict[str, Any], text: str, is_allowed: bool
+) -> None:
+    """A small model fills its budget with white space wherever it may."""
+    one, tokens = constraint(Grammar.json_schema(schema)), list(CODEC.encode(text, special=False))
+    one.allowed([tokens])
+    if is_allowed:
+        one.check(tokens)
+    else:
+        with pytest.raises(InvalidRequest):
+            one.check(tokens)
 
 
 def test_any_end_token_may_end_it_and_nothing_but_an_end_a_finished_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,10 @@ from pydantic import BaseModel, ValidationError
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import application
 from outrider.server.callers import Callers
+from outrider.server.mapping.unknown import Ignored
 from outrider.server.model.served import ServedModel, load_served
 from outrider.server.shapes.chat import ChatRequest
 from outrider.server.shapes.completions import CompletionRequest
@@ -298,6 +301,111 @@ def test_the_field_that_asks_for_a_form_is_named(ask: Ask) -> None:
         assert ask(CHAT, json={**SAID, name: wrong}).json()["error"]["param"] == name
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_field_that_nobody_knows_is_ignored_and_counted(
+    chatty: ServedModel, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes as far as to the orchestrator, which is not there."""
+    ask = asking(chatty)
+    for _ in range(10):
+        assert ask(path, json={**PATHS[path], "brand_new": {"of": 2027}, "another": None}).status_code == 503
+    told = [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()]
+    assert told == [
+        f"ignored the unknown field 'brand_new' of a request to {path} ({count} so far)" for count in (1, 10)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "words"),
+    [
+        (CHAT, {"mirostat": 2}, "the answer would differ"),
+        (CHAT, {"stop_token_ids": [3]}, "the answer would differ"),
+        (CHAT, {"max_output_tokens": 5}, "the answer would differ"),
+        (TEXT, {"tools": [TOOL]}, "the answer would differ"),
+        (CLAUDE, {"presence_penalty": 1}, "the answer would differ"),
+        (RESPOND, {"max_output_token": 5}, "did you mean max_output_tokens?"),
+        (CLAUDE, {"tool_choise": {}}, "did you mean tool_choice?"),
+    ],
+)
+def test_a_field_without_which_the_answer_would_differ_is_refused(
+    ask: Ask, path: str, field: dict[str, Any], words: str
+) -> None:
+    refused = ask(path, json={**PATHS[path], **field})
+    assert refused.status_code == 400 and words in complaint(refused, path == CLAUDE)
+
+
+def test_the_log_of_unknown_fields_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    ignored = Ignored()
+    for number in range(1000):
+        ignored.note(CHAT, [f"field{number}"])
+    assert len(caplog.records) < 210 and "'others' of a request" in caplog.records[-1].getMessage()
+
+
+def test_a_thread_is_refused_in_the_word_that_anthropics_clients_wait_for(ask: Ask) -> None:
+    """They go on without one."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        refused = ask(CLAUDE, json={**PATHS[CLAUDE], "thread": thread})
+        assert refused.status_code == 400 and "no conversation is stored here" in refused.text
+        assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_compressed_body_is_told_so(ask: Ask, path: str) -> None:
+    body, kind = gzip.compress(json.dumps(PATHS[path]).encode()), {"content-type": "application/json"}
+    refused = ask(path, content=body, headers={**kind, "content-encoding": "gzip"})
+    assert refused.status_code == 415 and "the body is compressed (gzip)" in refused.text
+    assert ask(path, json=PATHS[path], headers={"content-encoding": "identity"}).status_code == 503
+
+
+def test_head_is_answered_as_get_without_a_body(ask: Ask) -> None:
+    for path in ("/health", "/v1/models", "/v1/models/chatty", "/version"):
+        head, whole = ask(path, "HEAD"), ask(path, "GET")
+        assert (head.status_code, head.content) == (200, b"") and whole.content
+        assert head.headers["content-length"] == whole.headers["content-length"]
+    assert ask("/v1/models/gpt-5", "HEAD").status_code == 404 and ask(CHAT, "HEAD").status_code == 405
+
+
+def test_embeddings_are_refused_with_the_reason(ask: Ask) -> None:
+    for path in ("/v1/embeddings", "/embeddings"):
+        refused = ask(path, json={"model": "chatty", "input": "x"})
+        assert refused.status_code == 404
+        assert "embeddings are not served here: chatty is a model that writes text" in complaint(refused)
+
+
+def test_the_version_is_told(ask: Ask) -> None:
+    assert ask("/version", "GET").json() == {"version": PACKAGE_VERSION}
+
+
+def test_a_model_is_told_in_the_fields_of_every_client(ask: Ask) -> None:
+    import anthropic.types
+    import openai.types
+
+    told = ask("/v1/models/chatty", "GET").json()
+    assert anthropic.types.ModelInfo.model_validate(told, strict=False).lifecycle == "active"
+    assert openai.types.Model.model_validate(told).id == "chatty" and told["max_input_tokens"] == told["max_model_len"]
+    assert "description" not in told
+
+
+def test_an_input_is_counted_as_it_is_answered(ask: Ask) -> None:
+    body = {"input": "x", "instructions": "y", "model": "chatty"}
+    told = ask(f"{RESPOND}/input_tokens", json=body).json()
+    talk = [{"role": "system", "content": "y"}, {"role": "user", "content": "x"}]
+    assert told == {
+        "object": "response.input_tokens",
+        "input_tokens": ask("/tokenize", json={"messages": talk}).json()["count"],
+    }
+
+
+def test_an_input_that_fits_may_be_truncated(ask: Ask) -> None:
+    for truncation, status in (("auto", 503), ("disabled", 503), ("sometimes", 400)):
+        assert ask(RESPOND, json={"input": "x", "truncation": truncation}).status_code == status
+
+
+def test_metrics_are_open_on_loopback_alone(chatty: ServedModel) -> None:
+    for settings, status in (({}, 200), ({"host": "0.0.0.0"}, 401)):
+        assert asking(chatty, api_keys=("k",), **settings)("/metrics", "GET").status_code == status
+
+
 def test_a_large_body_is_not_read(chatty: ServedModel) -> None:
     ask = asking(chatty, max_body_mb=1)
     answer = ask(TEXT, json={"prompt": "x" * 2**21})
@@ -311,6 +419,7 @@ def test_a_prompt_that_is_surely_too_long_is_not_tokenized(monkeypatch: pytest.M
         body = json.loads(json.dumps(PATHS[path]).replace('"hi"', '"x"').replace('"x"', json.dumps("x" * 2_000_000)))
         refused = ask(path, json=body)
         assert refused.status_code == 400 and "2000000 characters" in complaint(refused, path == CLAUDE)
+        assert "the model's context of 1024" in refused.text and "/" not in complaint(refused, path == CLAUDE)
         assert path == CLAUDE or refused.json()["error"]["code"] == "context_length_exceeded"
 
 
@@ -369,8 +478,8 @@ def test_the_description_has_every_path_and_its_errors(ask: Ask) -> None:
     described = json.loads(ask("/openapi.json", "GET").text)
     assert set(described["paths"]) == {
         *PATHS, f"{CLAUDE}/count_tokens", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
-        "/apply-template",
-        "/health", "/ready", "/metrics",
+        "/apply-template", f"{RESPOND}/input_tokens",
+        "/health", "/ready", "/version", "/metrics",
     }  # fmt: skip
     for path in PATHS:
         assert {"200", "400", "401", "404", "413", "429", "503"} <= set(described["paths"][path]["post"]["responses"])

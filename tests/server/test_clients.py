@@ -1,6 +1,6 @@
-"""Clients that are no Python: curl, and OpenAI's for JavaScript. Those in Python are in test_apis.py.
+"""Clients that are no Python: curl, and OpenAI's and Anthropic's for JavaScript; and Anthropic's runner of tools.
 
-The latter is there after `npm ci --prefix tests/server/npm`, with node 20 or newer.
+Those of npm are there after `npm ci --prefix tests/server/npm`, with node 20 or newer.
 """
 
 from __future__ import annotations
@@ -83,6 +83,39 @@ def test_openais_client_for_javascript_does_a_whole_task(chat: House) -> None:
     assert told["sure"] == "boolean" and told["responded"] == text_of(PLAIN)
     assert json.loads(told["called"]) == PARIS
     assert told["refused"] == [404, "model_not_found"]
+
+
+@needs_npm
+def test_anthropics_client_for_javascript_runs_tools(chat: House) -> None:
+    """Its runner asks for a thread first, and goes on without one."""
+    done = subprocess.run(
+        ["node", NPM / "anthropic.mjs", chat.url], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told == {"whole": [["Paris"], text_of(ANSWER)], "streamed": [["Paris"], text_of(ANSWER)]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_client_runs_tools(chat: House, stream: bool) -> None:
+    from anthropic import Anthropic, beta_tool
+
+    cities: list[str] = []
+
+    @beta_tool
+    def get_weather(city: str) -> str:
+        """The weather of a city."""
+        cities.append(city)
+        return "22 C"
+
+    with Anthropic(base_url=chat.url, api_key="none", max_retries=0) as claude:
+        asked: Any = {"model": "chatty", "max_tokens": 100, "messages": HELLO, "tools": [get_weather]}
+        if stream:
+            texts = ["".join(turn.text_stream) for turn in claude.beta.messages.tool_runner(**asked, stream=True)]
+        else:
+            turns = list(claude.beta.messages.tool_runner(**asked))
+            texts = ["".join(block.text for block in turn.content if block.type == "text") for turn in turns]
+    assert (cities, texts) == (["Paris"], ["I look.", text_of(ANSWER)])
 
 
 def test_the_lock_of_packages_names_no_host() -> None:

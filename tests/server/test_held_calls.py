@@ -149,13 +149,16 @@ def test_what_must_be_a_call_is_one(tmp_path: Path, name: str, special: bool) ->
     grammar = held(model.served, Prompt(()), box, None)
     assert grammar is not None
     found = []
-    for seed in range(7):
+    every = {tool["function"]["name"] for tool in tools}
+    for seed in range(50):
         text = model.text(grammar, seed)
         parts = model.parts(text, box, Prompt(()))
         names = read(parts, tools)
         assert names and not any(isinstance(part, Said) for part in parts), text
         found.append(names)
-    assert {name for names in found for name in names} == {tool["function"]["name"] for tool in tools}
+        if seed >= 6 and every == {name for names in found for name in names}:
+            break
+    assert every == {name for names in found for name in names}
     assert max(map(len, found)) > 1
 
 

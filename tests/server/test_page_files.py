@@ -22,7 +22,7 @@ def test_the_page_is_open_its_policy_strict_and_nothing_else_is_given_out(guarde
     for path in ("/page/", "/page/none.js", "/page/..%2fapp.py", "/page/%2e%2e/app.py", "/page/..%2f..%2fREADME.md"):
         assert httpx.get(f"{guarded}{path}").status_code == 404
     assert httpx.get(f"{guarded}/page/..%2fmetrics").status_code == 404
-    assert httpx.get(f"{guarded}/metrics").status_code == 401
+    assert httpx.get(f"{guarded}/v1/models").status_code == 401
     assert "/" not in httpx.get(f"{pair.url}/openapi.json").json()["paths"]
 
 

@@ -100,3 +100,13 @@ def test_formats_and_thoughts_are_told_as_mlx_lm_tells_them() -> None:
         assert infer(template, vocabulary) == _infer_tool_parser(theirs)
         start, end, *_ = _infer_thinking(theirs)
         assert thinking_tags(vocabulary) == (Tags(start, end) if start is not None else None)
+
+
+@pytest.mark.parametrize("rest", ["<tool_call>", '<tool_call>\n{"name": "f", "argu', "<tool_ca"])
+def test_a_call_that_is_cut_off_is_no_words(rest: str) -> None:
+    for cut, words in ((True, []), (False, [("S", rest)])):
+        splitter = Splitter(THINK, json_tools(), BOX)
+        parts = splitter.feed(f"Well. {CALL}") + splitter.feed(rest) + splitter.finish(cut)
+        assert joined(parts) == [("S", "Well. "), ("C", '{"x": "<b>"}'), *words]
+    words_alone = Splitter(THINK, json_tools(), BOX)
+    assert joined(words_alone.feed("1 <") + words_alone.finish(cut=True)) == [("S", "1 <")]

@@ -107,6 +107,32 @@ def test_every_api_requires_calls(ai: openai.OpenAI, claude: anthropic.Anthropic
         jsonschema.validate(use.input, CITY if use.name == "get_weather" else {})
 
 
+def test_a_tool_that_is_named_is_called_once(chat: House, ai: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    """The script says the same call again and again where it may; the grammar ends after one."""
+    asked: dict[str, Any] = {"messages": HELLO, "temperature": 1.5, "max_tokens": 2000}
+    for seed, stream in ((1, False), (2, False), (3, True)):
+        body = {**asked, "tools": [OTHER, TOOL], "tool_choice": NAMED, "seed": seed, "stream": stream}
+        text = httpx.post(f"{chat.url}{CHAT}", json=body, timeout=200).text
+        assert text.count('"name":"get_weather"') == 1 and '"finish_reason":"tool_calls"' in text
+    tools: Any = [{"type": "function", "strict": False, **WEATHER}]
+    named: Any = {"type": "function", "name": "get_weather"}
+    answer = ai.responses.create(model="chatty", input="hi", tools=tools, tool_choice=named, temperature=1.5)
+    assert [item.type for item in answer.output if item.type != "reasoning"] == ["function_call"]
+    assert answer.parallel_tool_calls
+    theirs: Any = [{"name": "get_weather", "input_schema": CITY}]
+    how: Any = {"type": "tool", "name": "get_weather"}
+    said = claude.messages.create(model="chatty", max_tokens=2000, messages=HELLO, tools=theirs, tool_choice=how)
+    assert [block.type for block in said.content] == ["tool_use"] and said.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_off_is_not_told(chat: House, stream: bool) -> None:
+    asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "seed": 1, "stream": stream}
+    for most in (1, 3, 9):
+        text = httpx.post(f"{chat.url}{CHAT}", json={**asked, "max_tokens": most}, timeout=200).text
+        assert '"finish_reason":"length"' in text and "tool_call>" not in text and "get_weather" not in text
+
+
 def test_the_tools_that_are_allowed_are_those_that_may_be_called(chat: House) -> None:
     name = {"type": "function", "function": {"name": "other"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [name]}}

@@ -69,10 +69,30 @@ def _(at: Servers) -> None:
     at.chat.whole(CHAT, model="gpt-3.5-turbo-instruct", messages=HELLO)
 
 
-@cases.add("vLLM's and llama.cpp's practice", why="a field that is misspelt, or does nothing here, would go unnoticed")
+@cases.add("vLLM's and llama.cpp's practice")
 def _(at: Servers) -> None:
     """Fields that nobody knows are ignored."""
+    at.chat.whole(CHAT, messages=HELLO, brand_new={"of": 2027})
+
+
+@cases.add("llama.cpp's practice", why="the answer would not be what was asked for")
+def _(at: Servers) -> None:
+    """Fields of other samplers, such as mirostat, are ignored where there is no such sampler."""
     at.chat.whole(CHAT, messages=HELLO, mirostat=2)
+
+
+@cases.add("the practice of Anthropic's runners of tools")
+def _(at: Servers) -> None:
+    """A thread is refused in the word by which clients go on without one."""
+    reply = at.chat.post(CLAUDE, messages=HELLO, max_tokens=5, thread={"type": "create"})
+    refused(reply, "thread")
+    equal(reply.json["error"]["details"]["error_code"], "thread_unsupported_request", "the word")
+
+
+@cases.add("LangChain's and LlamaIndex's practice")
+def _(at: Servers) -> None:
+    """Embeddings, which a model of text does not make, are a 404 that names why."""
+    refused(at.chat.post("/v1/embeddings", input="x"), "embeddings are not served here", status=404)
 
 
 @cases.add("OpenAI's reference")

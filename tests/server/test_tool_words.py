@@ -1,0 +1,122 @@
+"""A model whose template has no tools is told of them in words, and its calls are held to their schemas."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from outrider.protocol.errors import ModelError
+from outrider.server.mapping.toolbox import Choice, toolbox
+from outrider.server.model.served import Conversation, ServedModel, load_served
+from outrider.server.model.tool_words import in_words
+from outrider.server.problems import Refused
+from tests.server.house import House, serving
+from tests.server.scripted import ANSWER, PLAIN, text_of
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+}
+TOOL: Any = {"type": "function", "function": {"name": "get_weather", "description": "", "parameters": CITY}}
+HELLO: Any = [{"role": "user", "content": "hi"}]
+TALK: Any = [
+    *HELLO,
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "tool_calls": [{"id": "1", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "22 C"},
+    {"role": "tool", "tool_call_id": "2", "content": "sunny"},
+    {"role": "user", "content": "And?"},
+]
+BARE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if 'tool_response>\n' in messages[-1].content %}<|answer|>
+{%- elif '<tools>' in messages[0].content %}<|tools|>{% else %}<|plain|>{% endif %}{% endif %}"""
+STERN = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + BARE
+
+
+def folder_with(template: str, model: Path, to: Path) -> Path:
+    """The model with another template."""
+    shutil.copytree(model, to)
+    settings = json.loads((to / "tokenizer_config.json").read_text())
+    (to / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return to
+
+
+@pytest.fixture(scope="module")
+def bare(scripted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_with(BARE, scripted, tmp_path_factory.mktemp("bare") / "bare")
+
+
+@pytest.fixture(scope="module")
+def model(bare: Path) -> ServedModel:
+    return load_served("bare", bare, ("bare",))
+
+
+@pytest.fixture(scope="module")
+def house(chat: House, bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """The same cluster behind the other template."""
+    with serving(chat.client.endpoint, bare, tmp_path_factory.mktemp("words")) as found:
+        yield found
+
+
+def test_calls_and_results_are_words_of_the_turns() -> None:
+    said = in_words(TALK, (TOOL,))
+    assert [one["role"] for one in said] == ["system", "user", "assistant", "user"]
+    assert json.dumps(TOOL["function"]) in said[0]["content"] and "<tools>" in said[0]["content"]
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    assert said[2]["content"] == f"I look.\n{call}" and "tool_calls" not in said[2]
+    results = "".join(f"<tool_response>\n{one}\n</tool_response>\n" for one in ("22 C", "sunny"))
+    assert said[3]["content"] == f"{results}And?"
+    own = in_words([{"role": "system", "content": "Be brief."}, *HELLO], (TOOL,))
+    assert [one["role"] for one in own] == ["system", "user"] and own[0]["content"].startswith("Be brief.\n\n")
+    assert in_words(HELLO, ()) == HELLO
+
+
+def test_a_template_that_refuses_system_messages_has_them_before_the_first_words(
+    scripted: Path, tmp_path: Path
+) -> None:
+    stern = load_served("stern", folder_with(STERN, scripted, tmp_path / "stern"), ())
+    text = stern.codec.decode(stern.prompt(Conversation(HELLO, (TOOL,))).tokens)
+    assert text.startswith("<|im_start|>user\n") and "<tools>" in text and "\n\nhi<|im_end|>" in text
+    with pytest.raises(ModelError, match="no system here"):
+        stern.prompt(Conversation([{"role": "system", "content": "x"}, *HELLO], (TOOL,)))
+
+
+def test_tools_are_refused_where_that_is_switched_off(bare: Path) -> None:
+    off = load_served("bare", bare, ("bare",), tool_fallback=False)
+    assert off.tools is None and not off.note
+    with pytest.raises(Refused, match="leave tools out"):
+        toolbox(off, [TOOL], Choice())
+
+
+def test_the_models_description_says_so(house: House, chat: House) -> None:
+    told = httpx.get(f"{house.url}/v1/models").json()["data"][0]
+    assert "described in the system prompt" in told["description"] and "--no-tool-fallback" in told["description"]
+    assert "description" not in httpx.get(f"{chat.url}/v1/models").json()["data"][0]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_whole_task(house: House, choice: Any) -> None:
+    """The script would leave out the days, which the schema requires: so it is the grammar that holds the call."""
+    asked = {"messages": HELLO, "tools": [TOOL], "tool_choice": choice, "max_tokens": 400, "parallel_tool_calls": False}
+    answer = httpx.post(f"{house.url}/v1/chat/completions", json=asked, timeout=200).json()["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+    assert answer["finish_reason"] == "tool_calls"
+    talk = [*HELLO, answer["message"], {"role": "tool", "tool_call_id": call["id"], "content": "22 C"}]
+    said = httpx.post(f"{house.url}/v1/chat/completions", json={"messages": talk, "tools": [TOOL]}, timeout=200).json()
+    assert said["choices"][0]["message"]["content"] == text_of(ANSWER)
+    free = httpx.post(f"{house.url}/v1/chat/completions", json={"messages": HELLO}, timeout=200).json()
+    assert free["choices"][0]["message"]["content"] == text_of(PLAIN)
