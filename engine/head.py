@@ -1,4 +1,5 @@
-"""Logits only where somebody reads them: a prompt's tokens pass the model's last, widest layer by.
+"""Logits only where somebody reads them: a prompt's tokens pass the model's last, widest layer by; and an output layer
+that makes those of a draft's own vocabulary alone.
 
 Wraps the output layer of a model (`lm_head`, or the embedding where both are one). It acts on the rows that were named
 for the forward under way; with none named every row gets its logits, as in mlx-lm. Knows one layer, nothing of texts.
@@ -27,6 +28,29 @@ class Wanted:
         return mx.take(hidden, self.rows, axis=1)
 
 
+class ReducedHead(nn.Module):  # type: ignore[misc]
+    """An output layer for some of the vocabulary's tokens, as FR-Spec's and EAGLE-3's: the others' logits are -inf.
+
+    `rows` is the layer, [hidden] -> [tokens it can say]; `tokens` are their ids, ascending.
+    """
+
+    def __init__(self, hidden: int, count: int, vocab_size: int) -> None:
+        super().__init__()
+        self.rows = nn.Linear(hidden, count, bias=False)
+        self.tokens = mx.arange(count, dtype=mx.int32)
+        self._vocab_size = vocab_size
+        self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.spread(self.rows(x))
+
+    def spread(self, logits: mx.array) -> mx.array:
+        """[..., V] of the rows' own [..., V_d]."""
+        whole = mx.full((*logits.shape[:-1], self._vocab_size), -mx.inf, logits.dtype)
+        whole[..., self.tokens] = logits
+        return whole
+
+
 class Head(nn.Module):  # type: ignore[misc]
     """An output layer that leaves out what is not wanted."""
 
@@ -43,7 +67,7 @@ class Head(nn.Module):  # type: ignore[misc]
         return getattr(inner, name)
 
     def __call__(self, x: mx.array) -> mx.array:
-        is_output = isinstance(self.inner, nn.Linear | nn.QuantizedLinear)
+        is_output = isinstance(self.inner, nn.Linear | nn.QuantizedLinear | ReducedHead)
         found: mx.array = self.inner(self._wanted.of(x) if is_output else x)
         return found
 
@@ -73,6 +97,6 @@ def install(model: nn.Module) -> Wanted:
             inner = parent.get(name) if isinstance(parent, dict) else None
             if isinstance(inner, Head):
                 inner._wanted = _Held(wanted)
-            elif isinstance(inner, nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding):
+            elif isinstance(inner, nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding | ReducedHead):
                 parent[name] = Head(inner, wanted)
     return wanted

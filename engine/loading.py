@@ -16,11 +16,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, load_model
 
 from outrider.engine import memory, positions, weights
 from outrider.engine.cache import is_attention, leaves_of
+from outrider.engine.head import ReducedHead
 from outrider.engine.ranks import Ranks
 from outrider.protocol.errors import ModelError
 from outrider.protocol.guard import first_line, named_errors
@@ -165,7 +167,10 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path / 'config.json'} names no model_type: expected a Hugging Face model's config")
     try:
-        model, config = load_model(path, lazy=True)
+        if "draft_vocab_size" in config:
+            model, config = load_model(path, lazy=True, get_model_classes=_reduced)
+        else:
+            model, config = load_model(path, lazy=True)
     except FileNotFoundError as error:
         raise ModelError(f"{path} holds no weights: expected model*.safetensors beside config.json") from error
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
@@ -176,6 +181,38 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     except SystemExit as error:  # mlx-lm's OLMo ends the process where a library of its own is missing
         raise ModelError(f"{path}: mlx-lm's {config['model_type']} needs a library that is not installed") from error
     return model, config
+
+
+def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """A Llama that can say only some tokens: `draft_vocab_size` of them, their ids told by `d2t` as in EAGLE-3's heads.
+
+    Raises ValueError: the config asks for something else.
+    """
+    count: int = config["draft_vocab_size"]
+    size: int = config.get("vocab_size", 0)
+    said = f"expected a llama with draft_vocab_size from 1 to its vocab_size, {size}; not {count}"
+    if config["model_type"] != "llama" or not (isinstance(count, int) and isinstance(size, int)):
+        raise ValueError(said)
+    if not 0 < count <= size:
+        raise ValueError(said)
+
+    class Reduced(llama.Model):  # type: ignore[misc]
+        def __init__(self, args: llama.ModelArgs) -> None:
+            super().__init__(args)
+            self.lm_head = ReducedHead(args.hidden_size, count, size)
+
+        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            weights = super().sanitize(weights)
+            offsets = weights.pop("d2t", None)
+            if offsets is None or offsets.shape != (count,):
+                raise ValueError(f"expected a tensor d2t of {count} offsets to the tokens it can say")
+            tokens = mx.arange(count) + offsets.astype(mx.int32)
+            if mx.any((tokens < 0) | (tokens >= size)).item():
+                raise ValueError(f"d2t names tokens outside the vocabulary of {size}")
+            moved = {key.replace("lm_head.", "lm_head.rows."): value for key, value in weights.items()}
+            return moved | {"lm_head.tokens": tokens}
+
+    return Reduced, llama.ModelArgs
 
 
 def _to_float32(model: nn.Module, parameters: int) -> nn.Module:

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from outrider.engine.blocks import Dense, Floats, Norm, host
-from outrider.engine.head import unwrapped
+from outrider.engine.head import ReducedHead, unwrapped
 from outrider.engine.loading import LoadedModel
 from outrider.engine.piece import Bools
 from outrider.engine.positions import Ints, RopeTable
@@ -146,7 +146,14 @@ class Ends:
 
     def __init__(self, model: nn.Module) -> None:
         self.embedding = host(unwrapped(model.model.embed_tokens).weight)
-        self.head = Dense([unwrapped(model.lm_head if "lm_head" in model else model.model.embed_tokens)])
+        layer = unwrapped(model.lm_head if "lm_head" in model else model.model.embed_tokens)
+        self._reduced = layer if isinstance(layer, ReducedHead) else None
+        self.head = Dense([layer.rows if self._reduced is not None else layer])
+
+    def logits_of(self, normed: Floats) -> mx.array:
+        """[T, V] of rows behind the final norm."""
+        found = mx.array(self.head(normed))
+        return found if self._reduced is None else self._reduced.spread(found)
 
 
 class Net(Ends):
@@ -179,7 +186,7 @@ class Net(Ends):
 
     def logits(self, rows: Floats) -> mx.array:
         """Of the last layer's output: [T, V]."""
-        return mx.array(self.head(self.norm(rows)))
+        return self.logits_of(self.norm(rows))
 
 
 def net_of(model: LoadedModel) -> Net:

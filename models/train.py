@@ -2,7 +2,8 @@
 
 One command: reads this Python's standard library, learns a tokenizer, trains the target, distils the draft from it and
 writes DIR/target, DIR/draft and DIR/training.json. With `--head KIND --target MODEL` it makes a head that drafts for
-that model instead, from text that the model writes itself. Stopped, the same command goes on. Needs the extra `train`.
+that model instead, and with `--draft --target MODEL` a draft model, from text that the model writes itself. Stopped,
+the same command goes on. Needs the extra `train`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from models.training.recipe import PRESETS, Recipe, preset
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
 _OF_PAIRS = ("preset", "target_tokens", "draft_tokens")
-_OF_HEADS = ("target", "store", "text_tokens", "tokens", "length", "hidden", "vocab", "steps", "rate", "visible_prefix")
+_OF_BOTH = ("target", "store", "text_tokens", "vocab", "rate")
+_OF_HEADS = ("tokens", "length", "hidden", "steps", "visible_prefix")
+_OF_DRAFTS = ("layers", "mlp", "minutes", "coupled", "text_only", "export")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,26 +38,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("stopped; the same command goes on from the last checkpoint", 130)
-    sys.stderr.write(f"the {'pair' if options.head is None else 'head'} lies in {options.out}\n")
+    sys.stderr.write(
+        f"the {_made_of(options)} lies in {options.out}\n" if not options.text_only else "the text is written\n"
+    )
     return 0
 
 
+def _made_of(options: argparse.Namespace) -> str:
+    return "draft" if options.draft else "pair" if options.head is None else "head"
+
+
 def _check(options: argparse.Namespace) -> None:
-    """Raise InvalidRequest for what goes with heads only or with pairs only."""
-    others = _OF_PAIRS if options.head is not None else _OF_HEADS
-    given = [f"--{name.replace('_', '-')}" for name in others if getattr(options, name) is not None]
-    if given and options.head is None:
-        raise InvalidRequest(f"{', '.join(given)} is for a head; name which with --head: {', '.join(KINDS)}")
-    if given:
-        raise InvalidRequest(f"{', '.join(given)} is for a pair, and --head makes a head alone; leave one of them out")
-    if options.head is not None and options.target is None:
-        raise InvalidRequest("a head is made for a target; name its folder with --target")
+    """Raise InvalidRequest for what does not go with what is to be made."""
+    if options.draft and options.head is not None:
+        raise InvalidRequest("--draft makes a draft model and --head a head; leave one of them out")
+    made = _made_of(options)
+    kinds = {"pair": _OF_PAIRS, "head": (*_OF_BOTH, *_OF_HEADS), "draft": (*_OF_BOTH, *_OF_DRAFTS)}
+    for name in sorted({name for of in kinds.values() for name in of} - set(kinds[made])):
+        if getattr(options, name) not in (None, False):
+            wanted = " or ".join(f"a {kind}" for kind, names in kinds.items() if name in names)
+            raise InvalidRequest(f"--{name.replace('_', '-')} is for {wanted}, and this makes a {made}; leave it out")
+    if made != "pair" and options.target is None:
+        raise InvalidRequest(f"a {made} is made for a target; name its folder with --target")
+    if options.draft and options.store is None:
+        raise InvalidRequest("a draft needs a folder for the target's text; name one with --store")
 
 
 def _make(options: argparse.Namespace) -> None:
-    made = _pair_recipe(options) if options.head is None else _head_recipe(options)
     out, extra = options.out.resolve(), [folder.resolve() for folder in options.extra_dir]
     try:
+        if options.draft:
+            _make_draft(options, out)
+            return
+        made = _pair_recipe(options) if options.head is None else _head_recipe(options)
         if isinstance(made, Recipe):
             from models.training import pipeline
 
@@ -67,6 +83,22 @@ def _make(options: argparse.Namespace) -> None:
         raise OutriderError(
             f"training needs {error.name}, which is not installed; run: pip install -e '.[train]'"
         ) from error
+
+
+def _make_draft(options: argparse.Namespace, out: Path) -> None:
+    from models.training.draft import pipeline as drafts
+
+    if options.export:
+        drafts.publish(out, options.target)
+        return
+    names = ("layers", "vocab", "mlp", "text_tokens", "minutes", "rate", "batch_tokens", "coupled")
+    asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    recipe = drafts.DraftRecipe(seed=options.seed, **asked)
+    drafts.run(recipe, options.target, out, options.store.resolve(), text_only=options.text_only)
+
+
+def _layer_list(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def _pair_recipe(options: argparse.Namespace) -> Recipe:
@@ -101,7 +133,7 @@ def _fail(sentence: str, code: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train", description="Make a pair from Python source, or a head for a target."
+        prog="train", description="Make a pair from Python source, or a head or a draft for a target."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to make; it must not exist or be empty")
     parser.add_argument("--preset", help=f"{' or '.join(PRESETS)} (default: embedded)")
@@ -132,7 +164,15 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="a dflash head learns with the first tokens of its blocks known, as in the draft worker they are",
     )
-    head.add_argument("--rate", type=float, help="of learning, at its highest (0.0015)")
+    head.add_argument("--rate", type=float, help="of learning, at its highest (a head 0.0015, a draft 0.0005)")
+    draft = parser.add_argument_group("a draft model (with --target, --store, --vocab, --text-tokens and --rate, too)")
+    draft.add_argument("--draft", action="store_true", help="make one that begins as some of the target's layers")
+    draft.add_argument("--layers", type=_layer_list, help="which, from 0; -1 is the last (0,1,2,-1)")
+    draft.add_argument("--mlp", type=int, help="width of its MLPs, the strongest columns (the target's)")
+    draft.add_argument("--minutes", type=float, help="for text and training together (until it is stopped)")
+    draft.add_argument("--coupled", type=float, help="weight of equal choices beside the KL divergence (1)")
+    draft.add_argument("--text-only", action="store_true", help="write text alone; another run may train meanwhile")
+    draft.add_argument("--export", action="store_true", help="write the best draft so far of a run that may go on")
     return parser
 
 

@@ -15,8 +15,8 @@ from models.training.recipe import Shape
 class KeysAndValues(Protocol):
     """What one layer remembers of the tokens before."""
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of a token [batch, kv_heads, 1, head_dim]; all that there are."""
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Add those of new tokens [batch, kv_heads, new, head_dim], then let their queries read all: as `queries`."""
         ...
 
 
@@ -41,10 +41,8 @@ class Attention(nn.Module):
         queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
         if before is None:
             mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        else:  # one token: heads that share keys stand as rows of one, so that these are read once
-            keys, values = before.extend(keys, values)
-            shared = queries.reshape(batch, keys.shape[1], -1, self.head_dim)
-            mixed = functional.scaled_dot_product_attention(shared, keys, values).reshape(queries.shape)
+        else:
+            mixed = before.attend(queries, keys, values)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -100,9 +98,15 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.logits(self.rows(tokens)[-1])
 
-    def rows(self, tokens: Tensor, at: int = 0, before: Sequence[KeysAndValues] | None = None) -> list[Tensor]:
-        """What each layer puts out [batch, length, hidden]; the first token stands at position `at`."""
-        cos, sin = (table[at : at + tokens.shape[1]] for table in (self.cos, self.sin))
+    def rows(
+        self, tokens: Tensor, at: int | Tensor = 0, before: Sequence[KeysAndValues] | None = None
+    ) -> list[Tensor]:
+        """What each layer puts out [batch, length, hidden]; the first token stands at position `at` (or [batch])."""
+        if isinstance(at, Tensor):
+            places = at[:, None] + torch.arange(tokens.shape[1], device=at.device)
+            cos, sin = self.cos[places][:, None], self.sin[places][:, None]
+        else:
+            cos, sin = (table[at : at + tokens.shape[1]] for table in (self.cos, self.sin))
         x, found = self.embed_tokens(tokens).float(), []
         for number, layer in enumerate(self.layers):
             x = layer(x, cos, sin, None if before is None else before[number])
@@ -123,6 +127,12 @@ class Llama(nn.Module):
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             scale = 0.02 / (2 * self.shape.layers) ** 0.5 if residual else 0.02
             nn.init.normal_(parameter, std=scale, generator=generator)
+
+
+def attend_one(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention of one token: heads that share keys stand as rows of one, so that these are read once."""
+    shared = queries.reshape(keys.shape[0], keys.shape[1], -1, keys.shape[-1])
+    return functional.scaled_dot_product_attention(shared, keys, values, attn_mask=mask).reshape(queries.shape)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -365,8 +365,8 @@ def test_a_target_that_no_head_can_be_made_for_is_told(
     ("arguments", "sentence"),
     [
         (["--head", "eagle3"], "a head is made for a target; name its folder with --target"),
-        (["--head", "eagle3", "--target", "x", "--preset", "tiny"], "--preset is for a pair"),
-        (["--hidden", "64"], "--hidden is for a head; name which with --head: eagle3"),
+        (["--head", "eagle3", "--target", "x", "--preset", "tiny"], "--preset is for a pair, and this makes a head"),
+        (["--hidden", "64"], "--hidden is for a head, and this makes a pair"),
         (["--head", "eagle3", "--target", "nowhere"], "nowhere holds no readable config.json"),
     ],
 )

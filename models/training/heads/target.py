@@ -19,10 +19,11 @@ from models.training.recipe import Shape
 from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "mistral")
+_GROUP = 32  # numbers that share a scale
 
 
-def read_target(folder: Path, device: torch.device) -> Llama:
-    """The model in `folder`. Raises ModelError when it is none that heads can be made for."""
+def read_target(folder: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Llama:
+    """The model in `folder`, its matrices as `dtype`. Raises ModelError when it is none that heads can be made for."""
     shape = _shape(_config(folder), folder)
     model = Llama(shape, seed=0)
     weights = _weights(folder)
@@ -34,7 +35,7 @@ def read_target(folder: Path, device: torch.device) -> Llama:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.dim() >= 2:
-            parameter.data = parameter.data.bfloat16()
+            parameter.data = parameter.data.to(dtype)
     return model.to(device).eval()
 
 
@@ -47,10 +48,10 @@ def _config(folder: Path) -> Mapping[str, Any]:
     if kind not in FAMILIES:
         raise ModelError(f"{folder} holds a {kind} model; heads are made for Llama-like ones: {', '.join(FAMILIES)}")
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    unusual = [key for key in ("attention_bias", "mlp_bias", "quantization", "sliding_window") if config.get(key)]
+    unusual = [key for key in ("attention_bias", "mlp_bias", "sliding_window") if config.get(key)]
     unusual += ["rope_scaling"] if scaling.get("rope_type", "default") != "default" else []
     if unusual:
-        raise ModelError(f"{folder} has {', '.join(unusual)}; heads are made for plain Llamas, dense and unscaled")
+        raise ModelError(f"{folder} has {', '.join(unusual)}; heads are made for plain Llamas, unscaled")
     return config
 
 
@@ -79,7 +80,22 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
-            found |= {key.removeprefix("model."): value.float() for key, value in load_file(file).items()}
+            found |= {key.removeprefix("model."): value for key, value in load_file(file).items()}
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} can't be read ({error}); fetch the model again") from error
-    return found
+    return {
+        key: _whole(value, found[f"{stem}.scales"], found[f"{stem}.biases"]) if packed else value.float()
+        for key, value in found.items()
+        if not key.endswith((".scales", ".biases"))
+        for stem in (key.removesuffix(".weight"),)
+        for packed in (f"{stem}.scales" in found,)
+    }
+
+
+def _whole(packed: Tensor, scales: Tensor, biases: Tensor) -> Tensor:
+    """A matrix that MLX has quantised: 4 or 8 bits a number, w = scale * q + bias by groups."""
+    octets = packed.view(torch.uint8)
+    bits = 8 * octets.shape[1] // (scales.shape[1] * _GROUP)
+    steps = octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+    grouped = steps.unflatten(1, (scales.shape[1], -1)).float()
+    return (grouped * scales.float()[..., None] + biases.float()[..., None]).flatten(1)

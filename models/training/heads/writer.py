@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.training.llama import Llama
+from models.training.llama import Llama, attend_one
 from models.training.loop import autocast
 
 
@@ -21,12 +21,12 @@ class Window:
         self._room = torch.empty(shape, dtype=torch.bfloat16, device=device)
         self._count = 0
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a token's; all that there are."""
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Add a token's; its queries read all that there are."""
         at, self._count = self._count, self._count + keys.shape[2]
         self._room[0, :, :, at : self._count] = keys
         self._room[1, :, :, at : self._count] = values
-        return self._room[0, :, :, : self._count], self._room[1, :, :, : self._count]
+        return attend_one(queries, self._room[0, :, :, : self._count], self._room[1, :, :, : self._count])
 
 
 @torch.no_grad()

@@ -1,0 +1,65 @@
+"""A trained draft as it is kept in the repository: layers in 4 bits, norms, and the tokens that it can say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.training.draft.quantise import BITS, GROUP, packed, quantise
+from models.training.recipe import Shape
+
+
+def write(folder: Path, weights: dict[str, Tensor], outputs: Tensor, target: Shape, about: dict[str, Any]) -> None:
+    """Write config.json, model.safetensors and training.json, which tells `about` it, into the new `folder`."""
+    tensors: dict[str, Tensor] = {"d2t": (outputs.cpu() - torch.arange(len(outputs))).int()}
+    for name, value in weights.items():
+        tensor = value.detach().float().cpu()
+        if tensor.dim() < 2:
+            tensors[f"model.{name}"] = tensor.half()
+            continue
+        steps, scales, biases = quantise(tensor)
+        stem = f"model.{name.removesuffix('.weight')}"
+        tensors |= {f"{stem}.weight": packed(steps), f"{stem}.scales": scales, f"{stem}.biases": biases}
+    folder.mkdir(parents=True)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "mlx"})
+    mlp = weights["layers.0.mlp.gate_proj.weight"].shape[0]
+    layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+    _write_json(folder / "config.json", _config(target, layers, mlp, len(outputs)))
+    _write_json(folder / "training.json", about)
+
+
+def _config(shape: Shape, layers: int, mlp: int, outputs: int) -> dict[str, Any]:
+    quantisation = {"group_size": GROUP, "bits": BITS}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": mlp,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.norm_epsilon,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": True,
+        "rope_theta": shape.rope_base,
+        "max_position_embeddings": shape.context,
+        "torch_dtype": "float16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding": "target",
+        "draft_vocab_size": outputs,
+        "quantization": quantisation,
+        "quantization_config": quantisation,
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")

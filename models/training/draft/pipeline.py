@@ -1,0 +1,193 @@
+"""The whole run of a draft in order: the target, text that it writes, training, export.
+
+Every stage keeps its result in the work folder and the store, so the same command goes on where it was stopped. Several
+runs may share a store: one writes, and all learn from what there is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.training.draft import export, text
+from models.training.draft.learner import Draft
+from models.training.draft.prompts import Prompts
+from models.training.draft.store import Answer, Store, StoreForm
+from models.training.draft.text import Chat
+from models.training.draft.trainer import Trainer, TrainerForm
+from models.training.heads.target import read_target
+from models.training.llama import Llama
+from models.training.loop import pick_device
+from models.training.storage import check_out, replacing
+from outrider.protocol.digest import digest
+from outrider.protocol.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+_LEAST_TOKENS = 10_000  # of text, before a draft begins to learn
+_SLOTS = {"cpu": 64, "cuda": 768}
+_BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
+_WRITING = 0.4  # of the minutes, at most
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRecipe:
+    """A draft of the target's `layers`, that can say `vocab` tokens, with MLPs of width `mlp` (None: the target's).
+
+    `text_tokens`: how much the target writes; `minutes`: for all, or None: until it is stopped; `held_out`: prompts.
+    """
+
+    seed: int = 0
+    layers: tuple[int, ...] = (0, 1, 2, -1)
+    vocab: int = 8192
+    mlp: int | None = None
+    text_tokens: int = 3_000_000
+    minutes: float | None = None
+    rate: float = 5e-4
+    batch_tokens: int | None = None
+    coupled: float = 1.0
+    held_out: int = 48
+
+
+def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only: bool = False) -> None:
+    """Make a draft at `out` from text in `store`. Raises InvalidRequest or ModelError on bad input."""
+    check_out(out)
+    device = pick_device()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    model = read_target(target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    layers = _layers(recipe, model)
+    chat, cut = Chat(target), text.pieces()
+    form = text.form(digest(target), cut, recipe.seed)
+    work = out.with_name(out.name + ".partial")
+    held_out = _held_out(store, form, model, chat, Prompts(cut, seed=recipe.seed, held_out=True), recipe)
+    kept = Store(store / "answers", form)
+    spent = _Spent(work / "text.json")
+    with _alone(store / "writing") as writes:
+        if writes:
+            _write(kept, model, chat, Prompts(cut, seed=recipe.seed), recipe, spent)
+    if text_only:
+        return
+    while kept.token_count < _LEAST_TOKENS:  # another run writes it
+        log.info("draft: waits for text, %d of %d tokens", kept.token_count, _LEAST_TOKENS)
+        time.sleep(20)
+        kept.refresh()
+    trainer = _trainer(recipe, model, layers, kept, held_out, work)
+    left = None if recipe.minutes is None else max(0.0, recipe.minutes - spent.seconds / 60)
+    trainer.run(left, grow=lambda: _grow(kept, trainer.progress.step))
+    publish(out, target)
+
+
+def publish(out: Path, target: Path) -> None:
+    """Write the best draft of the run that is to make `out`; the run may go on meanwhile."""
+    check_out(out)
+    work = out.with_name(out.name + ".partial")
+    path = work / "best.pt"
+    if not path.exists():
+        raise InvalidRequest(f"{work} holds no draft that has been judged yet; let the training run first")
+    best = torch.load(path, map_location="cpu", weights_only=True)
+    shape = read_target(target, torch.device("cpu"), torch.float32).shape
+    about = {key: best[key] for key in ("score", "form", "progress")} | json.loads((work / "draft.json").read_text())
+    export.write(out, best["mean"], best["outputs"], shape, about)
+    log.info("draft: agreement %s", json.dumps(best["score"]))
+
+
+def _layers(recipe: DraftRecipe, model: Llama) -> tuple[int, ...]:
+    count = model.shape.layers
+    if not recipe.layers or not all(-count <= layer < count for layer in recipe.layers):
+        raise InvalidRequest(f"--layers must name some of the target's, -{count} to {count - 1}, not {recipe.layers}")
+    return tuple(layer % count for layer in recipe.layers)
+
+
+def _trainer(
+    recipe: DraftRecipe, model: Llama, layers: Sequence[int], kept: Store, held_out: Sequence[Answer], work: Path
+) -> Trainer:
+    work.mkdir(parents=True, exist_ok=True)
+    identity = json.dumps({"layers": layers, "vocab": recipe.vocab, "mlp": recipe.mlp, **asdict(kept.form)})
+    note = work / "draft.json"
+    if not note.exists():
+        torch.save(kept.likely(recipe.vocab, model.shape.vocab), work / "outputs.pt")
+        with replacing(note) as temporary:
+            temporary.write_text(identity)
+    elif note.read_text() != identity:
+        raise InvalidRequest(f"{work} holds an unfinished draft of other settings; remove it or choose another --out")
+    outputs: Tensor = torch.load(work / "outputs.pt", weights_only=True)
+    device = model.embed_tokens.weight.device
+    draft = Draft(model, layers, outputs, recipe.mlp).to(device)
+    form = TrainerForm(
+        rate=recipe.rate, batch_tokens=recipe.batch_tokens or _BATCH_TOKENS[device.type], coupled=recipe.coupled,
+        length=min(text.LENGTH, model.shape.context), seed=recipe.seed,
+    )  # fmt: skip
+    return Trainer(draft, kept, held_out, work, form)
+
+
+def _grow(kept: Store, step: int) -> None:
+    if step % 16 == 0:
+        kept.refresh()
+
+
+def _held_out(
+    folder: Path, form: StoreForm, model: Llama, chat: Chat, prompts: Prompts, recipe: DraftRecipe
+) -> list[Answer]:
+    """Answers to prompts that are not trained on."""
+    kept = Store(folder / "held-out", form)
+    with _alone(folder / "writing-held-out", wait=True):
+        kept.refresh()
+        if kept.following < recipe.held_out:
+            log.info("text: %d held-out prompts", recipe.held_out)
+            _answer(kept, model, chat, prompts, lambda number: number >= recipe.held_out)
+    return kept.answers
+
+
+class _Spent:
+    """Seconds in which text was written, over all runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._before = float(json.loads(path.read_text())) if path.exists() else 0.0
+        self._started = time.monotonic()
+        self.seconds = self._before
+
+    def update(self) -> float:
+        self.seconds = self._before + time.monotonic() - self._started
+        with replacing(self._path) as temporary:
+            temporary.write_text(json.dumps(self.seconds))
+        return self.seconds
+
+
+def _write(kept: Store, model: Llama, chat: Chat, prompts: Prompts, recipe: DraftRecipe, spent: _Spent) -> None:
+    most = None if recipe.minutes is None else 60 * _WRITING * recipe.minutes
+
+    def enough(_: int) -> bool:
+        return kept.token_count >= recipe.text_tokens or (most is not None and spent.update() >= most)
+
+    if not enough(0):
+        _answer(kept, model, chat, prompts, enough)
+
+
+def _answer(kept: Store, model: Llama, chat: Chat, prompts: Prompts, enough: text.Enough) -> None:
+    slots = _SLOTS[model.embed_tokens.weight.device.type]
+    text.write(kept, model, chat, prompts, slots=slots, shard=slots // 2, enough=enough)
+
+
+@contextmanager
+def _alone(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Whether no other run holds `path` now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

@@ -1,0 +1,443 @@
+"""Prompts of the kinds that people send to a chat model, made from the text that installed packages bring.
+
+Six kinds of chat, and plain text that the target only reads. A prompt depends on the text, the seed and its number
+alone. What is held out (subjects, pieces of text, forms of a sum) occurs in no prompt of the training text.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+import numpy as np
+
+from models.training.corpus import Source
+
+KINDS = ("chat", "code", "mathematics", "summary", "extraction", "editing")
+PLAIN = "plain"  # read, not answered
+_HELD_OUT = 16  # one subject or piece in so many
+_PLAIN_PERIOD = 17  # one prompt in so many is plain text
+_PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|0BSD|Zlib|Unlicense)\b", re.IGNORECASE)
+_COPYLEFT = re.compile(r"\b(GPL|LGPL|AGPL|MPL|Mozilla|CC-BY)\w*", re.IGNORECASE)
+
+_SUBJECTS = """photosynthesis;gravity;the water cycle;volcanoes;black holes;the human heart;vaccines;evolution;DNA;
+electricity;magnetism;sound waves;the solar system;plate tectonics;climate change;renewable energy;nuclear power;
+batteries;the internet;search engines;computer memory;operating systems;programming languages;databases;encryption;
+machine learning;neural networks;recursion;version control;unit testing;compilers;cloud computing;
+open source software;robots;satellites;airplanes;bicycles;trains;electric cars;bridges;the Roman Empire;ancient Egypt;
+the Renaissance;the Industrial Revolution;the French Revolution;the Silk Road;the printing press;the moon landing;
+democracy;the United Nations;inflation;supply and demand;stock markets;compound interest;budgeting;insurance;taxes;
+marketing;negotiation;leadership;teamwork;time management;public speaking;job interviews;writing a resume;
+learning a language;playing the guitar;chess;painting;photography;poetry;jazz;classical music;theatre;novels;
+short stories;baking bread;cooking pasta;making coffee;green tea;healthy eating;vitamins;sleep;exercise;
+running a marathon;yoga;meditation;stress;friendship;raising children;keeping a dog;keeping a cat;gardening;
+growing tomatoes;beekeeping;birds;whales;elephants;ants;coral reefs;rainforests;deserts;glaciers;rivers;islands;Japan;
+Brazil;Kenya;Norway;India;Canada;Italy;Paris;London;New York;camping;hiking;sailing;football;tennis;swimming;
+the Olympic Games;probability;prime numbers;fractions;geometry;algebra;statistics;the scientific method;philosophy;
+ethics;psychology;habits;motivation;memory;creativity;artificial intelligence;privacy;passwords;social media;
+video games;recycling;plastic;clean water;earthquakes;hurricanes;rainbows;the seasons;tides;the speed of light;atoms;
+the periodic table;acids and bases;crystals;antibiotics;the immune system;bacteria;viruses;the brain;eyes;dreams;
+laughter;colours;clocks;calendars;maps;compasses;telescopes;microscopes;lighthouses;castles;museums;libraries;
+newspapers;writing letters;proverbs;myths;dragons;fairy tales;holidays;birthdays;weddings;gifts;moving to a new city;
+renting a flat;working from home;remote meetings;starting a business;volunteering;saving money;travel on a budget;
+learning to drive;first aid;fire safety;houseplants;interior design;knitting;woodworking;cheese;chocolate;spices;soup;
+salads;breakfast"""
+_CHAT = """What is {s}?;Explain {s} to a ten-year-old.;Explain {s} in simple terms.;Tell me about {s}.;
+Give me five facts about {s}.;Why is {s} important?;What are the benefits of {s}?;Write a short story about {s}.;
+Write a poem about {s}.;What are common misconceptions about {s}?;How did {s} change the world?;
+Give me three tips about {s}.;I want to learn about {s}. Where should I start?;What should a beginner know about {s}?;
+Write a short paragraph about {s}.;Compare {s} and {t}.;What is the connection between {s} and {t}?;
+Describe {s} in two sentences.;Write an email to a friend about {s}.;
+Make a list of ten words about {s} and say what each means.;
+What questions do people often ask about {s}? Answer two of them.;Write a dialogue between two friends about {s}.;
+I have to give a talk about {s}. Make an outline.;What are the pros and cons of {s}?;
+Can you recommend a way to learn more about {s}?;Imagine you are an expert on {s}. What would you say first?;
+What is the history of {s}?;How would you explain {s} to my grandmother?;Plan a week for someone interested in {s}.;
+Write a product description for a book about {s}.;hi, can you help me with {s}?;
+Who are important people in the history of {s}?;What is one surprising thing about {s}, and why?"""
+_TASKS = """reverses a string;checks if a number is prime;computes the n-th Fibonacci number;
+counts the words in a text;finds the largest number in a list;sorts a list of dictionaries by a key;
+removes duplicates from a list and keeps the order;merges two sorted lists;checks if a word is a palindrome;
+computes the factorial of a number;flattens a nested list;reads a CSV file and prints the sum of a column;
+counts how often each letter occurs;converts Celsius to Fahrenheit;finds the common elements of two lists;
+computes the greatest common divisor;searches a sorted list by bisection;transposes a matrix;
+validates an email address;generates a random password;counts the lines of a file;
+finds all files of a folder with a suffix;downloads a page and saves it;parses a date;
+computes the mean and the median;groups words by their first letter;checks if brackets are balanced;
+implements a stack;implements a queue;implements a linked list;implements a binary search tree;
+computes the Levenshtein distance;rolls two dice many times and counts the sums;prints a multiplication table;
+draws a triangle of stars;converts an integer to binary;converts Roman numerals to integers;finds the longest word;
+rotates a list by k places;splits a list into chunks of n;capitalises every word;
+computes the power of a number without **;finds the missing number between 1 and n;computes all permutations;
+computes all subsets;caches the results of a function;measures how long a function takes;
+retries a function three times;writes a dictionary to a JSON file;reads a JSON file;counts the vowels;
+removes punctuation;sums the digits of a number;checks if two words are anagrams;finds the second largest number;
+implements bubble sort;implements quicksort;implements merge sort;simulates a bank account;
+models a rectangle with its area;prints the first n prime numbers;zips two lists to a dictionary;inverts a dictionary;
+finds the most frequent element;formats seconds as hours and minutes;encodes a text with Caesar's cipher;
+plays rock, paper, scissors;guesses a number between 1 and 100;keeps a to-do list;computes the distance of two points;
+multiplies two matrices;walks a tree in breadth;finds the shortest path in a graph;detects a cycle in a linked list"""
+_CODE = """Write a Python function that {t}.;Write a Python program that {t}.;
+Write a function in Python that {t}, with type hints and a docstring.;How can I write code that {t} in Python?;
+Write a JavaScript function that {t}.;Write a Python class or function that {t}, and show how it is used.;
+Write a test for a Python function that {t}.;Give me a short Python script that {t} and explain it.;
+Write a C function that {t}.;Write code that {t}."""
+_ON_CODE = """Explain what this code does:;Write a docstring for this function:;
+Write a unit test for this function:;What does this function return?;Are there bugs in this code?;
+How could this code be made faster?;Translate this Python code to JavaScript:;Review this code:"""
+_EDITS_OF_CODE = """Add type hints to this function. Return the whole function.;
+Rename the variable `{v}` to `{w}` in this code. Return the whole code.;
+Add comments to this code. Return the whole code.;Add a docstring to this function and return all of it.;
+Rewrite this code with better names.;Fix the indentation of this code and return it whole.;
+Add error handling to this code. Return the whole code.;
+Add a print statement at the start of this function. Return the whole function.;
+Repeat this code, but without comments."""
+_EDITS_OF_TEXT = """Correct the spelling of this text:;Rewrite this text in the past tense:;
+Replace "{v}" by "{w}" in this text and return it whole:;Make this text more formal:;Correct the grammar:;
+Rewrite this text in simpler words:;Turn this text into a list:;Fix the typos in this paragraph and return it:;
+Make this text shorter, but keep its words where you can:;Repeat this text in capital letters:;
+Rewrite this paragraph in the first person:;Translate this text into plain English:"""
+_SUMMARIES = """Summarise this text in two sentences:;Summarize the following text:;
+What is the main point of this text?;Give me the key points of this text as a list:;Write a headline for this text:;
+Summarise this for a beginner:;TL;DR;Write an abstract of the following:;
+In one paragraph, what does the following say?"""
+_NAMES = [
+    "Anna",
+    "Ben",
+    "Carla",
+    "David",
+    "Elena",
+    "Farid",
+    "Grace",
+    "Hugo",
+    "Ines",
+    "Jack",
+    "Kofi",
+    "Lena",
+    "Maria",
+    "Nadia",
+    "Omar",
+    "Paula",
+    "Quinn",
+    "Rosa",
+    "Sam",
+    "Tara",
+    "Uma",
+    "Victor",
+    "Wei",
+    "Yara",
+    "Zoe",
+]
+_SURNAMES = [
+    "Smith",
+    "Garcia",
+    "Okafor",
+    "Tanaka",
+    "Müller",
+    "Rossi",
+    "Novak",
+    "Silva",
+    "Kumar",
+    "Chen",
+    "Larsen",
+    "Dubois",
+    "Kowalski",
+    "Haddad",
+    "Mbeki",
+    "Brown",
+    "Ivanova",
+    "Costa",
+    "Nguyen",
+    "Fischer",
+]
+_CITIES = [
+    "Lisbon",
+    "Oslo",
+    "Nairobi",
+    "Kyoto",
+    "Toronto",
+    "Berlin",
+    "Lima",
+    "Prague",
+    "Hanoi",
+    "Dublin",
+    "Cairo",
+    "Chicago",
+    "Turin",
+    "Seattle",
+    "Quito",
+    "Warsaw",
+]
+_THINGS = [
+    "apples",
+    "pencils",
+    "books",
+    "marbles",
+    "stamps",
+    "cookies",
+    "tickets",
+    "bottles",
+    "chairs",
+    "flowers",
+    "coins",
+    "eggs",
+    "oranges",
+    "balloons",
+    "shirts",
+    "cards",
+]
+_SHOPS = [
+    "lamp",
+    "desk",
+    "kettle",
+    "backpack",
+    "jacket",
+    "keyboard",
+    "bicycle",
+    "tent",
+    "blender",
+    "headphones",
+    "notebook",
+    "teapot",
+]
+_MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`text`: what the user says, or plain text to read."""
+
+    number: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What prompts are cut from: paragraphs of prose, functions of code."""
+
+    paragraphs: tuple[str, ...]
+    functions: tuple[str, ...]
+
+    def split(self, held_out: bool) -> Pieces:
+        """Those that are held out, or all others."""
+        return Pieces(
+            *(tuple(p for p in of if _is_held_out(p) == held_out) for of in (self.paragraphs, self.functions))
+        )
+
+    def digest(self) -> str:
+        return hashlib.sha256("\0".join((*self.paragraphs, *self.functions)).encode()).hexdigest()
+
+
+class Prompts:
+    """Prompts of training, or held-out ones, by number."""
+
+    def __init__(self, pieces: Pieces, *, seed: int, held_out: bool = False) -> None:
+        self._pieces, self._seed, self._held_out = pieces.split(held_out), seed, held_out
+        self._subjects, self._tasks = (
+            tuple(entry for entry in _entries(text) if _is_held_out(entry) == held_out) for text in (_SUBJECTS, _TASKS)
+        )
+
+    def get(self, number: int) -> Prompt:
+        """Prompts go round the kinds; one in 17 that are not held out is plain text."""
+        draws = np.random.default_rng((self._seed, number, int(self._held_out)))
+        if not self._held_out and number % _PLAIN_PERIOD == _PLAIN_PERIOD - 1:
+            return Prompt(number, PLAIN, self._plain(draws))
+        kind = KINDS[number % len(KINDS)]
+        made: Callable[[np.random.Generator], str] = getattr(self, f"_{kind}")
+        text = made(draws)
+        while kind in ("mathematics", "extraction") and _is_held_out(text) != self._held_out:  # made of numbers
+            text = made(draws)
+        return Prompt(number, kind, text)
+
+    def _chat(self, draws: np.random.Generator) -> str:
+        subject, other = _pick(draws, self._subjects), _pick(draws, self._subjects)
+        return _pick(draws, _entries(_CHAT)).format(s=subject, t=other)
+
+    def _code(self, draws: np.random.Generator) -> str:
+        if draws.random() < 0.4:
+            return f"{_pick(draws, _entries(_ON_CODE))}\n\n```python\n{_pick(draws, self._pieces.functions)}\n```"
+        return _pick(draws, _entries(_CODE)).format(t=_pick(draws, self._tasks))
+
+    def _mathematics(self, draws: np.random.Generator) -> str:
+        a, b, c, d = (int(draws.integers(*span)) for span in ((2, 60), (2, 40), (2, 12), (100, 2000)))
+        name, other, thing, shop = (_pick(draws, of) for of in (_NAMES, _NAMES, _THINGS, _SHOPS))
+        forms = (
+            f"{name} has {a + b} {thing} and gives {b} of them to {other}. How many {thing} does {name} have left?",
+            f"{name} buys {c} packs of {thing}. Each pack holds {a}. How many {thing} are there in all?",
+            f"A {shop} costs {d} dollars and is {5 * c}% off. What does it cost now? Think step by step.",
+            f"What is {a} * {b}?", f"What is {d} + {a * b}?", f"Compute {d} - {a} * {c}, step by step.",
+            f"Solve for x: {c}x + {a} = {c * b + a}.", f"Solve x^2 - {c + b}x + {c * b} = 0.",
+            f"A train travels {d} km in {c} hours. What is its average speed?",
+            f"What is the area of a rectangle of {a} by {b} metres? And its perimeter?",
+            f"What is the area of a circle with a radius of {c} cm?", f"Find the derivative of f(x) = {c}x^3 + {a}x - {b}.",  # noqa: E501
+            f"Find the integral of {a}x + {c}.", f"Is {d} divisible by {c}? Explain.",
+            f"What is the greatest common divisor of {a * c} and {b * c}?", f"Write {a}/{a + b} in lowest terms.",
+            f"What is {c * 5}% of {d}?", f"The numbers are {a}, {b}, {c}, {a + c} and {b + c}. What are their mean and median?",  # noqa: E501
+            f"{name} is {c} years older than {other}, who is {a}. How old will {name} be in {b} years?",
+            f"A bag holds {a} red and {b} blue balls. What is the probability of drawing a red one?",
+            f"{name} saves {a} dollars a week. How many weeks does it take to save {d} dollars for a {shop}?",
+            f"Convert {d} minutes to hours and minutes.", f"Prove that the sum of two even numbers is even, then check it with {2 * a} and {2 * b}.",  # noqa: E501
+            f"If {c} workers need {b} days, how long do {c + 2} workers need? Show your work.",
+        )  # fmt: skip
+        return _pick(draws, forms)
+
+    def _summary(self, draws: np.random.Generator) -> str:
+        return f"{_pick(draws, _entries(_SUMMARIES))}\n\n{self._prose(draws, 350, 1200)}"
+
+    def _extraction(self, draws: np.random.Generator) -> str:
+        fields, text = self._record(draws) if draws.random() < 0.7 else self._records(draws)
+        asked = (
+            f"Extract {fields} from the text as JSON.", f"Return a JSON object with the keys {fields}.",
+            f"Read the text and answer with JSON only. Keys: {fields}.", f"Convert the text to JSON with {fields}.",
+        )  # fmt: skip
+        return f"{_pick(draws, asked)}\n\n{text}"
+
+    def _record(self, draws: np.random.Generator) -> tuple[str, str]:
+        name, surname, city, shop = (_pick(draws, of) for of in (_NAMES, _SURNAMES, _CITIES, _SHOPS))
+        month, day, year, price, count = (
+            _pick(draws, _MONTHS), *(int(draws.integers(*s)) for s in ((1, 29), (1960, 2026), (5, 900), (1, 9))),
+        )  # fmt: skip
+        low = f"{name}.{surname}".lower()
+        forms = (
+            ("name, city, email", f"My name is {name} {surname}, I live in {city}, and you can reach me at {low}@example.com."),  # noqa: E501
+            ("customer, item, quantity, price", f"{name} {surname} ordered {count} {shop}s at {price} dollars each, to be sent to {city}."),  # noqa: E501
+            ("event, date, place", f"The {city} {_pick(draws, self._subjects)} meeting takes place on {month} {day}, {year} in the town hall. {name} {surname} will open it."),  # noqa: E501
+            ("name, born, profession, city", f"{name} {surname}, born on {day} {month} {year}, is an engineer from {city} who likes {_pick(draws, self._subjects)}."),  # noqa: E501
+            ("from, to, date, passengers, total", f"Please book a flight from {city} to {_pick(draws, _CITIES)} on {month} {day} for {count} passengers. The total is {price * count} euros."),  # noqa: E501
+            ("product, rating, pros, cons", f"I bought this {shop} in {month}. It is sturdy and looks good, but at {price} dollars it is not cheap. {count % 5 + 1} out of 5 stars. {name}, {city}"),  # noqa: E501
+            ("invoice, date, amount, company", f"Invoice no. {year}-{price}. {surname} & {_pick(draws, _SURNAMES)} Ltd., {city}. Date: {year}-{count:02}-{day:02}. Amount due: {price}.{day:02} EUR."),  # noqa: E501
+        )  # fmt: skip
+        return forms[int(draws.integers(len(forms)))]
+
+    def _records(self, draws: np.random.Generator) -> tuple[str, str]:
+        if draws.random() < 0.5:
+            return "title, topics, summary", self._prose(draws, 250, 900)
+        lines = [
+            f"{_pick(draws, _NAMES)} {_pick(draws, _SURNAMES)}, {_pick(draws, _CITIES)}, {int(draws.integers(18, 80))}"
+            for _ in range(int(draws.integers(3, 8)))
+        ]
+        return "a list of people with name, city and age", "\n".join(lines)
+
+    def _editing(self, draws: np.random.Generator) -> str:
+        if draws.random() < 0.5:
+            code = _pick(draws, self._pieces.functions)
+            old = _pick(draws, sorted(set(re.findall(r"\b[a-z_]{3,}\b", code))) or ["x"])
+            asked = _pick(draws, _entries(_EDITS_OF_CODE)).format(
+                v=old, w=_pick(draws, ("value", "item", "result", "node"))
+            )
+            return f"{asked}\n\n```python\n{code}\n```"
+        text = self._prose(draws, 150, 900)
+        old = _pick(draws, sorted(set(re.findall(r"\b[a-z]{4,}\b", text))) or ["the"])
+        asked = _pick(draws, _entries(_EDITS_OF_TEXT)).format(v=old, w=_pick(draws, _THINGS))
+        if re.search("spelling|typos|grammar|Correct", asked):
+            text = _misspelt(text, draws)
+        return f"{asked}\n\n{text}"
+
+    def _plain(self, draws: np.random.Generator) -> str:
+        of = self._pieces.functions if draws.random() < 0.5 else self._pieces.paragraphs
+        return "\n\n\n".join(_pick(draws, of) for _ in range(6))
+
+    def _prose(self, draws: np.random.Generator, shortest: int, longest: int) -> str:
+        wanted, text = int(draws.integers(shortest, longest)), ""
+        at = int(draws.integers(len(self._pieces.paragraphs)))
+        while len(text) < wanted:
+            text += ("\n\n" if text else "") + self._pieces.paragraphs[at % len(self._pieces.paragraphs)]
+            at += 1
+        return text[: longest + 200]
+
+
+def gather(sources: Sequence[Source]) -> Pieces:
+    """Pieces of the sources' docstrings and functions, and of the descriptions of permissively licensed packages."""
+    paragraphs: list[str] = []
+    functions: list[str] = []
+    for source in sources:
+        for docstring, function in _parsed(source.text):
+            paragraphs += _paragraphs(docstring)
+            functions += [function] if 120 <= len(function) <= 1100 else []
+    for description in _descriptions():
+        paragraphs += _paragraphs(description)
+    return Pieces(tuple(dict.fromkeys(paragraphs)), tuple(dict.fromkeys(functions)))
+
+
+def _parsed(text: str) -> Iterator[tuple[str, str]]:
+    """Each definition's docstring, and a function's source."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return
+    lines = text.splitlines()
+    yield ast.get_docstring(tree) or "", ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            margin = len(body) - len(body.lstrip(" "))
+            body = "\n".join(
+                line[margin:] if line[:margin].isspace() or not margin else line for line in body.split("\n")
+            )
+            yield ast.get_docstring(node) or "", body if isinstance(node, ast.FunctionDef) else ""
+
+
+def _descriptions() -> Iterator[str]:
+    """Of the packages beside this Python whose licence says MIT, BSD, Apache or the like, and nothing of copyleft."""
+    for found in sorted(metadata.distributions(), key=lambda of: (of.metadata["Name"] or "").lower()):
+        head = found.metadata
+        licence = " ".join(
+            str(value)[:200] for key, value in head.items() if key in ("License", "License-Expression", "Classifier")
+            and (key != "Classifier" or "License ::" in str(value))
+        )  # fmt: skip
+        if _PERMISSIVE.search(licence) and not _COPYLEFT.search(licence):
+            yield str(head.get_payload() or head.get("Description") or "")
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Those of prose: long enough, and mostly words."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        flat = " ".join(paragraph.split())
+        if (
+            120 <= len(flat) <= 1500
+            and sum(c.isalpha() or c == " " for c in flat) > 0.85 * len(flat)
+            and "http" not in flat
+        ):
+            yield flat
+
+
+def _misspelt(text: str, draws: np.random.Generator) -> str:
+    """Two neighbours change places in one word of eight."""
+    words = text.split(" ")
+    for number, word in enumerate(words):
+        if len(word) > 4 and draws.random() < 0.125:
+            at = int(draws.integers(1, len(word) - 2))
+            words[number] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+    return " ".join(words)
+
+
+def _entries(text: str) -> tuple[str, ...]:
+    return tuple(
+        entry.strip() for entry in text.replace("TL;DR", "In short, what is this?").split(";") if entry.strip()
+    )
+
+
+def _pick(draws: np.random.Generator, of: Sequence[str]) -> str:
+    return of[int(draws.integers(len(of)))]
+
+
+def _is_held_out(text: str) -> bool:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % _HELD_OUT == 0

@@ -1,0 +1,44 @@
+"""Matrices in MLX's affine form, in PyTorch: 4 bits a number, w = scale * q + bias in groups of 32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP, BITS = 32, 4
+_TOP = 2**BITS - 1
+_SHRINKS = (1.0, 0.95, 0.9, 0.85)  # of a group's range: cutting the ends off can cost less than wide steps
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps [N, K] (0..15), scales and biases [N, K / 32] float16, nearest to `weight` [N, K] by squared error."""
+    groups = weight.detach().float().unflatten(1, (-1, GROUP))
+    low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
+    middle, reach = (high + low) / 2, (high - low).clamp(min=1e-7) / 2
+    found = [_cut(groups, middle, shrink * reach) for shrink in _SHRINKS]
+    choice = torch.stack([error for error, *_ in found]).argmin(dim=0)
+    steps, scale, bias = (
+        torch.stack(parts).take_along_dim(choice[None], dim=0)[0] for parts in list(zip(*found, strict=True))[1:]
+    )
+    return steps.flatten(1).to(torch.uint8), scale[..., 0].half(), bias[..., 0].half()
+
+
+def _cut(groups: Tensor, middle: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Squared error, steps, scale and bias when each group's range is cut to middle +- reach."""
+    scale = (2 * reach / _TOP).half().float().clamp(min=6e-8)
+    bias = (middle - reach).half().float()
+    steps = ((groups - bias) / scale).round().clamp(0, _TOP)
+    return ((steps * scale + bias - groups) ** 2).sum(dim=-1, keepdim=True), steps, scale, bias
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """`weight` as it comes back from 4 bits."""
+    steps, scales, biases = quantise(weight)
+    grouped = steps.unflatten(1, (-1, GROUP)).float()
+    return (grouped * scales.float()[..., None] + biases.float()[..., None]).flatten(1).to(weight.dtype)
+
+
+def packed(steps: Tensor) -> Tensor:
+    """Steps [N, K] as MLX packs them: uint32 [N, K / 8], the first in the lowest bits."""
+    octets = steps[:, 0::2] | (steps[:, 1::2] << 4)
+    return octets.contiguous().view(torch.uint32)

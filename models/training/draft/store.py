@@ -1,0 +1,124 @@
+"""What a draft learns from, kept on disk: answers that the target gave, and what it thought likely at every token.
+
+In shards of some answers, each a file that is whole or absent, so that writing can stop, go on and grow while a draft
+learns from what there is. The 32 likeliest tokens' log-probabilities (at T = 1) are kept of every position.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models.training.storage import replacing
+from outrider.protocol.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class StoreForm:
+    """What makes two stores the same: the target's fingerprint, the prompts' text and seed, tokens kept a position."""
+
+    target: str
+    text: str
+    seed: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tokens [L] int32, `given` of them the prompt. `ids`, `log_probs` [N, top]: of the token behind each of the last N
+    positions, which are all from the prompt's last on, or all when the text was only read."""
+
+    number: int
+    kind: str
+    temp: float
+    given: int
+    tokens: Tensor
+    ids: Tensor
+    log_probs: Tensor
+
+
+class Store:
+    """The answers in `folder`. Raises InvalidRequest when it holds those of something else."""
+
+    def __init__(self, folder: Path, form: StoreForm) -> None:
+        self.form = form
+        self._folder, self._seen = folder, set[str]()
+        self.answers: list[Answer] = []
+        self._sorted: list[Answer] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        said, path = json.dumps(asdict(form), indent=1), folder / "store.json"
+        if not path.exists():
+            if any(folder.iterdir()):
+                raise InvalidRequest(f"{folder} holds files of another origin; expected an empty folder or a store")
+            with replacing(path) as temporary:
+                temporary.write_text(said)
+        elif path.read_text() != said:
+            raise InvalidRequest(f"{folder} holds text of another target, or made otherwise; choose another --store")
+        self.refresh()
+
+    @property
+    def following(self) -> int:
+        """The number of the first prompt behind all that were answered."""
+        return 1 + max((answer.number for answer in self.answers), default=-1)
+
+    @property
+    def token_count(self) -> int:
+        """Positions at which the target's view is kept."""
+        return sum(len(answer.ids) for answer in self.answers)
+
+    def refresh(self) -> None:
+        """Read in what has been added."""
+        for path in sorted(self._folder.glob("shard-*.safetensors")):
+            if path.name not in self._seen:
+                self.answers += _read(path)
+                self._seen.add(path.name)
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """Keep these as a shard of their own. Only one process adds at a time."""
+        self.refresh()
+        name = f"shard-{len(self._seen):08}.safetensors"
+        joined = {
+            key: torch.cat([getattr(answer, key) for answer in answers]) for key in ("tokens", "ids", "log_probs")
+        }
+        about = [(a.number, a.kind, a.temp, a.given, len(a.tokens), len(a.ids)) for a in answers]
+        with replacing(self._folder / name) as temporary:
+            save_file(joined, temporary, metadata={"answers": json.dumps(about)})
+        self.refresh()
+
+    def by_length(self) -> list[Answer]:
+        """All answers, the shortest first."""
+        if len(self._sorted) != len(self.answers):
+            self._sorted = sorted(self.answers, key=lambda answer: len(answer.tokens))
+        return self._sorted
+
+    def likely(self, count: int, vocab: int) -> Tensor:
+        """Ids [count], ascending, of the tokens that the target gives most to in its answers. Where it gives nothing
+        the lower id counts: a tokenizer learnt it earlier."""
+        share = -1e-9 * torch.arange(vocab, dtype=torch.float64)
+        for answer in self.answers:
+            share.index_add_(0, answer.ids.flatten().long(), answer.log_probs.double().exp().flatten())
+        return share.topk(count).indices.sort().values
+
+
+def _read(path: Path) -> list[Answer]:
+    from safetensors import safe_open
+
+    try:
+        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["answers"])
+        found, at, row = [], 0, 0
+        for number, kind, temp, given, length, count in about:
+            tokens, rows = tensors["tokens"][at : at + length], slice(row, row + count)
+            found.append(Answer(number, kind, temp, given, tokens, tensors["ids"][rows], tensors["log_probs"][rows]))
+            at, row = at + length, row + count
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"{path} is damaged ({error}); remove it, and the text in it is written anew") from error
+    return found

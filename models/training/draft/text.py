@@ -1,0 +1,104 @@
+"""The target's text grows: prompts through its chat template, answered and kept until there is enough of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jinja2
+import numpy as np
+from tokenizers import Tokenizer
+
+from models.training import corpus
+from models.training.draft.prompts import PLAIN, Pieces, Prompt, Prompts, gather
+from models.training.draft.store import Answer, Store, StoreForm
+from models.training.draft.writer import Question, Writer
+from models.training.llama import Llama
+from outrider.protocol.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+Enough = Callable[[int], bool]
+"""Whether the prompt of this number is not wanted any more."""
+
+LENGTH = 1024  # tokens of a prompt and its answer, at most
+_LONGEST_PROMPT = 5 / 8  # of that
+_LIMITS = (96, 256)  # an answer's length is cut somewhere between, so that slots come free at all times
+TOP = 32
+TEMPS = (0.0, 0.8)
+
+
+class Chat:
+    """A model's tokenizer and chat template, from its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            path = folder / "chat_template.jinja"
+            template = path.read_text(encoding="utf-8") if path.exists() else config["chat_template"]
+            end = config.get("eos_token")
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"{folder} lacks a tokenizer with a chat template ({error}); name a chat model") from error
+        if not isinstance(template, str):
+            raise ModelError(f"{folder} has several chat templates; expected one")
+        self._template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+        name = end["content"] if isinstance(end, dict) else end
+        ending = self._tokenizer.token_to_id(str(name))
+        if ending is None:
+            raise ModelError(
+                f"{folder}: the tokenizer lacks {name!r}, which is to end an answer; fetch the model again"
+            )
+        self.end = frozenset({ending})
+        self._special = {name: config.get(name) for name in ("bos_token", "eos_token")}
+
+    def question(self, prompt: Prompt) -> Question:
+        """The prompt in tokens. How long its answer may become depends on its number."""
+        if prompt.kind == PLAIN:
+            return Question(prompt.number, prompt.kind, (), self._tokenizer.encode(prompt.text).ids[:512], 0)
+        messages = [{"role": "user", "content": prompt.text}]
+        text = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+        limit = int(np.random.default_rng(prompt.number).integers(*_LIMITS))
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return Question(prompt.number, prompt.kind, TEMPS, ids, limit)
+
+
+def pieces() -> Pieces:
+    """Of this Python's standard library (without its tests) and the packages beside it."""
+    library = corpus.python_files(corpus.standard_library())
+    return gather([source for source in library if "test" not in source.name])
+
+
+def form(target: str, cut: Pieces, seed: int) -> StoreForm:
+    return StoreForm(target, cut.digest(), seed, TOP)
+
+
+def write(store: Store, model: Llama, chat: Chat, prompts: Prompts, *, slots: int, shard: int, enough: Enough) -> None:
+    """Answer prompts behind those in the store until there is `enough`. A shard holds `shard` answers."""
+    following = store.following
+    length = min(LENGTH, model.shape.context)
+    writer = Writer(model, slots=slots, length=length, end=chat.end, top=TOP, seed=following)
+
+    def question() -> Question | None:
+        nonlocal following
+        while not enough(following):
+            asked = chat.question(prompts.get(following))
+            following += 1
+            if len(asked.tokens) <= _LONGEST_PROMPT * length:
+                return asked
+        return None
+
+    kept: list[Answer] = []
+    started, before = time.monotonic(), store.token_count
+    for answer in writer.answers(question):
+        kept.append(answer)
+        if len(kept) >= shard:
+            store.add(kept)
+            kept = []
+            rate = (store.token_count - before) / (time.monotonic() - started)
+            log.info("text: %d answers, %d tokens, %.0f tokens/s", len(store.answers), store.token_count, rate)
+    if kept:
+        store.add(kept)

@@ -1,0 +1,166 @@
+"""The target answers prompts, many at once: free slots take the next prompt, so no answer waits for the longest.
+
+A prompt is read once and answered at each of its temperatures. The likeliest tokens are kept at every position of an
+answer, and of text that is only read. Knows tokens; nothing of files or prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from models.training.draft.store import Answer
+from models.training.llama import Llama, attend_one
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt's tokens, to be answered at each of `temps` in up to `limit` tokens; without any it is read only."""
+
+    number: int
+    kind: str
+    temps: tuple[float, ...]
+    tokens: list[int]
+    limit: int
+
+
+@dataclass(slots=True)
+class _Slot:
+    """An answer on its way."""
+
+    question: Question
+    temp: float
+    tokens: list[int]
+    ids: list[Tensor] = field(default_factory=list)
+    log_probs: list[Tensor] = field(default_factory=list)
+
+    def answer(self) -> Answer:
+        question, count = self.question, sum(len(ids) for ids in self.ids)
+        ids, log_probs, given = torch.cat(self.ids), torch.cat(self.log_probs), len(question.tokens)
+        length = given - 1 + count if question.temps else count
+        tokens = torch.tensor(self.tokens[:length], dtype=torch.int32)
+        return Answer(question.number, question.kind, self.temp, given, tokens, ids, log_probs)
+
+
+class _Room:
+    """A layer's keys and values of all slots."""
+
+    def __init__(self, room: Tensor) -> None:
+        self.room = room  # [2, slots, kv_heads, length, head_dim]
+        self.rows = self.lengths = torch.empty(0, dtype=torch.long)
+        self.longest = 0
+        self.mask: Tensor | None = None
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if keys.shape[2] > 1:  # a prompt, alone in its slot
+            row = int(self.rows[0])
+            self.room[0, row, :, : keys.shape[2]] = keys[0]
+            self.room[1, row, :, : keys.shape[2]] = values[0]
+            return torch.nn.functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=True
+            )
+        self.room[0, self.rows, :, self.lengths] = keys[:, :, 0]
+        self.room[1, self.rows, :, self.lengths] = values[:, :, 0]
+        return attend_one(queries, *(part[:, :, : self.longest] for part in self.room), self.mask)
+
+
+class Writer:
+    """Answers questions in `slots` slots of `length` tokens; `end`: the tokens that end an answer."""
+
+    def __init__(self, model: Llama, *, slots: int, length: int, end: frozenset[int], top: int, seed: int) -> None:
+        self._model, self._length, self._end, self._top = model, length, end, top
+        self._device = next(model.parameters()).device
+        self._dtype = model.embed_tokens.weight.dtype
+        shape = (2, slots, model.shape.kv_heads, length, model.shape.head_dim)
+        self._rooms = [
+            _Room(torch.zeros(shape, dtype=self._dtype, device=self._device)) for _ in range(model.shape.layers)
+        ]
+        self._slots: list[_Slot | None] = [None] * slots
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+
+    @torch.no_grad()
+    def answers(self, question: Callable[[], Question | None]) -> Iterator[Answer]:
+        """Answers as they are finished, until `question` gives None and all slots are empty."""
+        asked = question()
+        while asked is not None or any(self._slots):
+            while asked is not None:
+                free = [row for row, slot in enumerate(self._slots) if slot is None]
+                if len(free) < max(1, len(asked.temps)):
+                    break
+                begun = self._begin(free, asked)
+                if not asked.temps:
+                    yield begun[0].answer()
+                for row, slot in zip(free, begun, strict=False):
+                    self._slots[row] = slot if asked.temps else None
+                asked = question()
+            if any(self._slots):
+                self._step()
+            for row, slot in enumerate(self._slots):
+                if slot is not None and self._is_done(slot):
+                    yield slot.answer()
+                    self._slots[row] = None
+
+    def _is_done(self, slot: _Slot) -> bool:
+        written = len(slot.tokens) - len(slot.question.tokens)
+        return slot.tokens[-1] in self._end or written > slot.question.limit or len(slot.tokens) >= self._length
+
+    def _begin(self, free: list[int], question: Question) -> list[_Slot]:
+        """Read a prompt into the first free slot, and draw the first tokens of its answers."""
+        for room in self._rooms:
+            room.rows = torch.tensor(free[:1])
+        tokens = torch.tensor([question.tokens], device=self._device)
+        temps = question.temps or (0.0,)
+        with self._autocast():
+            hidden = self._model.rows(tokens, 0, self._rooms)[-1][0]
+            logits = self._model.logits(hidden[-1:] if question.temps else hidden).float()
+        slots = [_Slot(question, temp, list(question.tokens)) for temp in temps]
+        self._keep(slots, logits.expand(len(slots), *logits.shape))
+        for row in free[1 : len(temps)]:
+            for room in self._rooms:
+                room.room[:, row, :, : len(question.tokens)] = room.room[:, free[0], :, : len(question.tokens)]
+        if question.temps:
+            drawn = self._choose(logits.repeat(len(temps), 1), torch.tensor(temps, device=self._device))
+            for slot, token in zip(slots, drawn.tolist(), strict=True):
+                slot.tokens.append(token)
+        return slots
+
+    def _step(self) -> None:
+        rows = [row for row, slot in enumerate(self._slots) if slot is not None]
+        slots = [slot for slot in self._slots if slot is not None]
+        lengths = torch.tensor([1 if slot is None else len(slot.tokens) for slot in self._slots], device=self._device)
+        longest = int(lengths.max())
+        mask = (torch.arange(longest, device=self._device) < lengths[:, None])[:, None, None]
+        for room in self._rooms:  # an empty slot goes along with a token of no meaning
+            room.rows, room.lengths = torch.arange(len(self._slots), device=self._device), lengths - 1
+            room.longest, room.mask = longest, mask
+        last = torch.tensor([[0 if s is None else s.tokens[-1]] for s in self._slots], device=self._device)
+        with self._autocast():
+            hidden = self._model.rows(last, lengths - 1, self._rooms)[-1]
+            logits = self._model.logits(hidden[rows])[:, 0].float()
+        self._keep(slots, logits[:, None])
+        temps = torch.tensor([slot.temp for slot in slots], device=self._device)
+        for slot, token in zip(slots, self._choose(logits, temps).tolist(), strict=True):
+            slot.tokens.append(token)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype == torch.bfloat16)
+
+    def _keep(self, slots: list[_Slot], logits: Tensor) -> None:
+        best = logits.topk(self._top, dim=-1)
+        ids = best.indices.int().cpu()
+        log_probs = (best.values - logits.logsumexp(dim=-1, keepdim=True)).half().cpu()
+        for slot, row_ids, row_log_probs in zip(slots, ids, log_probs, strict=True):
+            slot.ids.append(row_ids)
+            slot.log_probs.append(row_log_probs)
+
+    def _choose(self, logits: Tensor, temps: Tensor) -> Tensor:
+        """A draw at each row's temperature, the best token at 0."""
+        chosen = logits.argmax(dim=-1)
+        warm = temps > 0
+        if bool(warm.any()):
+            probabilities = (logits[warm] / temps[warm, None]).softmax(dim=-1)
+            chosen[warm] = torch.multinomial(probabilities, 1, generator=self._generator)[:, 0]
+        return chosen

@@ -1,0 +1,324 @@
+"""Training a tiny draft end to end: the target's text, going on after a stop, and the draft that is served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, save_config
+
+from models import train
+from models.training.recipe import Shape
+from outrider.engine.loading import load
+from outrider.engine.texts import Feed, FlatTexts
+from outrider.orchestrator.pair.draft_files import assemble_draft
+from outrider.protocol.errors import InvalidRequest, ModelError
+from tests.models import heads
+
+torch = pytest.importorskip("torch", reason="training needs PyTorch (the extra `train`)")
+
+from models.training import corpus  # noqa: E402
+from models.training.draft import pipeline, prompts, text  # noqa: E402
+from models.training.draft.learner import coupled  # noqa: E402
+from models.training.draft.pipeline import DraftRecipe  # noqa: E402
+from models.training.draft.quantise import packed, quantise, rounded  # noqa: E402
+from models.training.draft.store import Answer, Store, StoreForm  # noqa: E402
+from models.training.draft.text import Chat  # noqa: E402
+from models.training.draft.trainer import Trainer  # noqa: E402
+from models.training.draft.writer import Question, Writer  # noqa: E402
+from models.training.heads.target import read_target  # noqa: E402
+
+CPU = torch.device("cpu")
+RECIPE = DraftRecipe(layers=(1,), vocab=160, text_tokens=1500, rate=5e-3, batch_tokens=512, held_out=6)
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+FORM = StoreForm("target", "text", 0, 4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Any:
+    """Short texts and few of them."""
+    torch.set_num_threads(1)
+    part = corpus.standard_library() / "email"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "standard_library", lambda: part)
+        patch.setattr(pipeline, "_LEAST_TOKENS", 100)
+        patch.setattr(pipeline, "_SLOTS", {"cpu": 8})
+        patch.setattr(text, "_LIMITS", (8, 24))
+        patch.setattr(heads, "TINY", Shape(hidden=64, layers=3, heads=2, kv_heads=1, mlp=96, vocab=300, context=512))
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(_small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model in 4 bits, its embedding in 8, as the default target is."""
+    whole, folder = heads.write_target(tmp_path_factory.mktemp("whole") / "model"), tmp_path_factory.mktemp("target")
+    model, config = load_model(whole)
+    eight = {"group_size": 32, "bits": 8}
+    nn.quantize(
+        model,
+        32,
+        4,
+        class_predicate=lambda path, m: hasattr(m, "to_quantized") and (eight if "embed" in path else True),
+    )
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
+    )
+    quantisation = {"group_size": 32, "bits": 4, "model.embed_tokens": eight}
+    save_config(config | {"quantization": quantisation, "quantization_config": quantisation}, folder / "config.json")
+    shutil.copy(whole / "tokenizer.json", folder)
+    said = json.loads((whole / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after 30 steps."""
+    folder = tmp_path_factory.mktemp("run")
+    _run_until(30, target, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def draft(run_folder: Path, target: Path) -> Path:
+    """Exported while its run may go on."""
+    pipeline.publish(run_folder / "draft", target)
+    yield run_folder / "draft"
+
+
+def _run_until(step: int, target: Path, folder: Path) -> None:
+    """Train as the command does, until somebody stops it."""
+
+    def grow(kept: Store, done: int) -> None:
+        if done == step:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "_grow", grow)
+        patch.setattr(pipeline.TrainerForm, "__init__", _often(pipeline.TrainerForm.__init__))
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(RECIPE, target, folder / "draft", folder / "store")
+
+
+def _often(init: Callable[..., None]) -> Callable[..., None]:
+    return lambda *args, **more: init(*args, **{**more, "save_s": 0.0, "judge_s": 0.0})
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_last_step(run_folder: Path, target: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    original = Trainer._step
+
+    def watched(self: Trainer, done: float) -> float:
+        seen.append((self.progress.step, len(self.progress.curve)))
+        return original(self, done)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", watched)
+        _run_until(32, target, run_folder)
+    assert [step for step, _ in seen] == [30, 31] and seen[0][1] == 30
+
+
+def test_a_draft_learns_what_its_target_says(run_folder: Path) -> None:
+    curve = json.loads((run_folder / "draft.partial" / "curve.json").read_text())["curve"]
+    assert curve[-1][3] > curve[0][3] + 0.02  # equal choices at T = 0.8
+
+
+def test_text_goes_on_behind_the_last_shard_when_its_writer_was_killed(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, model, chat = Store.add, read_target(target, CPU, torch.float32), Chat(target)
+    asked = prompts.Prompts(text.pieces(), seed=0)
+
+    def killed(store: Store, answers: Any) -> None:
+        if len(list(tmp_path.glob("shard-*"))) == 2:
+            (tmp_path / "shard-00000099.safetensors.new").write_bytes(b"half of a sh")
+            raise KeyboardInterrupt
+        original(store, answers)
+
+    monkeypatch.setattr(Store, "add", killed)
+    with pytest.raises(KeyboardInterrupt):
+        text.write(Store(tmp_path, FORM), model, chat, asked, slots=4, shard=4, enough=lambda number: False)
+    monkeypatch.setattr(Store, "add", original)
+    again = Store(tmp_path, FORM)
+    assert len(again.answers) == 8
+    begun = again.following
+    text.write(again, model, chat, asked, slots=4, shard=4, enough=lambda number: number >= begun + 2)
+    kept = Store(tmp_path, FORM).answers
+    assert {answer.number for answer in kept[8:]} <= {begun, begun + 1} and len(kept) > 8
+    assert len({(answer.number, answer.temp) for answer in kept}) == len(kept)
+
+
+def test_what_is_kept_of_an_answer_is_what_the_target_says_there(target: Path) -> None:
+    model = read_target(target, CPU, torch.float32)
+    questions = [
+        Question(0, "chat", (0.0, 0.8), list(range(3, 20)), 12),
+        Question(1, "plain", (), list(range(5, 40)), 0),
+        Question(2, "code", (0.8,), list(range(60, 70)), 5),
+    ]
+    waiting = iter(questions)
+    found = list(
+        Writer(model, slots=2, length=64, end=frozenset({0}), top=8, seed=0).answers(lambda: next(waiting, None))
+    )
+    assert sorted((answer.number, answer.temp) for answer in found) == [(0, 0.0), (0, 0.8), (1, 0.0), (2, 0.8)]
+    for answer in found:
+        with torch.no_grad():
+            own = torch.log_softmax(model(answer.tokens[None].long())[0, -len(answer.ids) :], dim=-1)
+        assert torch.allclose(own.gather(1, answer.ids.long()), answer.log_probs.float(), atol=0.02)
+        if answer.temp == 0 and answer.kind != "plain":
+            assert answer.tokens[answer.given :].tolist() == own.argmax(dim=-1)[:-1].tolist()
+
+
+def test_held_out_prompts_are_not_trained_on() -> None:
+    cut = text.pieces()
+    trained, held_out = prompts.Prompts(cut, seed=0), prompts.Prompts(cut, seed=0, held_out=True)
+    seen = {trained.get(number).text for number in range(600)}
+    asked = [held_out.get(number) for number in range(60)]
+    assert not seen & {prompt.text for prompt in asked}
+    assert {prompt.kind for prompt in asked} == set(prompts.KINDS)
+
+
+def test_the_chance_of_equal_choices_is_that_of_shared_noise() -> None:
+    generator = torch.Generator().manual_seed(0)
+    target = 3 * torch.randn(1, 40, generator=generator)
+    draft = target + torch.randn(1, 40, generator=generator)
+    noise = -torch.log(-torch.log(torch.rand(100_000, 40, generator=generator).clamp(min=1e-9)))
+    equal = ((target / 0.8 + noise).argmax(-1) == (draft / 0.8 + noise).argmax(-1)).float().mean()
+    top = target.topk(32, dim=-1).indices
+    found = coupled(target.log_softmax(-1).gather(1, top), (draft / 0.8).log_softmax(-1).gather(1, top), 0.8)
+    assert float(found[0]) == pytest.approx(float(equal), abs=0.01)
+
+
+def test_four_bits_are_read_by_mlx_as_they_were_meant() -> None:
+    weight = torch.randn(16, 96, generator=torch.Generator().manual_seed(0))
+    steps, scales, biases = quantise(weight)
+    parts = [mx.array(packed(steps).numpy()), mx.array(scales.numpy()), mx.array(biases.numpy())]
+    read = np.array(
+        mx.dequantize(*(p if p.dtype == mx.uint32 else p.astype(mx.float32) for p in parts), group_size=32, bits=4)
+    )
+    assert np.allclose(read, rounded(weight).numpy(), atol=1e-5)
+    assert torch.equal(rounded(rounded(weight)), rounded(weight))
+
+
+def test_an_assembled_draft_says_what_the_trained_one_says(
+    draft: Path, run_folder: Path, target: Path, tmp_path: Path
+) -> None:
+    assemble_draft(draft, target, tmp_path)
+    served = load(tmp_path)
+    best = torch.load(run_folder / "draft.partial" / "best.pt", weights_only=True)
+    model = pipeline.Draft(read_target(target, CPU, torch.float32), (1,), best["outputs"])
+    model.load_state_dict(best["mean"], strict=False)
+    tokens = [3, 7, 90, 41, 5, 260]
+    with torch.no_grad(), model.stored():
+        own = model.logits(model(torch.tensor([tokens])))[0].numpy()
+    assert served.vocab_size == 300
+    texts = FlatTexts(served.model)
+    said = np.array(texts.forward([Feed(texts.open(), tokens, len(tokens))]), np.float32)
+    kept = best["outputs"].numpy()
+    assert np.allclose(said[:, kept], own, atol=0.02 * own.std())
+    assert np.isneginf(np.delete(said, kept, axis=1)).all()
+
+
+def test_a_stored_draft_holds_nothing_of_its_target(draft: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(draft / "model.safetensors", "numpy") as file:
+        names = set(file.keys())
+    assert not any("embed" in name or "lm_head" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"embedding": None}, "no draft that shares its target's embedding"),
+        ({"hidden_size": 128}, "hidden_size 128, and .* has 64"),
+        ({"vocab_size": 5}, "vocab_size 5, and .* has 300"),
+        ({"draft_vocab_size": 12}, "does not tell the 12 tokens"),
+    ],
+)
+def test_a_draft_of_another_target_is_refused(
+    change: dict[str, Any], sentence: str, draft: Path, target: Path, tmp_path: Path
+) -> None:
+    other, out = tmp_path / "other", tmp_path / "out"
+    shutil.copytree(draft, other)
+    out.mkdir()
+    config = json.loads((other / "config.json").read_text()) | change
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=sentence):
+        assemble_draft(other, target, out)
+
+
+def test_damaged_weights_are_a_sentence(draft: Path, target: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(draft, other)
+    (other / "model.safetensors").write_bytes(b"\x09\0\0\0\0\0\0\0not JSON!")
+    with pytest.raises(ModelError, match="can't be read"):
+        assemble_draft(other, target, tmp_path)
+    (other / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        assemble_draft(other, target, tmp_path)
+
+
+@pytest.mark.parametrize("offsets", [None, [400] * 160])
+def test_a_draft_whose_tokens_are_not_told_is_not_loaded(
+    offsets: list[int] | None, draft: Path, target: Path, tmp_path: Path
+) -> None:
+    assemble_draft(draft, target, tmp_path)
+    tensors = mx.load(str(tmp_path / "model.safetensors"))
+    del tensors["d2t"]
+    if offsets is not None:
+        tensors["d2t"] = mx.array(offsets)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
+    with pytest.raises(ModelError, match="d2t"):
+        load(tmp_path)
+
+
+def test_answers_to_one_prompt_may_lie_in_several_shards(tmp_path: Path) -> None:
+    log_probs, ids = torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int32)
+    for temp in (0.0, 0.8):
+        Store(tmp_path, FORM).add([Answer(7, "chat", temp, 1, torch.zeros(3, dtype=torch.int32), ids, log_probs)])
+    assert [answer.temp for answer in Store(tmp_path, FORM).answers] == [0.0, 0.8]
+
+
+def test_a_damaged_shard_and_a_foreign_store_are_sentences(tmp_path: Path) -> None:
+    answer = Answer(
+        0, "chat", 0.0, 1, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4)
+    )
+    Store(tmp_path, FORM).add([answer])
+    with pytest.raises(InvalidRequest, match="another target"):
+        Store(tmp_path, StoreForm("other", "text", 0, 4))
+    next(tmp_path.glob("shard-*")).write_bytes(b"half")
+    with pytest.raises(InvalidRequest, match="damaged"):
+        Store(tmp_path, FORM)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--draft", "--store", "s"], "made for a target"),
+        (["--draft", "--target", "t"], "a folder for the target's text"),
+        (["--draft", "--target", "t", "--store", "s", "--steps", "4"], "--steps is for a head, and this makes a draft"),
+        (["--draft", "--target", "t", "--head", "mtp"], "leave one of them out"),
+        (["--minutes", "3"], "--minutes is for a draft, and this makes a pair"),
+        (["--draft", "--target", "t", "--store", "s", "--export"], "no draft that has been judged"),
+    ],
+)
+def test_what_does_not_go_together_is_a_sentence(
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--out", "draft", *arguments]) != 0
+    assert sentence in capsys.readouterr().err
