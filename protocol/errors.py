@@ -15,6 +15,10 @@ class InvalidRequest(OutriderError):
     exit_code = 2
 
 
+class PromptTooLong(InvalidRequest):
+    """The prompt leaves no room for an answer in the model's context, or in the memory for texts."""
+
+
 class ModelError(OutriderError):
     """A model can't be found, read or paired."""
 

@@ -67,6 +67,8 @@ def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:
         say(f"{name}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            say("")  # after the ^C that the terminal shows
         return INTERRUPTED
 
 

@@ -7,30 +7,36 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.conversation import Conversation, opening
+from outrider.orchestrator.cli.editor import Entry, Reader, reader
 from outrider.orchestrator.cli.generate import add_conversation_flags, add_place_flag, model_text, server
 from outrider.orchestrator.cli.paint import Painter, counted, legend
 from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.client.asker import Stream
-from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.result import GenerationResult, plural
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pair.model_text import ModelText
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped
 from outrider.protocol.sampling import SamplingParams
 
 HELP = """\
-/clear      forget what was said, but for the system prompt
-/undo       take your last turn back, and its answer
+/clear      forget the conversation, but for the system prompt
+/undo       remove your last message and its answer
 /save FILE  write the conversation, for `--chat FILE`
-/quit       end, as Ctrl-D does; Ctrl-C stops an answer"""
-NO_TEMPLATE = "Note: no chat template is used: what was said is one text, which the model goes on with."
+/quit       quit, as Ctrl-D does; Ctrl-C stops an answer
+
+A pasted text is one message. Alt-Enter, or a backslash at the end of a line,
+starts another line; three double quotes start a block, three more end it.
+Tab completes commands; a space before a / makes it text."""
+COMMANDS = ("/clear", "/help", "/quit", "/save ", "/undo")
+NO_TEMPLATE = "Note: this model has no chat template: it continues your text instead of answering."
+SHOWN = 60
+"""Characters of a message that are enough to know it by."""
 Ask = Callable[[tuple[int, ...]], Stream]
 
 
@@ -53,116 +59,169 @@ def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     said, sampling = Conversation(opening(options.system_prompt, options.chat)), flags.sampling_of(options)
     text, screen = model_text(options), Screen()
-    with server(options, screen) as client:
-        ask = partial(
-            client.stream,
-            sampling=sampling,
-            mode=options.mode or "auto",
-            num_draft_tokens=options.num_draft_tokens,
-            branches=options.branches,
-            drafter=options.drafter or "",
-            origins=options.colors,
-            progress=lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"),
-        )
-        Chat(said, ask, text, sampling, screen).run(options.colors)
-    return 0
+    chat = Chat(said, text, sampling, screen, own_server=options.connect is None)
+    while True:
+        with server(options, screen) as client:
+            ask = partial(
+                client.stream,
+                sampling=sampling,
+                mode=options.mode or "auto",
+                num_draft_tokens=options.num_draft_tokens,
+                branches=options.branches,
+                drafter=options.drafter or "",
+                origins=options.colors,
+                progress=lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"),
+            )
+            try:
+                chat.run(ask, options.colors)
+                return 0
+            except ServerStopped as error:
+                if not chat.wants_another_server(error):
+                    raise
 
 
 class Chat:
     """The user's turns and the model's. On a terminal an error is told and the conversation goes on."""
 
-    def __init__(self, said: Conversation, ask: Ask, text: ModelText, sampling: SamplingParams, screen: Screen) -> None:
+    def __init__(
+        self, said: Conversation, text: ModelText, sampling: SamplingParams, screen: Screen, own_server: bool
+    ) -> None:
         self._said = said
-        self._ask = ask
         self._text = text
         self._sampling = sampling
         self._screen = screen
+        self._own_server = own_server
         self._person = sys.stdin.isatty()
+        self._reader: Reader | None = None
+        self._unanswered = False
+        self._context: int | None = None
 
-    def run(self, colours: bool) -> None:
-        """Until /quit, or nothing more is said."""
+    def run(self, ask: Ask, colours: bool) -> None:
+        """Until /quit, or nothing more is said.
+
+        Raises:
+            ServerStopped: the server of this chat has ended; with another one it goes on where it was.
+        """
+        self._ask = ask
+        if self._reader is None:
+            self._greet(colours)
+            self._reader = reader(COMMANDS)
+        elif self._unanswered:
+            self._guarded(self._answer)
+        while (entry := self._heard(self._reader)) is not None:
+            if entry.is_command and entry.text.strip() == "/quit":
+                return
+            self._guarded(partial(self._turn, entry))
+
+    def wants_another_server(self, error: ServerStopped) -> bool:
+        """Whether the user wants the server of this chat started again; where there is no person nobody is asked."""
+        if not self._person or not self._own_server:
+            return False
+        say(f"outrider chat: {error}")
+        say("Start the server again and go on? [Y/n] ", end="")
+        try:
+            return sys.stdin.readline().strip().lower() in ("", "y", "yes")
+        except KeyboardInterrupt:
+            return False
+
+    def _greet(self, colours: bool) -> None:
         if self._text.template is None:
             say(NO_TEMPLATE)
         if colours:
             say(f"Colours: {legend()}")
         if self._person:
-            say("/help lists the commands.")
-            with suppress(ImportError):
-                import_module("readline")  # `input` edits lines and remembers them once it is there
-        while (line := self._heard()) is not None:
-            try:
-                if not self._turn(line):
-                    return
-            except OutriderError as error:
-                if not self._person:
-                    raise
-                say(f"outrider chat: {error}")
-            except KeyboardInterrupt:
-                if not self._person:
-                    raise
-                say("[stopped]")
+            say("/help lists the commands and keys.")
 
-    def _heard(self) -> str | None:
-        """The user's next line; None at the end."""
+    def _guarded(self, turn: Callable[[], None]) -> None:
+        """A turn that may fail: a person is told, and goes on."""
         try:
-            return input("> " if self._person else "")
-        except EOFError:
-            if self._person:
-                say("")
-            return None
+            turn()
+        except OutriderError as error:
+            if not self._person or (self._own_server and isinstance(error, ServerStopped)):
+                raise
+            say(f"outrider chat: {error}")
         except KeyboardInterrupt:
             if not self._person:
                 raise
-            say("\nCtrl-D or /quit ends.")
-            return ""
+            say("[stopped]")
+
+    def _heard(self, source: Reader) -> Entry | None:
+        """The user's next message; None at the end."""
+        try:
+            entry = source.read()
+        except KeyboardInterrupt:
+            if not self._person:
+                raise
+            say("\nCtrl-D or /quit quits.")
+            return Entry("", False)
         except UnicodeDecodeError as error:
-            refused = InvalidRequest(f"what was said is not UTF-8 ({error.reason}); expected text")
+            refused = InvalidRequest(f"the message is not UTF-8 ({error.reason}); expected text")
             if not self._person:
                 raise refused from None
             say(f"outrider chat: {refused}")
-            return ""
+            return Entry("", False)
+        if entry is None and self._person:
+            say("")
+        return entry
 
-    def _turn(self, line: str) -> bool:
-        """False when the user wants no more."""
-        if not line.startswith("/"):
-            if line.strip():
-                self._said.say(line)
+    def _turn(self, entry: Entry) -> None:
+        if not entry.is_command:
+            if entry.text.strip():
+                self._said.say(entry.text)
                 self._answer()
-            return True
-        command, _, rest = line.strip().partition(" ")
+            return
+        command, _, rest = entry.text.strip().partition(" ")
         match command, rest.strip():
-            case "/quit", "":
-                return False
             case "/help", "":
                 say(HELP)
             case "/clear", "":
                 self._said.clear()
+                say("The conversation is cleared.")
             case "/undo", "":
-                say("taken back" if self._said.undo() else "there is nothing to take back")
+                gone = self._said.undo()
+                say("There is no message to remove." if gone is None else f"Removed with its answer: {_short(gone)}")
             case "/save", file if file:
                 self._said.save(Path(file).expanduser())
-                say(f"saved to {file}")
+                say(f"The conversation is saved to {file}.")
             case _:
-                say(f"there is no command {line.strip()!r}; /help lists them, and a space before it says it")
-        return True
+                say(f"unknown command {entry.text.strip()!r} (see /help); to send it as text, start with a space")
 
     def _answer(self) -> None:
-        """The model's turn, as far as the user lets it come; a turn without any answer is taken back."""
+        """The model's turn, as far as the user lets it come."""
         told: list[str] = []
+        self._unanswered = True
         try:
             status = self._streamed(told)
-        finally:
-            if told:
-                self._said.answer("".join(told))
-                print(flush=True)
+        except BaseException as error:
+            if self._own_server and isinstance(error, ServerStopped):
+                print(end="\n" if told else "", flush=True)  # the message is asked anew if there is another server
             else:
-                self._said.undo()
-                say("Note: there was no answer, so your turn is taken back.")
+                self._keep(told)
+            raise
+        self._keep(told)
         say(f"[{status}]")
+
+    def _keep(self, told: Sequence[str]) -> None:
+        """What came becomes the answer; a message without any is removed."""
+        self._unanswered = False
+        if told:
+            self._said.answer("".join(told))
+            print(flush=True)
+        else:
+            self._said.undo()
+            say("No answer came; your message was removed from the conversation.")
 
     def _streamed(self, told: list[str]) -> str:
         """The answer's texts, into `told` and onto the screen; and what to say of it."""
-        tokens = self._text.tokens(self._said.messages)
+        while True:
+            tokens = self._fitting()
+            try:
+                return self._asked(tokens, told)
+            except PromptTooLong:
+                if not self._dropped():
+                    raise
+
+    def _asked(self, tokens: tuple[int, ...], told: list[str]) -> str:
         codec, sampling = self._text.codec, self._sampling
         ends = frozenset[int]() if sampling.ignore_eos else codec.eos
         painter = Painter(TextStream(codec, tokens, sampling.stop, ends))
@@ -171,18 +230,45 @@ class Chat:
             self._screen.clear()
             told += [chunk.text] if chunk.text else []
             print(painter.of(chunk), end="", flush=True)
-        status = summary(stream.result)
+        result = stream.result
+        if result.finish_reason == "length" and len(result.token_ids) < sampling.max_tokens:
+            self._context = result.prompt_tokens + len(result.token_ids)
+        status = summary(result, sampling.max_tokens)
         return f"{status}\n {counted(painter.counts)}" if painter.counts else status
 
+    def _fitting(self) -> tuple[int, ...]:
+        """The conversation's tokens; where the context was full before, with room for an answer."""
+        while True:
+            tokens = self._text.tokens(self._said.messages)
+            room = 0 if self._context is None else min(self._sampling.max_tokens, self._context // 2)
+            if self._context is None or len(tokens) + room <= self._context or not self._dropped():
+                return tokens
 
-def summary(result: GenerationResult) -> str:
+    def _dropped(self) -> bool:
+        """Makes room: takes the oldest message and its answer out; False when only the newest is left."""
+        gone = self._said.drop_oldest()
+        if gone is not None:
+            say(f"Note: the context is full; your oldest message and its answer were removed: {_short(gone)}")
+        return gone is not None
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
+
+
+def summary(result: GenerationResult, max_tokens: int) -> str:
     """An answer in one line: how long, how fast, what speculation and the prompt cache did for it."""
     times = result.timings
     looked_up = times.cache_hits + times.cache_misses
     words = [
-        f"{times.predicted_n} tokens, {times.predicted_per_second:.1f} tok/s",
+        f"{plural(times.predicted_n, 'token')}, {times.predicted_per_second:.1f} tok/s",
         f"{times.cache_hits} hits of {looked_up}" if looked_up else result.mode,
         f"{times.cache_n} of {result.prompt_tokens} prompt tokens cached",
-        *(["cut at --max-tokens"] if result.finish_reason == "length" else []),
     ]
-    return " | ".join(words)
+    if result.finish_reason != "length":
+        return " | ".join(words)
+    full = plural(result.prompt_tokens + len(result.token_ids), "token")
+    cut = len(result.token_ids) >= max_tokens
+    ended = "cut off at --max-tokens" if cut else f"stopped: the context is full ({full}); /clear starts over"
+    return " | ".join([ended, *words])

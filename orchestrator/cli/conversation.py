@@ -30,13 +30,23 @@ class Conversation:
         """The model's turn."""
         self.messages.append({"role": "assistant", "content": text})
 
-    def undo(self) -> bool:
-        """Takes back the user's last turn and what followed it; False when there was none."""
-        for place in range(len(self.messages) - 1, -1, -1):
-            if self.messages[place]["role"] == "user":
-                del self.messages[place:]
-                return True
-        return False
+    def undo(self) -> str | None:
+        """Takes back the user's last message and what followed it; its text, or None when there was none."""
+        turns = self._turns()
+        return self._removed(turns[-1], len(self.messages)) if turns else None
+
+    def drop_oldest(self) -> str | None:
+        """Takes out the user's first message and what followed it; its text, or None when it is the only one."""
+        turns = self._turns()
+        return self._removed(turns[0], turns[1]) if len(turns) > 1 else None
+
+    def _turns(self) -> list[int]:
+        return [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+
+    def _removed(self, first: int, end: int) -> str:
+        text = str(self.messages[first]["content"])
+        del self.messages[first:end]
+        return text
 
     def clear(self) -> None:
         self.messages = [message for message in self.messages if message["role"] == "system"]

@@ -178,4 +178,5 @@ class LocalCluster:
     def _check(self) -> None:
         code = self._process.poll()
         if code is not None:
-            raise ServerStopped(f"the server ended with code {code} while it was asked; start it again")
+            how = f"died (signal {-code})" if code < 0 else f"ended with code {code}"
+            raise ServerStopped(f"the server {how} while it was asked; start it again")

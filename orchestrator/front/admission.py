@@ -19,7 +19,7 @@ from outrider.orchestrator.pair.model_text import ModelText
 from outrider.orchestrator.pair.pairing import PairText
 from outrider.orchestrator.pair.vocabulary import fingerprint
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
-from outrider.protocol.errors import InvalidRequest, OtherModel
+from outrider.protocol.errors import InvalidRequest, OtherModel, PromptTooLong
 from outrider.protocol.grammar import Grammar
 from outrider.protocol.heads import DRAFT_MODEL, is_joint
 from outrider.protocol.messages import Generate
@@ -155,13 +155,13 @@ class Admission:
         if not tokens:
             raise InvalidRequest("the prompt is empty; expected at least one token")
         if self.context_length is not None and len(tokens) >= self.context_length:
-            raise InvalidRequest(
+            raise PromptTooLong(
                 f"the prompt has {len(tokens)} tokens; expected at most {self.context_length - 1}, one less than the"
                 f" model's context of {self.context_length}"
             )
         room = self.kv_room
         if room is not None and len(tokens) >= room.tokens:
-            raise InvalidRequest(
+            raise PromptTooLong(
                 f"the prompt has {len(tokens)} tokens and takes {in_mb(room.cost.of(len(tokens) + 1))} with one more;"
                 f" expected at most {max(room.tokens - 1, 0)} tokens, what fits into the {in_mb(room.limit)} of"
                 " kv_memory"

@@ -9,19 +9,23 @@ import re
 import select
 import signal
 import subprocess
+import termios
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from outrider.orchestrator.cli import chat, main
+from outrider.orchestrator.cli.editor import Entry, entry_of
 from outrider.orchestrator.cli.paint import COLOURS, PLAIN, WORDS
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, Stop, WorkersChanged
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.chat import render
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.certificate import Report
-from outrider.protocol.errors import InvalidRequest, WorkerError
+from outrider.protocol.errors import InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.messages import Timings
 from outrider.protocol.origins import Origin
 from tests.orchestrator.stand import says, worker_stats
@@ -87,7 +91,7 @@ def test_without_a_template_the_texts_are_one_and_it_is_said_so(served, talk):
     served.core.play = says(served.codec, "    return 1")
     _, _, err = talk("def f(x):", "print(", person=False)
     assert prompts(served) == [f"<|endoftext|>{text}" for text in ("def f(x):", "def f(x):    return 1\nprint(")]
-    assert err.startswith("Note: no chat template is used")
+    assert err.startswith("Note: this model has no chat template")
 
 
 def test_the_conversation_is_saved_and_taken_up_again(served, talk, templated, tmp_path):
@@ -150,28 +154,6 @@ def test_an_interrupt_stops_the_answer_and_not_the_program(served, talk, templat
     assert prompts(served)[1] == as_prompt("one", "half", "two")
 
 
-def test_a_signal_on_a_terminal_stops_the_answer_and_quit_ends(served):
-    """The process as a person has it; the target never gets to its end by itself."""
-    half = served.codec.encode("half", special=False)
-    served.core.play = lambda admit: [Began(admit.request, "ssd"), Committed(admit.request, half)]
-    ours, theirs = os.openpty()
-    command = python("-c", INTERRUPTIBLE, "chat", "--connect", served.endpoint)
-    with subprocess.Popen(command, env=child_environment(), stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        try:
-            heard_until(ours, b"> ")
-            os.write(ours, b"one\n")
-            heard_until(ours, b"half")
-            process.send_signal(signal.SIGINT)
-            heard_until(ours, b"> ")
-            os.write(ours, b"/quit\n")
-            assert process.wait(200) == 0
-        finally:
-            process.kill()
-    os.close(ours)
-    assert served.core.wait_for(Stop)[0].reason == "cancelled"
-
-
 # A shell's background jobs begin with interrupts ignored, and so would this one.
 INTERRUPTIBLE = """
 import signal, sys
@@ -179,15 +161,195 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from outrider.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
+READY = b"\x1b[?2004h"
+"""What the editor says when it takes a message: pasted texts are to be marked."""
 
 
-def heard_until(terminal: int, words: bytes) -> None:
-    heard = b""
-    while words not in heard:
-        assert select.select([terminal], [], [], 60)[0], f"silence, after {heard!r}"
-        more = os.read(terminal, 4096)
-        assert more, f"the end, after {heard!r}"
-        heard += more
+class Typist:
+    """`outrider chat` at a terminal, as a person has it."""
+
+    def __init__(self, home, *arguments):
+        self._ours, theirs = os.openpty()
+        self.before = termios.tcgetattr(self._ours)
+        environment = child_environment() | {"XDG_STATE_HOME": str(home), "TERM": "xterm"}
+        command = python("-c", INTERRUPTIBLE, "chat", *arguments)
+        self.process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+    def until(self, words):
+        heard = b""
+        while words not in heard:
+            assert select.select([self._ours], [], [], 100)[0], f"silence, after {heard!r}"
+            more = os.read(self._ours, 4096)
+            assert more, f"the end, after {heard!r}"
+            heard += more
+        return heard
+
+    def types(self, keys):
+        os.write(self._ours, keys)
+
+    def says(self, keys):
+        """A message, and the answer to it; what was shown meanwhile."""
+        self.types(keys + b"\r")
+        return self.until(READY)
+
+    def quits(self):
+        self.types(b"/quit\r")
+        return self.process.wait(200)
+
+    @property
+    def attributes(self):
+        return termios.tcgetattr(self._ours)
+
+
+def test_a_signal_on_a_terminal_stops_the_answer_and_quit_ends(served, tmp_path):
+    """The target never gets to its end by itself."""
+    half = served.codec.encode("half", special=False)
+    served.core.play = lambda admit: [Began(admit.request, "ssd"), Committed(admit.request, half)]
+    with Typist(tmp_path, "--connect", served.endpoint) as typist:
+        typist.until(READY)
+        typist.types(b"one\r")
+        typist.until(b"half")
+        typist.process.send_signal(signal.SIGINT)
+        typist.until(READY)
+        assert typist.quits() == 0
+    assert served.core.wait_for(Stop)[0].reason == "cancelled"
+
+
+def test_a_message_may_have_lines_and_is_remembered(served, tmp_path):
+    served.core.play = says(served.codec, "yes")
+    with Typist(tmp_path, "--connect", served.endpoint) as typist:
+        typist.until(READY)
+        typist.says(b"\x1b[200~def f():\r\n    a\n/undo\n\x1b[201~")
+        assert b"The conversation is cleared." in typist.says(b"/cl\t")
+        typist.says(b'"""\r/clear\r\rx\r"""')
+        typist.says(b"/clear")
+        typist.says(b"one\\\rtwo\x1b\rthree")
+        assert typist.quits() == 0
+    said = ["def f():\n    a\n/undo\n", "/clear\n\nx", "one\ntwo\nthree"]
+    assert prompts(served) == [f"<|endoftext|>{text}" for text in said]
+    kept = tmp_path / "outrider" / "chat_history"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    with Typist(tmp_path, "--connect", served.endpoint) as typist:
+        typist.until(READY)
+        typist.says(b"\x1b[A\x1b[A")  # /quit is the newest
+        assert prompts(served)[3] == prompts(served)[2]
+        typist.process.terminate()
+        assert typist.process.wait(200) == 128 + signal.SIGTERM and typist.attributes == typist.before
+
+
+def test_an_interrupt_while_the_server_starts_ends_all_of_it_without_a_word(tmp_path):
+    with Typist(tmp_path) as typist:
+        typist.until(b"target:")
+        server = psutil.Process(typist.process.pid).children(recursive=True)
+        typist.process.send_signal(signal.SIGINT)
+        shown = typist.until(b"\r\n")
+        assert typist.process.wait(200) == 130
+        assert shown.endswith(b"\r\x1b[K\r\n") and b"Traceback" not in shown
+        assert server and not psutil.wait_procs(server, 100)[1]
+
+
+def test_a_pipe_is_read_as_it_comes(served, talk):
+    served.core.play = says(served.codec, "yes")
+    talk('"""', "one\\", person=False)
+    assert prompts(served) == ['<|endoftext|>"""', '<|endoftext|>"""yes\none\\']
+
+
+@pytest.mark.parametrize(
+    ("typed", "text", "command"),
+    [
+        ("/undo", "/undo", True),
+        (" /undo", " /undo", False),
+        ("/a\n/b", "/a\n/b", False),
+        ('"""/undo"""', "/undo", False),
+        ('"""\nx\n"""', "x", False),
+        ('"""', '"""', False),
+        ('"""Doc."""\nimport os', '"""Doc."""\nimport os', False),
+    ],
+)
+def test_a_block_is_its_text_and_no_command(typed, text, command):
+    assert entry_of(typed) == Entry(text, command)
+
+
+def test_a_full_context_is_said_and_the_oldest_message_makes_room(served, talk, templated):
+    served.core.play = says(served.codec, "yes", "length")
+    code, _, err = talk("one", "two", "/clear", "three")
+    assert code == 0
+    assert prompts(served) == [as_prompt("one"), as_prompt("two"), as_prompt("three")]
+    assert err.count("stopped: the context is full (") == 3 and "--max-tokens" not in err
+    assert "oldest message and its answer were removed: one" in err
+
+
+def test_a_conversation_that_outgrew_the_context_goes_on_without_its_beginning(served, talk, templated):
+    served.core.play = says(served.codec, "yes")
+    first, second = "a " * 600, "b " * 600
+    code, _, err = talk(first, second, "c " * 9999, "short")
+    assert code == 0 and prompts(served)[1] == as_prompt(second)
+    assert "oldest message and its answer were removed: a a a" in err
+    assert "your message was removed" in err, "what is too long alone is refused"
+    assert prompts(served)[-1].endswith("<user>short\n<a>")
+
+
+def test_a_text_cut_at_its_limit_says_that(served, talk):
+    served.core.play = says(served.codec, "yes", "length")
+    tokens = len(served.codec.encode("yes", special=False))
+    assert "[cut off at --max-tokens | " in talk("x", flags=("-m", str(tokens)))[2]
+
+
+def test_undo_says_what_it_removed(served, talk):
+    served.core.play = says(served.codec, "yes")
+    assert "Removed with its answer: first " + "word " * 10 in talk("first " + "word " * 50, "/undo")[2]
+
+
+class Dead:
+    """A client of a server that dies at each question."""
+
+    def stream(self, *_, **__):
+        raise ServerStopped("the server died (signal 9)")
+
+
+@pytest.fixture
+def of_ones_own(served, monkeypatch, capsys):
+    """`chat` with servers of its own, of which the first `dead` die; typed lines -> exit code, stdout, stderr."""
+
+    def call(*lines, dead, person=True):
+        clients = iter([*(Dead() for _ in range(dead)), served.client()])
+
+        @contextmanager
+        def server(options, screen):
+            yield next(clients)
+
+        monkeypatch.setattr(chat, "server", server)
+        given = "".join(f"{line}\n" for line in lines)
+        monkeypatch.setattr("sys.stdin", Terminal(given) if person else io.StringIO(given))
+        code = main(["chat"])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return call
+
+
+def test_a_server_that_died_is_started_again_if_that_is_wanted(served, of_ones_own, templated):
+    served.core.play = says(served.codec, "yes")
+    code, out, err = of_ones_own("one", "", "y", "two", dead=2)
+    assert code == 0 and out.count("yes") == 2 and err.count("Start the server again and go on? [Y/n]") == 2
+    assert prompts(served) == [as_prompt("one"), as_prompt("one", "yes", "two")]
+    assert err.count("/help lists") == 1
+
+
+@pytest.mark.parametrize("person", [True, False])
+def test_a_server_that_died_is_the_reason_to_quit(served, of_ones_own, person):
+    code, _, err = of_ones_own("one", "n", dead=1, person=person)
+    assert code == WorkerError.exit_code and err.endswith("outrider chat: the server died (signal 9)\n")
+    assert ("[Y/n]" in err) is person and not served.core.told
 
 
 def test_an_interrupt_between_turns_ends_nothing(served, monkeypatch, capsys):
@@ -221,7 +383,7 @@ def test_what_is_no_text_is_a_sentence_and_a_person_goes_on(served, monkeypatch,
     monkeypatch.setattr("builtins.input", typed)
     code = main(["chat", "--connect", served.endpoint])
     told = capsys.readouterr()
-    assert "what was said is not UTF-8" in told.err
+    assert "the message is not UTF-8" in told.err
     assert (code, "yes" in told.out) == ((0, True) if person else (InvalidRequest.exit_code, False))
 
 
@@ -234,7 +396,7 @@ def test_a_failure_is_told_and_a_person_goes_on(served, talk, templated, person)
 
     served.core.play = play
     code, out, err = talk("one", "two", person=person)
-    assert "the target was lost" in err and "your turn is taken back" in err
+    assert "the target was lost" in err and "your message was removed" in err
     assert (code, "yes" in out) == ((0, True) if person else (WorkerError.exit_code, False))
     assert prompts(served) == ([as_prompt("one"), as_prompt("two")] if person else [as_prompt("one")])
 
@@ -243,9 +405,9 @@ def test_a_failure_is_told_and_a_person_goes_on(served, talk, templated, person)
     ("line", "words"),
     [
         ("/help", "/save FILE"),
-        ("/undo", "nothing to take back"),
-        ("/bake", "there is no command '/bake'"),
-        ("/save", "there is no command '/save'"),
+        ("/undo", "There is no message to remove."),
+        ("/bake", "unknown command '/bake' (see /help)"),
+        ("/save", "unknown command '/save' (see /help)"),
         ("/save /no/such/folder/x", "can't be written"),
         ("", ""),
     ],
