@@ -42,6 +42,7 @@ _WORDS = {
 }
 FLAGS = (
     "ngrams", "trees", "colocate", "prompt_cache", "memory", "keyed", "await_target", "advertise", "pin_cores",
+    "gguf_keep_precision",
 )  # fmt: skip
 MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
@@ -57,36 +58,35 @@ NO_SSD_COLOCATED = (
 class ServeSettings:
     """The settings of one cluster; every field is a flag of the command line by the same name.
 
-    `model` and `draft_model` are Hugging Face ids or folders; both None: the embedded pair. `endpoint` is where clients
-    connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: in `auto` what
-    `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker. `pin_cores`: on a
-    machine of two cores, target and drafter keep to one each; not where another cluster runs. `max_active`:
-    requests in flight at once; None: as many as `kv_memory` holds, at most 16. `max_waiting`: how many may wait for
-    their turn; more are refused. `kv_memory`: bytes, or text like "2GB", for keys and values in all workers together;
-    None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts that have ended,
-    where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached. `trees`: verify
-    drafts of several origins at once. `replay`: the script of the replay drafter. `simulate`: a latency profile that
-    both workers keep to (docs/simulation.md).
-    `draft_backend`: who drafts; mtp, a head that reads the target (`protocol.heads`), is in the model's own folder
-    unless `draft_model` names another, and comes along where neither is named; auto looks what `draft_model` is.
-    `head_in`: the process that a head drafts in, the target's or a draft worker, which is told the rows that it reads
-    and works ahead. `head`: heads that draft in the target's process beside whoever else does, "mtp" or "early-exit"
-    for the model's own, a kind that comes along for the embedded target's; one that can't be used is done without.
-    `draft_prefill`: who reads prompts for a drafter on MLX (docs/coreml.md). `draft_device`: where draft workers on MLX
-    compute; auto: where the target does, cpu: beside a target on a GPU.
-    `drafters`: so many processes draft and share a round's outcomes; `branches` None: `BRANCHES` for each.
-    `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft worker that works
-    ahead. `shards`: so many ranks of the target on this machine, each with a part
-    of each layer.
-    `await_target`: none is started; one that somebody else starts joins, from several machines maybe.
-    `worker_timeout`: seconds for which a worker may be silent until it is given up; a drafter
-    is done without after a fifth of that. `memory`: carry over from run to run what `auto` learned of this pair on
-    this machine. `workers_endpoint`: where drafters of other machines join, tcp://HOST:PORT; None: only this machine's
-    do. `keys`: the folder of keys; None: `protocol.keyring.default_folder`. `keyed`: ask for keys at `endpoint` and
-    `workers_endpoint` also where only this machine reaches them; beyond it they are always asked for.
-    `advertise`: announce `workers_endpoint` on the local network. `prefill_workers`: so many processes read long
-    prompts in the target's place; `prefill_from`: of so many tokens and more; None: what
-    `outrider tune` found, else 512; `prefill_backend`: by what, of the target's own weights.
+    `model` and `draft_model` are Hugging Face ids, folders or GGUF files; both None: the embedded pair. `endpoint` is
+    where clients connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: in
+    `auto` what `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker.
+    `pin_cores`: on a machine of two cores, target and drafter keep to one each; not where another cluster runs.
+    `max_active`: requests in flight at once; None: as many as `kv_memory` holds, at most 16. `max_waiting`: how many
+    may wait for their turn; more are refused. `kv_memory`: bytes, or text like "2GB", for keys and values in all
+    workers together; None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts
+    that have ended, where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached.
+    `trees`: verify drafts of several origins at once. `replay`: the script of the replay drafter. `simulate`: a latency
+    profile that both workers keep to (docs/simulation.md). `draft_backend`: who drafts; mtp, a head that reads the
+    target (`protocol.heads`), is in the model's own folder unless `draft_model` names another, and comes along where
+    neither is named; auto looks what `draft_model` is. `head_in`: the process that a head drafts in, the target's or a
+    draft worker, which is told the rows that it reads and works ahead. `head`: heads that draft in the target's process
+    beside whoever else does, "mtp" or "early-exit" for the model's own, a kind that comes along for the embedded
+    target's; one that can't be used is done without. `draft_prefill`: who reads prompts for a drafter on MLX
+    (docs/coreml.md). `draft_device`: where draft workers on MLX compute; auto: where the target does, cpu: beside a
+    target on a GPU. `drafters`: so many processes draft and share a round's outcomes; `branches` None: `BRANCHES` for
+    each. `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft worker that works
+    ahead. `shards`: so many ranks of the target on this machine, each with a part of each layer. `await_target`: none
+    is started; one that somebody else starts joins, from several machines maybe. `worker_timeout`: seconds for which a
+    worker may be silent until it is given up; a drafter is done without after a fifth of that. `memory`: carry over
+    from run to run what `auto` learned of this pair on this machine. `workers_endpoint`: where drafters of other
+    machines join, tcp://HOST:PORT; None: only this machine's do. `keys`: the folder of keys; None:
+    `protocol.keyring.default_folder`. `keyed`: ask for keys at `endpoint` and `workers_endpoint` also where only this
+    machine reaches them; beyond it they are always asked for. `advertise`: announce `workers_endpoint` on the local
+    network. `prefill_workers`: so many processes read long prompts in the target's place; `prefill_from`: of so many
+    tokens and more; None: what `outrider tune` found, else 512; `prefill_backend`: by what, of the target's own
+    weights. `gguf_keep_precision`: blocks of a GGUF file that MLX has no form for stay in half precision, and are not
+    quantised anew.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
@@ -131,6 +131,7 @@ class ServeSettings:
     prefill_workers: int = 0
     prefill_from: int | None = None
     prefill_backend: str = "mlx"
+    gguf_keep_precision: bool = False
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
@@ -323,6 +324,7 @@ class Settings(TypedDict, total=False):
     prefill_workers: int
     prefill_from: int | None
     prefill_backend: str
+    gguf_keep_precision: bool
 
 
 def settings_from(given: Settings) -> ServeSettings:

@@ -48,9 +48,12 @@ def add_request_flags(parser: argparse.ArgumentParser, without: Collection[str] 
 def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """What a cluster is started with. `without`: see `_adder`."""
     add = _adder(parser, "models", without)
-    add("--model", metavar="ID|PATH", help="target: a Hugging Face id or a folder (default: the embedded pair)")
+    target = "target: a Hugging Face id, a folder or a GGUF file (default: the embedded pair)"
+    add("--model", metavar="ID|PATH", help=target)
     small = "a small model of the same family (default: the embedded pair's; with --model none)"
     add("--draft-model", metavar="ID|PATH", help=small)
+    keep = "keep in half precision what MLX can't hold as a GGUF file has it, instead of quantizing it anew"
+    add("--gguf-keep-precision", action="store_true", default=None, help=keep)
     drafts = f"what drafts: {', '.join(DRAFT_BACKENDS)} (default: {_DEFAULTS.draft_backend})"
     add("--draft-backend", metavar="NAME", help=drafts)
     head = "a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable"

@@ -203,7 +203,8 @@ def model_text(options: argparse.Namespace) -> ModelText:
         OutriderError: nobody answers at --connect, or the model's files are not on this machine.
     """
     name = options.model or (embedded_pair()[0] if options.connect is None else _served(options))
-    return load_text(find_model(name, weights=False), template=not options.ignore_chat_template)
+    files = find_model(name, weights=False, keep_precision=bool(options.gguf_keep_precision))
+    return load_text(files, template=not options.ignore_chat_template)
 
 
 def _has_template(options: argparse.Namespace, model: str) -> bool:

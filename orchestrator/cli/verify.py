@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     screen = Screen()
     output = _from_file(options) if options.json_file else _generated(options, screen)
     _require_coupled(output.sampling)
-    model = find_model(output.model)
+    model = find_model(output.model, keep_precision=bool(options.gguf_keep_precision))
     text = load_text(model, template=output.chat_template)
     codec, tokens = text.codec, text.tokens(output.prompt)
     if len(tokens) != output.prompt_tokens:

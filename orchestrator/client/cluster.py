@@ -31,7 +31,8 @@ class LocalCluster:
 
     `progress` hears the stages of the start. All settings are keywords, and flags of `outrider serve` by these names:
 
-    - `model`, `draft_model`: Hugging Face ids or folders; neither: the embedded pair.
+    - `model`, `draft_model`: Hugging Face ids, folders or GGUF files; neither: the embedded pair. `gguf_keep_precision`
+      False: blocks of a GGUF file that MLX has no form for are quantized anew; True keeps them in half precision.
     - `draft_backend` "mlx": who drafts: mlx, coreml, replay, dflash, eagle3, redrafter or mtp (heads in the target's
       process), ngram, none, or auto: what `draft_model` is. `replay`: the replay drafter's script.
     - `head`: heads that draft beside them in the target's process: one or several ids or folders, "mtp" or

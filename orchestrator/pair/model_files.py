@@ -1,7 +1,7 @@
-"""Where a model's files are: a Hugging Face id or a folder becomes a folder, without importing MLX.
+"""Where a model's files are: a Hugging Face id, a folder or a GGUF file becomes a folder, without importing MLX.
 
-A copy in the Hugging Face cache is used as it is; otherwise it is downloaded, unless offline mode is on. Reads
-config.json; knows nothing of weights and tokens.
+A copy in the Hugging Face cache is used as it is; otherwise it is downloaded, unless offline mode is on. A GGUF file is
+converted once. Reads config.json; knows nothing of weights and tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.orchestrator.pair.store import content_hash, made_once
 from outrider.protocol.errors import ModelError
 from outrider.protocol.heads import own_head
 
@@ -27,6 +28,9 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
 _WEIGHTS = ("model*.safetensors",)
 _CODE = ("*.py",)
+_EXPECTED = "expected a model's folder, a GGUF file or a Hugging Face id such as org/name"
+_CONVERSION = 1
+"""Raised when the same GGUF file becomes another folder than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,29 @@ class ModelFiles:
     context_length: int | None
 
 
-def find_model(name: str, weights: bool = True) -> ModelFiles:
-    """The files of a Hugging Face id or of a local folder. `weights` False asks for the description alone.
+def find_model(name: str, weights: bool = True, keep_precision: bool = False) -> ModelFiles:
+    """The files of a Hugging Face id, of a local folder or of a GGUF file. `weights` False asks for the description
+    alone; `keep_precision`: what MLX can't hold as a GGUF file has it is not quantised anew.
 
     Raises:
         ModelError: no such folder, no such repository, or no model in it; the message says which and what to do.
     """
     if not name.strip():
-        raise ModelError("the model's name is empty; expected a model's folder or a Hugging Face id such as org/name")
+        raise ModelError(f"the model's name is empty; {_EXPECTED}")
     path = Path(name).expanduser()
+    if is_gguf(path):
+        return _described(name, _from_gguf(path, keep_precision), weights)
     folder = path if path.exists() else _from_hub(name, weights)
     return _described(name, folder, weights)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file that is called GGUF, or is one: Ollama's have no such name."""
+    try:
+        with path.open("rb") as file:
+            return path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def find_own_head(name: str) -> ModelFiles:
@@ -104,9 +120,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def _from_gguf(path: Path, keep_precision: bool) -> Path:
+    form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION}"
+
+    def convert(folder: Path) -> None:
+        from outrider.orchestrator.pair.gguf import read_gguf  # deferred: most models need none of it
+        from outrider.orchestrator.pair.gguf_model import write_model
+
+        write_model(read_gguf(path), folder, keep_precision)
+
+    return made_once(f"gguf/{content_hash(path)[:24]}-{form}", convert)
+
+
 def _described(name: str, folder: Path, weights: bool) -> ModelFiles:
     if not folder.is_dir():
-        raise ModelError(f"{name} is a file; expected a model's folder or a Hugging Face id")
+        raise ModelError(f"{name} is a file, and not in GGUF format; {_EXPECTED}")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name} is no model: it has no config.json; expected a folder in Hugging Face layout")
     if weights and not any(folder.glob("*.safetensors")):
@@ -130,7 +158,7 @@ def _whole(value: object) -> int | None:
 def _from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Path:
     """`shards`: those that are wanted of its weights; none: all."""
     if name.startswith((".", "/", "~")) or not _REPOSITORY.fullmatch(name):
-        raise ModelError(f"no such path: {name}; expected a model's folder or a Hugging Face id such as org/name")
+        raise ModelError(f"no such path: {name}; {_EXPECTED}")
     from huggingface_hub import snapshot_download  # deferred: a local model needs none of it
 
     patterns = [*_DESCRIPTION, *_CODE, *((shards or _WEIGHTS) if weights else ())]

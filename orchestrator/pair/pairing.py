@@ -66,11 +66,13 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
         names = (settings.model, settings.model)
     if not settings.needs_draft_model:
         names = (names[0], None)
-    target_files = find_model(names[0] or "", weights=not settings.await_target)
+    target_files = find_model(names[0] or "", not settings.await_target, settings.gguf_keep_precision)
     draft_files = None
     if names[1] is not None and settings.draft_backend != "replay":
         settings = _recognised(settings, names[1], target_files)
-        draft_files = find_own_head(names[1]) if settings.draft_backend == "mtp" else find_model(names[1])
+        keep = settings.gguf_keep_precision
+        of_head = settings.draft_backend == "mtp"
+        draft_files = find_own_head(names[1]) if of_head else find_model(names[1], keep_precision=keep)
         if settings.drafts_by_head:  # its tokens and its context are the target's, whatever it says
             draft_files = replace(draft_files, vocab_size=None, context_length=None)
     if settings.replay is not None and not settings.replay.is_file():
@@ -133,7 +135,8 @@ def _head(name: str, target: ModelFiles) -> str:
 
 def _recognised(settings: ServeSettings, draft: str, target: ModelFiles) -> ServeSettings:
     """The backend that `auto` means for this draft. Raises ModelError: it is a head, and asked for as a model."""
-    kind = kind_of(find_model(draft, weights=False).folder, target.folder)
+    files = find_model(draft, weights=False, keep_precision=settings.gguf_keep_precision)
+    kind = kind_of(files.folder, target.folder)
     if settings.draft_backend == "auto":
         return replace(settings, draft_backend=kind or "mlx")
     if kind not in (None, "mtp") and not settings.drafts_by_head:

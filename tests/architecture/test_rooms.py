@@ -82,6 +82,7 @@ MLX = {"mlx", "mlx_lm"}
 TELLS_THE_TIME = {
     "orchestrator/gate.py",  # whether a file is another one than it was
     "orchestrator/pair/chat.py",
+    "orchestrator/pair/store.py",  # the same
     "protocol/logs.py",
     "server/answers/chat_events.py",
     "server/answers/completion_events.py",

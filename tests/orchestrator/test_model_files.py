@@ -40,7 +40,7 @@ def test_sizes_may_stand_in_text_config(model_folder):
 
 @pytest.mark.parametrize("name", ["/no/such/path", "./nope", "~/nope-nope", "nope", "a/b/c", "org/na me"])
 def test_no_such_path(name):
-    with pytest.raises(ModelError, match=r"no such path: .*expected a model's folder or a Hugging Face id"):
+    with pytest.raises(ModelError, match=r"no such path: .*expected a model's folder, a GGUF file or"):
         find_model(name)
 
 

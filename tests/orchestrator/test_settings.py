@@ -106,7 +106,7 @@ def test_every_setting_is_a_flag_that_says_the_same():
         simulate=Path("-m.json"), worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
         memory=False, shards=2, drafters=3, pin_cores=False,
         workers_endpoint="tcp://127.0.0.1:6", keys=Path("k"), keyed=True,
-        advertise=True,
+        advertise=True, gguf_keep_precision=True,
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
     waiting = ServeSettings(await_target=True)

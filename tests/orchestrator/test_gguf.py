@@ -1,0 +1,373 @@
+"""GGUF files: what they hold is what is loaded, and one that can't be read ends in a sentence and leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import random
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from tokenizers import Tokenizer, normalizers
+
+from outrider.engine.loading import load
+from outrider.orchestrator.pair import gguf_model, gguf_weights, model_files, store
+from outrider.orchestrator.pair.gguf import read_gguf
+from outrider.orchestrator.pair.gguf_model import write_model
+from outrider.orchestrator.pair.model_files import find_model
+from outrider.orchestrator.pair.model_text import load_text
+from outrider.orchestrator.pair.pairing import choose_pair, read_pair
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import ModelError
+from tests.gguf_files import SIZES, write_gguf
+
+EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+FINER = {"Q2_K": 4, "Q3_K": 5, "Q6_K": 8}
+TEXT = [5, 9, 30, 77, 100, 3, 8, 200, 11, 61, 62, 63, 64, 65, 7, 8, 9, 10, 11, 12, 13]
+ALPHABET = [*"abc he hell 0123456789 .,'\n\t<|>_-", "é", "中", "👩", "\u0301", "<|im_end|>", "\u2581", "\r\n"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("OUTRIDER_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf")
+
+
+def converted(file: Path, keep_precision: bool = False) -> Path:
+    return find_model(str(file), keep_precision=keep_precision).folder
+
+
+def weights(folder: Path) -> dict[str, mx.array]:
+    return mx.load(str(folder / "model.safetensors"))
+
+
+def random_texts(count: int, seed: int = 0) -> list[str]:
+    chance = random.Random(seed)
+    letters = [*ALPHABET, *(chr(chance.randrange(0xA1, 0x3000)) for _ in range(40))]
+    return ["".join(chance.choices(letters, k=chance.randint(1, 30))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_simple_blocks_keep_their_very_numbers(tmp_path, kind):
+    file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
+    found, header = weights(converted(file)), read_gguf(file)
+    for old, new in (("blk.1.ffn_down", "model.layers.1.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
+        parts = [found[f"{new}.{part}"] for part in ("weight", "scales", "biases")]
+        bits = gguf_weights.bits_of(kind, False)
+        ours = mx.dequantize(parts[0], *(part.astype(mx.float32) for part in parts[1:]), group_size=32, bits=bits)
+        assert (np.array(ours) == dequantize(header.bytes_of(f"{old}.weight"), GGMLQuantizationType[kind])).all()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_simple_blocks_are_as_mlx_reads_them(tmp_path, kind):
+    file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
+    theirs, ours = mx.load(str(file)), weights(converted(file))
+    for part in ("weight", "scales", "biases"):
+        assert mx.array_equal(ours[f"model.layers.0.mlp.up_proj.{part}"], theirs[f"blk.0.ffn_up.{part}"])
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4), ("Q5_K", 5)])
+def test_k_blocks_keep_their_levels(tmp_path, kind, bits):
+    """And their groups' scales to half precision."""
+    header = read_gguf(write_gguf(tmp_path / "a.gguf", "qwen2", kind))
+    matrix = gguf_weights.convert(header, "blk.0.ffn_up.weight", bits, "float16")
+    theirs = dequantize(header.bytes_of("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
+    parts = [mx.array(matrix.parts[part].astype(np.float32)) for part in ("scales", "biases")]
+    ours = np.array(mx.dequantize(mx.array(matrix.parts["weight"]), *parts, group_size=32, bits=bits))
+    steps = np.repeat(np.abs(matrix.parts["scales"].astype(np.float32)), 32, axis=-1)
+    assert (np.abs(ours - theirs) <= 0.03 * steps + 2**-11 * np.abs(theirs).max()).all()
+
+
+@pytest.mark.parametrize(("kind", "bits"), FINER.items())
+def test_other_blocks_are_quantised_anew_or_kept_in_half_precision(tmp_path, kind, bits):
+    file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
+    theirs = dequantize(read_gguf(file).bytes_of("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
+    anew, kept = weights(converted(file)), weights(converted(file, keep_precision=True))
+    name = "model.layers.0.mlp.up_proj"
+    parts = [anew[f"{name}.{part}"].astype(mx.float32) for part in ("scales", "biases")]
+    ours = np.array(mx.dequantize(anew[f"{name}.weight"], *parts, group_size=32, bits=bits))
+    groups = theirs.reshape(len(theirs), -1, 32)
+    step = np.repeat((groups.max(-1) - groups.min(-1)) / (2**bits - 1), 32, axis=-1)
+    assert (np.abs(ours - theirs) <= 0.51 * step + 2**-10 * np.abs(theirs).max()).all()
+    assert kept[f"{name}.weight"].dtype == mx.float16
+    assert (np.array(kept[f"{name}.weight"]) == theirs.astype(np.float16)).all()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", mx.float32), ("F16", mx.float16), ("BF16", mx.bfloat16)])
+def test_what_is_not_quantised_stays_as_it_is(tmp_path, kind, dtype):
+    found = weights(converted(write_gguf(tmp_path / "a.gguf", "gemma3", kind)))
+    assert {value.dtype for value in found.values()} == {dtype}
+
+
+def test_q_and_k_of_a_llama_get_their_order_back(tmp_path):
+    """The converter's own permutation, undone."""
+    rows = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    permuted = rows.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
+    file = write_gguf(tmp_path / "a.gguf", tensors={"blk.0.attn_q.weight": permuted})
+    assert (np.array(weights(converted(file))["model.layers.0.self_attn.q_proj.weight"]) == rows).all()
+
+
+def test_biases_of_a_llama_are_its_own(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", biased=True)
+    found = weights(converted(file))
+    pairs = np.frombuffer(read_gguf(file).bytes_of("blk.0.attn_q.bias"), np.float32).reshape(4, 8, 2).swapaxes(1, 2)
+    assert (np.array(found["model.layers.0.self_attn.q_proj.bias"]) == pairs.reshape(-1)).all()
+    assert load(str(converted(file))).config["attention_bias"]
+
+
+@pytest.mark.parametrize("architecture", SIZES)
+def test_every_architecture_is_loaded_with_its_own_head(tmp_path, architecture):
+    file = write_gguf(tmp_path / "a.gguf", architecture, "Q8_0", tied=False)
+    logits = load(str(converted(file))).model(mx.array([TEXT]))
+    assert logits.shape == (1, len(TEXT), 265) and np.isfinite(np.array(logits)).all()
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("architecture", [one for one in SIZES if one != "mistral"])
+def test_logits_are_those_of_transformers(tmp_path, architecture, kind):
+    """Held to an independent reader, where torch and accelerate are installed (CONTRIBUTING.md)."""
+    torch = pytest.importorskip("torch", reason="transformers reads GGUF files with torch")
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
+    from transformers import AutoModelForCausalLM
+
+    file = write_gguf(tmp_path / "a.gguf", architecture, kind, tied=architecture != "llama")
+    ours = np.array(load(str(converted(file, keep_precision=True))).model(mx.array([TEXT])))[0]
+    model = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file=file.name, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model(torch.tensor([TEXT])).logits[0].numpy()
+    near = 2e-2 if kind.endswith("_K") else 1e-4  # K-quants' scales are rounded
+    assert np.abs(ours - theirs).max() <= near * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_K"])
+@pytest.mark.parametrize("architecture", [one for one in SIZES if one != "mistral"])
+def test_greedy_text_is_that_of_llama_cpp_up_to_near_ties(tmp_path, architecture, kind):
+    """llama.cpp itself, where its package is installed (CONTRIBUTING.md); of K-quants it rounds activations, too."""
+    xllamacpp = pytest.importorskip("xllamacpp", reason="xllamacpp, which has llama.cpp inside, is not installed")
+    file = write_gguf(tmp_path / "a.gguf", architecture, kind, tied=architecture != "phi3")
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = str(file), 256, 1, False, 0
+    wanted = {"prompt": TEXT, "n_predict": 32, "temperature": 0, "return_tokens": True, "ignore_eos": True}
+    server = xllamacpp.Server(params)  # which ends with its last reference
+    with httpx.Client(timeout=200) as client:
+        tokens = client.post(f"{server.listening_address}/completion", json=wanted).json()["tokens"]
+    del server
+    logits = np.array(load(str(converted(file))).model(mx.array([TEXT + tokens])))[0][len(TEXT) - 1 : -1]
+    behind = [float(row.max() - row[token]) for row, token in zip(logits, tokens, strict=True)]
+    assert len(tokens) == 32 and max(behind) <= (0.02 if kind == "F32" else 0.05) * np.abs(logits).max()
+    assert sum(margin > 0 for margin in behind) <= 4
+
+
+def test_rope_of_llama_3_is_found_in_its_factors(tmp_path):
+    from mlx_lm.models.rope_utils import Llama3RoPE
+
+    scaling = {
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    rope = Llama3RoPE(16, base=500000.0, scaling_config=scaling)
+    factors = np.array(rope._freqs) / 500000.0 ** (np.arange(0, 16, 2) / 16)
+    said, base = {"rope_freqs.weight": factors.astype(np.float32)}, {"llama.rope.freq_base": 500000.0}
+    config = read_config(converted(write_gguf(tmp_path / "a.gguf", tensors=said, metadata=base)))
+    assert config["rope_scaling"] == {"type": "llama3", "rope_type": "llama3", **scaling}
+    with pytest.raises(ModelError, match="scales positions as no Llama 3 does"):
+        converted(write_gguf(tmp_path / "b.gguf", tensors={"rope_freqs.weight": factors.astype(np.float32) + 1}))
+
+
+def read_config(folder: Path) -> dict:
+    return model_files.read_json(folder / "config.json")
+
+
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
+def test_text_comes_back_from_its_tokens(tmp_path, pre):
+    folder = converted(write_gguf(tmp_path / "a.gguf", pre=pre))
+    tokenizer, composed = Tokenizer.from_file(str(folder / "tokenizer.json")), normalizers.NFC().normalize_str
+    for text in random_texts(2000):
+        decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
+        assert decoded == text or (pre == "qwen2" and composed(decoded) == composed(text))  # as Qwen 2's tokenizer does
+
+
+def test_splits_decide_what_is_merged(tmp_path):
+    def pieces(pre: str, text: str) -> list[str]:
+        folder = converted(write_gguf(tmp_path / f"{pre}.gguf", pre=pre))
+        return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).tokens
+
+    assert pieces("smollm", "12") == ["1", "2"] and pieces("llama-bpe", "12") == ["12"]
+    assert pieces("smollm", "<|im_end|>a") == ["<|im_end|>", "a"]
+    assert pieces("smollm", "hell a") == ["hel", "l", "Ġa"]
+
+
+def test_sentencepiece_is_read_with_its_bytes_and_spaces(tmp_path):
+    spelled = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "h",
+        "e",
+        "he",
+        "\u2581he",
+    ]
+    said = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": spelled,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 5],
+        "tokenizer.ggml.scores": [0.0] * 259 + [-9.0, -9.0, -9.0, -1.0, -2.0],
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    file = write_gguf(tmp_path / "a.gguf", metadata=said)
+    codec = load_text(find_model(str(file))).codec
+    assert [codec.tokenizer.id_to_token(token) for token in codec.encode("he e\n")] == [
+        "<s>", "\u2581he", "\u2581", "e", "<0x0A>",
+    ]  # fmt: skip
+    for text in random_texts(500):
+        if text.lstrip() == text and "\u2581" not in text:
+            assert codec.tokenizer.decode(list(codec.encode(text, special=False)), skip_special_tokens=False) == text
+
+
+def test_an_answer_ends_where_its_chat_format_does(file):
+    text = load_text(find_model(str(file)))
+    assert text.codec.eos == {0, 2} and text.codec.special["eos_token"] == "<|im_end|>"
+    assert text.codec.decode(text.tokens("a")) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_pair_of_files_is_a_pair(file, tmp_path):
+    draft = write_gguf(tmp_path / "draft.gguf", kind="Q4_0")
+    pair = choose_pair(ServeSettings(model=str(file), draft_model=str(draft)))
+    assert pair.target.name == str(file) and pair.draft is not None and pair.draft.name == str(draft)
+    assert read_pair(pair).template is not None
+
+
+def test_a_file_is_converted_once_by_its_content(file, tmp_path, monkeypatch):
+    made: list[Path] = []
+    real = gguf_model.write_model
+    monkeypatch.setattr(gguf_model, "write_model", lambda *given: (made.append(given[1]), real(*given)))
+    copy = tmp_path / "ollama" / "sha256-0123"
+    copy.parent.mkdir()
+    copy.write_bytes(file.read_bytes())
+    with ThreadPoolExecutor(4) as pool:
+        folders = set(pool.map(converted, [file, copy, file, copy]))
+    assert len(folders) == 1 and len(made) == 1
+    assert converted(file, keep_precision=True) not in folders
+
+
+def test_what_a_killed_run_left_is_made_anew(file, cache):
+    folder = converted(file)
+    (folder / "model.safetensors").unlink()
+    folder.rename(folder.with_name(f".{folder.name}.unfinished"))
+    assert (converted(file) / "model.safetensors").is_file()
+    assert not list(cache.rglob("*.unfinished"))
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(file, cache, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf_model, "_write_shard", full)
+    with pytest.raises(ModelError, match=r"can't be stored in .*: No space left on device; .*OUTRIDER_CACHE"):
+        converted(file)
+    assert not list((cache / "gguf").glob("*"))[1:] and not list(cache.rglob("*.json"))
+
+
+def test_a_cache_that_is_not_ours_to_write_is_told(file, tmp_path, monkeypatch):
+    (tmp_path / "plain").write_text("")
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "plain" / "below"))
+    with pytest.raises(ModelError, match="can't be stored in"):
+        converted(file)
+
+
+def test_a_file_that_is_cut_short_is_told_wherever_it_ends(file, tmp_path, cache):
+    whole = file.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for end in [*range(4, 9000, 211), len(whole) - 1]:
+        cut.write_bytes(whole[:end])
+        with pytest.raises(ModelError, match=r"is incomplete|is too small"):
+            write_model(read_gguf(cut), tmp_path / "never")
+    with pytest.raises(ModelError, match="incomplete"):
+        converted(cut)
+    assert not list(cache.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_header_with_wrong_bytes_ends_in_a_model_error_or_not_at_all(file, tmp_path, seed):
+    chance, broken = random.Random(seed), bytearray(file.read_bytes())
+    for _ in range(3):
+        broken[chance.randrange(4, 9000)] = chance.randrange(256)
+    other = tmp_path / "broken.gguf"
+    other.write_bytes(broken)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    try:
+        write_model(read_gguf(other), folder)
+    except ModelError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+def test_other_files_are_refused(tmp_path):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(ModelError, match="is not a GGUF file"):
+        find_model(str(other))
+    other.write_bytes(b"GGUF" + struct.pack("<I", 1))
+    with pytest.raises(ModelError, match="is GGUF version 1; expected"):
+        find_model(str(other))
+    other.write_bytes(b"")
+    with pytest.raises(ModelError, match="is not a GGUF file"):
+        find_model(str(other))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"metadata": {"llama.block_count": "two"}}, "llama.block_count is the text 'two'; expected a whole number"),
+        ({"metadata": {"llama.rope.freq_base": [1.0, 2.0]}}, "freq_base is a list of numbers; expected a number"),
+        ({"metadata": {"tokenizer.ggml.tokens": "none"}}, "tokens is the text 'none'; expected a list of texts"),
+        ({"metadata": {"tokenizer.ggml.add_bos_token": 1}}, "add_bos_token is 1; expected true or false"),
+        ({"without": "llama.embedding_length"}, "does not say llama.embedding_length"),
+        ({"without": "blk.1.ffn_up.weight"}, "has no tensor blk.1.ffn_up.weight, which llama models have"),
+        ({"tensors": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}}, "has the tensor blk.0.attn_sinks.weight"),
+        ({"metadata": {"llama.expert_count": 8}}, "is a mixture of experts"),
+        ({"metadata": {"split.count": 3}}, "is one part of several"),
+        ({"metadata": {"llama.rope.scaling.type": "su", "llama.rope.scaling.factor": 2.0}}, "scales positions by 'su'"),
+        ({"metadata": {"tokenizer.ggml.model": "bert"}}, "a tokenizer of the kind 'bert'; expected gpt2 or llama"),
+        ({"pre": "of-next-year"}, "splits text in the way 'of-next-year'"),
+        ({"metadata": {"tokenizer.ggml.eos_token_id": 999}}, "names 999 as its eos_token"),
+        ({"metadata": {"tokenizer.ggml.merges": ["q q"]}}, "the merge 'q q', which makes no token of two"),
+        ({"metadata": {"llama.attention.head_count": 0}}, "has 0 heads"),
+        ({"metadata": {"llama.embedding_length": 32}}, "embeds tokens in 64 numbers and says 32"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(tmp_path, changes, said):
+    file = write_gguf(tmp_path / "a.gguf", **changes)
+    with pytest.raises(ModelError) as refused:
+        converted(file)
+    assert said in str(refused.value) and str(file) in str(refused.value)
+
+
+def test_unknown_architectures_and_types_are_named(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf")
+    renamed = file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1)
+    (tmp_path / "b.gguf").write_bytes(renamed)
+    with pytest.raises(ModelError, match="has the architecture 'mamba'; expected one of llama, mistral, qwen2"):
+        find_model(str(tmp_path / "b.gguf"))
+    at = file.read_bytes().index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16
+    whole = bytearray(file.read_bytes())
+    whole[at] = 99
+    (tmp_path / "c.gguf").write_bytes(whole)
+    with pytest.raises(ModelError, match=r"the tensor token_embd.weight has the unknown type 99"):
+        find_model(str(tmp_path / "c.gguf"))
