@@ -32,6 +32,7 @@ from outrider.protocol.errors import (
     VersionMismatch,
     WorkerError,
 )
+from outrider.protocol.interrupts import outside_finalizers
 from outrider.protocol.keys import ClientKeys
 from outrider.protocol.knock import knock
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
@@ -268,8 +269,8 @@ def _end_on_signals(by_hand: bool) -> None:
     def end(_signum: int, _frame: FrameType | None) -> None:
         sys.exit(0)
 
-    signal.signal(signal.SIGINT, end if by_hand else signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, outside_finalizers(end) if by_hand else signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, outside_finalizers(end))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # `outrider worker` kept it back for this moment
 
 

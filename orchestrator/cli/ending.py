@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from outrider.protocol.interrupts import outside_finalizers
+
 SIGNALLED = 128
 
 
@@ -20,7 +22,7 @@ def ended_in_order() -> Iterator[None]:
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _end, signal.SIGHUP: _end}
     heeded = [number for number in handlers if signal.getsignal(number) == signal.SIG_DFL]
     for number in heeded:
-        signal.signal(number, handlers[number])
+        signal.signal(number, outside_finalizers(handlers[number]))
     try:
         yield
     finally:

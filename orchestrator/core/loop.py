@@ -178,7 +178,9 @@ class Core:
             self._tell_workers()
 
     def _on_loss(self, loss: Loss, now_ns: int) -> None:
-        log.warning("%s", loss.why)
+        log.log(
+            logging.INFO if loss.fatal else logging.WARNING, "%s", loss.why
+        )  # the server's own end says a fatal one
         if loss.worker.role == "target":
             self._rounds.lost_target(loss.why, loss.fatal)
         elif loss.worker.role == "prefill":

@@ -1,8 +1,10 @@
-"""How much memory this machine has, or this container may take."""
+"""How much memory this machine has, or this container may take; and whether a process died for want of it."""
 
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -15,3 +17,17 @@ def physical(bound: Path = _CGROUP) -> int:
         return min(whole, int(bound.read_text()))
     except (OSError, ValueError):  # no such file, or the word "max"
         return whole
+
+
+def likely_cause(code: int, bound: Path = _CGROUP) -> str:
+    """What a process that ended with this code most likely died of, where its memory has a limit; empty: unknown.
+
+    Beyond a limit of its address space allocations fail, which libraries answer by a crash; a container's kernel kills.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGKILL):
+        return f"most likely out of memory (ulimit -v allows a process {limit / 2**30:.1f} GiB)"
+    whole, allowed = physical(Path(os.devnull)), physical(bound)
+    if allowed < whole and code == -signal.SIGKILL:
+        return f"most likely out of memory (this container is allowed {allowed / 2**30:.1f} GiB)"
+    return ""

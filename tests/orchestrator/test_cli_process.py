@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,15 +12,16 @@ import sys
 import pytest
 
 from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from tests.orchestrator.stand import says
 
 LIMIT = 200.0
 
 
-def outrider(*arguments, shell="", **environment):
-    """Runs `outrider ARGUMENTS` with the redirections of `shell`."""
+def outrider(*arguments, shell="", before="", **environment):
+    """Runs `outrider ARGUMENTS` with the redirections of `shell`, and what it says `before`."""
     return subprocess.run(
-        ["/bin/sh", "-c", f'exec "$@" {shell}', "sh", *python("-m", "outrider", *arguments)],
+        ["/bin/sh", "-c", f'{before} exec "$@" {shell}', "sh", *python("-m", "outrider", *arguments)],
         env=child_environment() | {"PYTHONUNBUFFERED": ""} | environment, capture_output=True, timeout=LIMIT,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
@@ -83,3 +86,54 @@ def test_an_interrupt_during_an_import_is_an_end_without_a_word(module):
     command = python("-c", INTERRUPTED_IMPORT, module, "generate", "-p", "x", "--connect", "ipc:///no/such")
     done = subprocess.run(command, env=child_environment(), capture_output=True, timeout=LIMIT)
     assert (done.stdout, done.stderr) == (b"", b"") and done.returncode in (-signal.SIGINT, 130)
+
+
+ENDED_IN_A_FINALIZER = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from outrider.orchestrator.cli.ending import ended_in_order
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        self.steps = sum(range(1000))
+        self.whole = True
+        print("whole")
+with ended_in_order():
+    late = Late()
+    del late
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", -signal.SIGINT)])
+def test_a_signal_while_a_finalizer_runs_waits_for_its_end_and_is_not_lost(name, code):
+    done = subprocess.run(
+        python("-c", ENDED_IN_A_FINALIZER, name), env=child_environment(), capture_output=True, timeout=LIMIT
+    )
+    assert (done.returncode, done.stdout) == (code, b"whole\n") and b"Exception ignored" not in done.stderr
+    assert done.stderr == b"" or name == "SIGINT"
+
+
+def corrupt(folder):
+    shutil.copytree(EMBEDDED_TARGET, folder)
+    (folder / "model.safetensors").write_bytes(random.Random(1).randbytes(100))
+    return str(folder)
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="/dev/full and limits of the address space are Linux's"
+)
+@pytest.mark.parametrize("case", ["corrupt weights", "little memory", "full trace"])
+def test_a_start_that_fails_is_one_sentence(case, tmp_path):
+    model = ["--model", corrupt(tmp_path / "model")] if case == "corrupt weights" else []
+    trace = ["--trace", "/dev/full"] if case == "full trace" else []
+    before = "ulimit -v 500000;" if case == "little memory" else ""
+    done = outrider("generate", "-p", "x", "--max-tokens", "4", *model, *trace, before=before)
+    said = done.stderr.decode()
+    assert done.returncode in (2, 5) and done.stdout == b"" and said.count("\n") == 1 and said.startswith("outrider")
+    expected = {
+        "corrupt weights": f"{tmp_path}/model can't be loaded as llama: ",
+        "little memory": "most likely out of memory (ulimit -v allows a process 0.5 GiB)",
+        "full trace": "the trace can't be written to /dev/full: No space left on device",
+    }
+    assert expected[case] in said and "Exception" not in said

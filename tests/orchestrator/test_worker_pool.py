@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from outrider.orchestrator.core.workers.pool import WorkerPool
 from outrider.orchestrator.core.workers.pulse import QUIET, SILENT, SLACK, UNKNOWN
 from outrider.orchestrator.core.workers.trust import MOST_LIES
 from outrider.orchestrator.core.workers.worker import Loss
+from outrider.orchestrator.machine import memory
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.abilities import Abilities
@@ -45,6 +47,8 @@ from outrider.protocol.messages import (
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
 WAIT_MS = 200_000
+
+LIKELY_CAUSE = memory.likely_cause
 
 
 class Spawned:
@@ -219,6 +223,7 @@ def make_hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hall]]:
         directory = stack.enter_context(private_directory())
         halls.append(Hall(directory.path, ServeSettings(**settings)))
         monkeypatch.setattr(supervisor, "spawn_worker", halls[-1].spawn)
+        monkeypatch.setattr(memory, "likely_cause", lambda code: "")  # whatever limits the tests run under
         halls[-1].pool.start()
         return halls[-1]
 
@@ -548,6 +553,34 @@ def test_a_worker_that_dies_is_started_again_and_takes_its_place(hall: Hall, nam
     hall.worker(name)
     assert hall.losses() == [] and hall.arrived == [name] and hall.pool.ready
     assert {worker.name: worker.restarts for worker in hall.pool.stats()}[name] == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "address_space", "container", "cause"),
+    [
+        (-11, 512 << 20, "max", ", most likely out of memory (ulimit -v allows a process 0.5 GiB)"),
+        (-6, 512 << 20, "max", ", most likely out of memory (ulimit -v allows a process 0.5 GiB)"),
+        (-9, -1, str(3 << 29), ", most likely out of memory (this container is allowed 1.5 GiB)"),
+        (-11, -1, str(3 << 29), ""),
+        (-9, -1, "max", ""),
+        (1, 512 << 20, str(3 << 29), ""),
+    ],
+)
+def test_a_crash_under_a_limit_of_memory_names_it(
+    hall: Hall,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    code: int,
+    address_space: int,
+    container: str,
+    cause: str,
+) -> None:
+    (tmp_path / "memory.max").write_text(container)
+    monkeypatch.setattr(memory, "likely_cause", partial(LIKELY_CAUSE, bound=tmp_path / "memory.max"))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (address_space, address_space))
+    hall.worker("target-0")
+    hall.spawned["target-0"][1].code = code
+    assert [loss.why for loss in hall.losses()] == [f"target worker target-0 ended with code {code}{cause}"]
 
 
 def test_what_is_said_to_a_worker_that_loads_is_not_kept_for_it(hall: Hall) -> None:

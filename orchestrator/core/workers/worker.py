@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from outrider.orchestrator.core.workers.far_clock import FarClock
 from outrider.orchestrator.core.workers.pulse import Pulse
 from outrider.orchestrator.core.workers.trust import Trust
+from outrider.orchestrator.machine import memory
 from outrider.orchestrator.machine.spawn import SpawnedWorker
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
@@ -73,8 +74,9 @@ class Worker:
         """Why it must be given up: its process ended, or nothing is heard of it for too long."""
         code = self.spawned.exit_code() if self.spawned else None
         if self.spawned and code is not None:
-            tail = self.spawned.log_tail()
-            return self.fault or f"{self} ended with code {code}" + (f": {tail}" if tail else "")
+            cause, tail = memory.likely_cause(code), self.spawned.log_tail()
+            ended = f"{self} ended with code {code}" + (f", {cause}" if cause else "")
+            return self.fault or ended + (f": {tail}" if tail else "")
         if self.unwelcome:
             return f"{self} may stay no longer: {self.unwelcome}"
         silence = self.pulse.gone(seconds_a_ping) if self.entered else self.pulse.stuck(seconds_a_ping)
