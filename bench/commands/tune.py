@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -123,13 +124,24 @@ def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> t
     words = [_costs(measured, turnaround_ms)]
     if pair.settings.draft_backend == "mlx":
         words += filter(None, [prompt_reader.measured(str(pair.settings.draft_model))])
-    words.append(_verdict(measured, found))
+    words += [_verdict(measured, found), *_other_places(pair.settings)]
     own = tune_heads.beside(options, pair, _texts(pair), screen) if pair.settings.head else []
     words += map(tune_heads.line, own)
     if options.measure:
         words.append(_compare(options, pair, found, screen))
     record = tune_heads.with_heads(_record(measured, turnaround_ms, found, options.temp), own)
     return record, "\n".join(words), doubts(measured)
+
+
+def _other_places(settings: ServeSettings) -> list[str]:
+    """Where else the drafter could work on a Mac, while the target has the GPU for itself."""
+    if sys.platform != "darwin" or settings.draft_backend != "mlx" or settings.draft_device != "auto":
+        return []
+    return [
+        "target and drafter share the GPU here. Two places leave it to the target: this Mac's own cores (--draft-device"
+        " cpu) and its Neural Engine (--draft-backend coreml); outrider doctor shows what a token costs there, and tune"
+        " with the flag what it brings"
+    ]
 
 
 def _probe(pair: ChosenPair, temp: float, screen: Screen) -> Probe:

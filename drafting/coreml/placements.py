@@ -36,7 +36,8 @@ _ROUNDS = 12
 _WARM_UP = 2
 _TREE = 8
 _SHARED = "shares the target's GPU: each slows the other down"
-_APART = "beside the target's GPU"
+_OWN_CORES = "beside the target's GPU, on cores of its own: --draft-device cpu"
+_APART = "beside the target's GPU: --draft-backend coreml"
 _SAME_CPU = "shares the CPU with the target"
 _SLOW = "for checking only"
 
@@ -69,7 +70,7 @@ def on_mlx(model: Path, device: mx.DeviceType) -> Placement:
         mx.set_default_device(kept)
     if device == mx.gpu:
         return Placement("MLX on the GPU", True, one, eight, note=_SHARED)
-    note = _APART if kept.type == mx.gpu else _SAME_CPU
+    note = _OWN_CORES if kept.type == mx.gpu else _SAME_CPU
     return Placement("MLX on the CPU", True, one, eight, note=note)
 
 

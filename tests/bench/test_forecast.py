@@ -21,6 +21,7 @@ from outrider.bench.timing.forecast import (
 from outrider.bench.timing.probe import Probe
 from outrider.bench.timing.rehearsal import Rehearsal, Rehearsed, agreeing
 from outrider.orchestrator.cli import main
+from outrider.orchestrator.settings import ServeSettings
 
 FLAT = Curve(((1, 10.0), (4, 12.5)))
 
@@ -131,3 +132,12 @@ def test_acceptance_is_of_the_rounds_that_came_so_far() -> None:
 @pytest.mark.parametrize(("chain", "held"), [((1, 2, 3), 3), ((1, 9, 3), 1), ((9,), 0), ((), 0)])
 def test_a_chain_holds_as_far_as_it_is_the_text(chain: tuple[int, ...], held: int) -> None:
     assert agreeing(chain, [1, 2, 3, 4]) == held
+
+
+def test_tune_names_a_macs_other_places_for_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    (line,) = tune._other_places(ServeSettings())
+    assert "--draft-device cpu" in line and "--draft-backend coreml" in line
+    assert tune._other_places(ServeSettings(draft_device="cpu")) == []
+    monkeypatch.setattr("sys.platform", "linux")
+    assert tune._other_places(ServeSettings()) == []

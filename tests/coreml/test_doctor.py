@@ -66,7 +66,7 @@ def test_placements_of_a_draft(
     model = tiny_model("llama", **SIZES)
     before = {place.name: place for place in doctor.examine(str(model), try_now=False).placements}
     assert set(before) == {"MLX on the CPU", "Core ML"} and "not converted yet" in before["Core ML"].note
-    note = "beside the target's GPU" if mx.default_device().type == mx.gpu else "shares the CPU with the target"
+    note = placements._OWN_CORES if mx.default_device().type == mx.gpu else "shares the CPU with the target"
     assert before["MLX on the CPU"].note == note
     after = {place.name: place for place in doctor.examine(str(model), try_now=True).placements}
     assert set(after) == {

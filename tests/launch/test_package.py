@@ -60,7 +60,7 @@ def test_one_name_goes_into_site_packages(wheels):
 def test_the_pair_its_licence_the_prompts_the_profiles_the_page_and_the_types_are_there(wheels):
     found, bench = set(wheels[0]), ROOT / "bench"
     texts = {f"outrider/bench/{path.relative_to(bench)}" for folder in ("prompts", "profiles")
-             for path in (bench / folder).iterdir()}  # fmt: skip
+             for path in (bench / folder).rglob("*.*")}  # fmt: skip
     page = {f"outrider/server/page/{path.name}" for path in (ROOT / "server" / "page").iterdir()}
     assert len(page) > 3 and not (PAIR | texts | page | {"outrider/py.typed"}) - found
     assert any(name.endswith("licenses/models/LICENSE-PSF") for name in found)
