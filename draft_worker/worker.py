@@ -203,7 +203,7 @@ class DraftWorker:
     def _constraint(self, message: Open) -> Constraint | None:
         if self._compiler is None:
             return None
-        return self._compiler.constraint(message.sampling.grammar, message.eos, message.prompt_len)
+        return self._compiler.asked(message.sampling, message.eos, message.prompt_len)
 
     def _let_others_work(self, request: str) -> None:
         """Between two pieces of this request's prompt: the trees of others grow until they are done.

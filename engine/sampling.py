@@ -85,8 +85,10 @@ class Sampler:
         # The same bits either way; on the CPU numpy is several times quicker.
         self._xp: Any = np if mx.default_device().type == mx.cpu else mx
         self._blocks: dict[int, Any] = {}
-        alike = replace(params, seed=None, max_tokens=1, stop=(), ignore_eos=False, grammar=None, logprobs=None)
-        self.kind = (type(self), self._normalised, alike, constraint is not None)
+        alike = replace(
+            params, seed=None, max_tokens=1, min_tokens=0, stop=(), ignore_eos=False, grammar=None, logprobs=None
+        )
+        self.kind = (type(self), self._normalised, alike, constraint.width if constraint is not None else 0)
         """Samplers of the same kind differ in nothing but their noise and in what their grammars allow: their rows can
         be scored together."""
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from outrider.grammar.compiler import compiled
-from outrider.grammar.constraint import Constraint
+from outrider.grammar.constraint import ByGrammar
 from outrider.grammar.vocabulary import Vocabulary
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.grammar import Grammar
@@ -25,7 +25,7 @@ def check(grammar: Grammar, vocabulary: Vocabulary = NO_MARKS) -> None:
     """
     tokenizer = _tokenizer(vocabulary)
     matcher = compiled(grammar, tokenizer)
-    constraint = Constraint(matcher, tokenizer, 0)
+    constraint = ByGrammar(matcher, tokenizer, 0)
     constraint.allowed([()])
     constraint.check(())
     if not _can_turn_back(matcher):

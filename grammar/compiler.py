@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from outrider.grammar.constraint import Constraint
+from outrider.grammar.constraint import ByGrammar, Constraint, NoEndYet
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.grammar import Grammar
+from outrider.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -38,6 +39,15 @@ class Compiler:
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         self._compiled: dict[tuple[Grammar, tuple[int, ...]], LLMatcher] = {}
 
+    def asked(self, sampling: SamplingParams, ends: Iterable[int], start: int) -> Constraint | None:
+        """What a request allows from the `start`th token of a text on, which one of `ends` ends; None: everything.
+
+        Raises:
+            InvalidRequest, ModelError: as `constraint`.
+        """
+        by_grammar = self.constraint(sampling.grammar, ends, start)
+        return NoEndYet(by_grammar, ends, start, sampling.min_tokens) if sampling.min_tokens else by_grammar
+
     def constraint(self, grammar: Grammar | None, ends: Iterable[int], start: int) -> Constraint | None:
         """What `grammar` allows from the `start`th token of a text on, which one of `ends` ends. None for None.
 
@@ -55,7 +65,7 @@ class Compiler:
         self._compiled[key] = matcher  # the newest stand last
         if len(self._compiled) > KEPT:
             del self._compiled[next(iter(self._compiled))]
-        return Constraint(matcher, tokenizer, start)
+        return ByGrammar(matcher, tokenizer, start)
 
     def _tokenizer(self, ends: tuple[int, ...]) -> LLTokenizer:
         if ends not in self._tokenizers:

@@ -6,8 +6,8 @@ text is moved to where it is asked: back by tokens, on by tokens. Knows tokens; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -15,17 +15,31 @@ from llguidance import LLMatcher, LLTokenizer
 from outrider.protocol.errors import InvalidRequest
 
 FAULTS_KEPT = 256  # more than the rows of two forwards
+WIDEST = 2**19
+"""No vocabulary has more tokens."""
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 """A bit a token, set when it is allowed; token v is bit v % 32 of word v // 32."""
 
 
-class Constraint:
+class Constraint(Protocol):
+    """One text's. `width`: the words of a row."""
+
+    width: int
+
+    def allowed(self, texts: Sequence[Sequence[int]]) -> Words:
+        """What may follow each of these texts, [N, W]."""
+
+    def check(self, text: Sequence[int]) -> None:
+        """Of a text that `allowed` was asked about of late. Raises InvalidRequest where it was not allowed."""
+
+
+class ByGrammar:
     """One text's. The grammar begins with its `start`th token; what stands before is not looked at."""
 
     def __init__(self, compiled: LLMatcher, tokenizer: LLTokenizer, start: int) -> None:
         """`compiled`, over the tokens of `tokenizer`, is copied, not moved."""
         self._compiled, self._start = compiled, start
-        self._words, self._ends = -(-tokenizer.vocab_size // 32), frozenset(tokenizer.eos_tokens)
+        self.width, self._ends = -(-tokenizer.vocab_size // 32), frozenset(tokenizer.eos_tokens)
         self._matcher = compiled.deep_copy()
         self._taken: list[int] = []
         self._faults: dict[tuple[int, ...], str] = {}
@@ -36,7 +50,7 @@ class Constraint:
         Everything may follow one that has ended, or that broke the grammar: nobody will ask what does. So it may where
         the library gave up; `check` tells.
         """
-        words = np.full((len(texts), self._words), 0xFFFFFFFF, np.uint32)
+        words = np.full((len(texts), self.width), 0xFFFFFFFF, np.uint32)
         for row, text in zip(words, texts, strict=True):
             wanted = list(text[self._start :])
             if not self._ends.isdisjoint(wanted):
@@ -73,3 +87,30 @@ class Constraint:
         took = self._matcher.try_consume_tokens(wanted[kept:])
         self._taken += wanted[kept : kept + took]
         return len(self._taken) == len(wanted)
+
+
+class NoEndYet:
+    """No end token among the first tokens of a text, unless `inner`, what else is asked of it, allows nothing else."""
+
+    def __init__(self, inner: Constraint | None, ends: Iterable[int], start: int, least: int) -> None:
+        """The text begins with its `start`th token, and no end is among the `least` from there."""
+        self._inner, self._until = inner, start + least
+        self.width = inner.width if inner is not None else WIDEST // 32
+        self._others = np.full(self.width, 0xFFFFFFFF, np.uint32)
+        for end in ends:
+            if end // 32 < self.width:
+                self._others[end // 32] &= np.uint32(0xFFFFFFFF ^ (1 << end % 32))
+
+    def allowed(self, texts: Sequence[Sequence[int]]) -> Words:
+        if self._inner is not None:
+            words = self._inner.allowed(texts)
+        else:
+            words = np.full((len(texts), self.width), 0xFFFFFFFF, np.uint32)
+        for row, text in zip(words, texts, strict=True):
+            if len(text) < self._until and (row & self._others).any():
+                row &= self._others
+        return words
+
+    def check(self, text: Sequence[int]) -> None:
+        if self._inner is not None:
+            self._inner.check(text)

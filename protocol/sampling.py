@@ -28,6 +28,7 @@ PRESETS: Mapping[str, Mapping[str, float]] = {
 """Settings that go well together, by name: no surprise, some variety, much of it without nonsense."""
 WHOLE = {
     "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
     "top_k": (0, 2**31 - 1),
     "repetition_context_size": (1, 2**31 - 1),
     "presence_context_size": (1, 2**31 - 1),
@@ -52,6 +53,7 @@ class SamplingFields(TypedDict, total=False):
     """The fields of `SamplingParams` as keywords, in every form in which they are taken."""
 
     max_tokens: int
+    min_tokens: int
     temp: float
     temperature: float
     top_p: float
@@ -92,6 +94,9 @@ class SamplingParams:
     likeliest tokens of its place (0: its own alone; None: nothing). They are the target's own after penalties, bias and
     grammar, before temperature and filters.
 
+    No end token is among the first `min_tokens`, unless a grammar allows nothing else; stop strings end a text all the
+    same.
+
     `max_tokens` and context sizes are at least 1, `temp` is 0 to 100, `top_p` and `min_p` 0 to 1, `top_k` at least 0,
     `repetition_penalty` 0.01 to 100, the other penalties -100 to 100, a bias -10^6 to 10^6, `seed` 0 to 2^63-1,
     `saguaro` 0.01 to 1 (1 is off), `q_width` 1 to 1024, `logprobs` 0 to 20. A grammar excludes `ignore_eos`.
@@ -123,6 +128,7 @@ class SamplingParams:
     q_width: int = 100
     grammar: Grammar | None = None
     logprobs: int | None = None
+    min_tokens: int = 0
     if TYPE_CHECKING:
         temperature: InitVar[float | None] = None
     else:
@@ -146,6 +152,10 @@ class SamplingParams:
         self._keep("ignore_eos", values.flag("ignore_eos", self.ignore_eos))
         if self.logprobs is not None:
             self._keep("logprobs", values.whole("logprobs", self.logprobs, 0, MOST_LOGPROBS))
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}; expected at most max_tokens, which is {self.max_tokens}"
+            )
         self._keep("grammar", as_grammar(self.grammar))
         if self.grammar is not None and self.ignore_eos:
             raise InvalidRequest(

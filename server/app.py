@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import Response
 
 from outrider.orchestrator.http_settings import HttpSettings
@@ -27,6 +28,9 @@ from outrider.server.witness import CLOSED_BY_READER, VERSION, Witness
 
 if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
     from outrider.server.tracing import Tracing
+
+LARGE = 16_384
+"""Bytes of an answer that are worth their compression. Streams of events are never compressed."""
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ def application(
     for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _problem)
     app.add_exception_handler(ReaderGone, _gone)
+    app.add_middleware(GZipMiddleware, minimum_size=LARGE, compresslevel=5)
     app.add_middleware(Door, settings=settings)
     app.add_middleware(Witness, metrics=metrics, tracing=tracing)
     if settings.cors_origins:

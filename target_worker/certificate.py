@@ -45,7 +45,7 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     """
     if claim.sampling.is_residual:
         raise InvalidRequest("residual sampling may give another text each time; expected coupled sampling")
-    constraint = Compiler(model.folder).constraint(claim.sampling.grammar, claim.ends, len(claim.tokens))
+    constraint = Compiler(model.folder).asked(claim.sampling, claim.ends, len(claim.tokens))
     slot = Slot(model, SeparateTexts(model.model), claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is outside 0..{model.vocab_size - 1}, the model's vocabulary")

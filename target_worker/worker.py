@@ -239,7 +239,7 @@ class TargetWorker:
                 self._close(request)
 
     def _constraint(self, message: Open) -> Constraint | None:
-        return self._compiler.constraint(message.sampling.grammar, message.eos, message.prompt_len)
+        return self._compiler.asked(message.sampling, message.eos, message.prompt_len)
 
     def _take_over(self, message: PromptKv) -> None:
         running = self._running.get(message.request)

@@ -188,12 +188,12 @@ class Admission:
         if self.context_length is not None and prompt_tokens + sampling.max_tokens > self.context_length:
             room = self.context_length - prompt_tokens
             notes += (f"max tokens is {room} instead of {sampling.max_tokens}: the context ends there",)
-            sampling = replace(sampling, max_tokens=room)
+            sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         if self.kv_room is not None and prompt_tokens + sampling.max_tokens > self.kv_room.tokens:
             room = self.kv_room.tokens - prompt_tokens
             limit = in_mb(self.kv_room.limit)
             notes += (f"max tokens is {room} instead of {sampling.max_tokens}: the {limit} of kv_memory end there",)
-            sampling = replace(sampling, max_tokens=room)
+            sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
             notes += (f"the draft model's context ends at {self.draft_context} tokens: no model drafts after that",)
         if sampling.is_residual and self._settings.draft_backend not in DRAWING_BACKENDS:

@@ -62,6 +62,7 @@ def problems(anthropic: bool = False) -> dict[Any, Any]:
 
 def describe(app: FastAPI, names: Sequence[str], events: Sequence[type[BaseModel]]) -> None:
     """Makes the description: a request's `model` is one of `names`, and the shapes of `events` are there."""
+    app.openapi_version = "3.2.0"  # the first that has words for the items of a stream
     shapes = app.openapi()["components"]["schemas"]
     for event in events:
         shape = event.model_json_schema(ref_template=SCHEMAS + "{model}", mode="serialization")

@@ -20,6 +20,7 @@ from outrider.server.shapes.base import Sampling, Speculation, Watched
 SEEDS = 2**32
 UNBOUNDED = 2**31 - 1
 _SAME_NAMES = (
+    "min_tokens",
     "top_p",
     "min_p",
     "repetition_penalty",

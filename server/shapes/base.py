@@ -17,6 +17,7 @@ from outrider.server.shapes.ranges import (
     DraftTokens,
     MaxTokens,
     MinP,
+    MinTokens,
     Penalty,
     RepetitionPenalty,
     Seed,
@@ -153,6 +154,7 @@ class Sampling(Generation):
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
     logit_bias: LogitBias | None = None
     presence_context_size: ContextSize | None = None
     frequency_context_size: ContextSize | None = None

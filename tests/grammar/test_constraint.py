@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.grammar import Grammar
+from outrider.protocol.sampling import SamplingParams
 
 COMPILER = Compiler(EMBEDDED_TARGET)
 CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))
@@ -127,6 +129,22 @@ def test_json_has_one_space_or_none_unless_its_schema_says_more(
     else:
         with pytest.raises(InvalidRequest):
             one.check(tokens)
+
+
+def test_no_end_is_among_the_first_tokens_unless_nothing_else_is_allowed() -> None:
+    params = SamplingParams(min_tokens=3)
+    free = COMPILER.asked(params, (END, 1), 2)
+    assert free is not None
+    for length in range(2, 8):
+        words = tokens_of(free.allowed([[7] * length])[0])
+        assert ({END, 1} <= words) is (length >= 5) and {7, 4095} <= words
+    choice = COMPILER.asked(replace(params, min_tokens=60, grammar=Grammar("regex", "x+|return")), (END,), 0)
+    assert choice is not None
+    some, whole = (list(CODEC.encode(text, special=False)) for text in ("xx", "return"))
+    assert END not in tokens_of(choice.allowed([some])[0]) and tokens_of(choice.allowed([whole])[0]) == {END}
+    assert COMPILER.asked(SamplingParams(), (END,), 0) is None
+    with pytest.raises(InvalidRequest, match="min_tokens is 5; expected at most max_tokens, which is 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
 
 
 def test_any_end_token_may_end_it_and_nothing_but_an_end_a_finished_one() -> None:

@@ -486,6 +486,14 @@ def test_the_description_has_every_path_and_its_errors(ask: Ask) -> None:
     assert "422" not in json.dumps(described)
 
 
+def test_the_description_is_openapi(ask: Ask) -> None:
+    from openapi_spec_validator import OpenAPIV32SpecValidator, validate
+
+    described = ask("/openapi.json", "GET").json()
+    assert described["openapi"] == "3.2.0" and "itemSchema" in json.dumps(described)
+    validate(described, cls=OpenAPIV32SpecValidator)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -196,6 +196,31 @@ def test_a_model_that_is_not_to_think_does_not(chat: House) -> None:
     assert "reasoning_content" not in told and json.loads(told["content"])
 
 
+def test_a_text_has_at_least_so_many_tokens_in_every_mode(chat: House) -> None:
+    asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 40, "seed": 5, "temperature": 0.8}
+    assert post(chat, **asked).json()["usage"]["completion_tokens"] <= 6
+    texts = set()
+    for mode in ("ar", "sd", "ssd"):
+        told = post(chat, **asked, min_tokens=12, speculation={"mode": mode}).json()
+        assert told["usage"]["completion_tokens"] >= 12
+        texts.add(told["choices"][0]["message"]["content"])
+    assert len(texts) == 1
+    refused = post(chat, messages=HELLO, max_tokens=4, min_tokens=5)
+    assert refused.status_code == 400 and "expected at most max_tokens" in refused.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_large_answer_is_compressed_and_a_stream_is_not(chat: House, stream: bool) -> None:
+    asked = {"prompt": "<|long|>", "max_tokens": 6000, "stream": stream, "ignore_eos": True}
+    found = {}
+    for coding in ("gzip", "identity"):
+        url, how = f"{chat.url}/v1/completions", {"accept-encoding": coding}
+        answer = httpx.post(url, json={**asked, "max_tokens": 60 if stream else 6000}, headers=how, timeout=200)
+        assert ("content-encoding" in answer.headers) is (coding == "gzip" and not stream)
+        found[coding] = answer.text if stream else answer.json()["choices"][0]["text"]
+    assert stream or found["gzip"] == found["identity"]
+
+
 def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 

@@ -16,7 +16,7 @@ from outrider.orchestrator.cli import run_as_program
 from tests.harness.conformance.case import PASSES, Case, Cases, Outcome, Servers, outcome
 from tests.harness.conformance.families import FAMILIES
 from tests.harness.conformance.houses import both
-from tests.harness.conformance.table import page
+from tests.harness.conformance.table import clients_of, page
 
 Found = list[tuple[str, list[Outcome]]]
 
@@ -35,7 +35,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"{one.verdict}: {one.case.name} ({one.case.source})\n    {one.words}\n    {one.case.why or 'WHY?'}")
     print(f"{len(every) - len(missed)} of {len(every)} cases pass; {len(missed)} do not")
     if options.write is not None:
-        options.write.write_text(page(found), encoding="utf-8")
+        before = options.write.read_text(encoding="utf-8") if options.write.is_file() else ""
+        options.write.write_text(page(found, clients_of(before)), encoding="utf-8")
     return int(any(not one.case.why for one in missed))
 
 

@@ -20,15 +20,23 @@ The suite asks the same, and fails when a case that passes here does not. *passe
 error with these words. *differs*: answered, but otherwise. What does not pass is meant to be so, for the reason given.
 """
 
+CLIENTS = "## Clients\n"
+"""The last part of the page, which `tests.harness.programs` writes."""
 
-def page(families: Sequence[tuple[str, Sequence[Outcome]]]) -> str:
-    """The whole page; each family is its title and its outcomes."""
+
+def clients_of(text: str) -> str:
+    """That part of a page; empty where it has none."""
+    return "".join(text.partition(CLIENTS)[1:])
+
+
+def page(families: Sequence[tuple[str, Sequence[Outcome]]], clients: str = "") -> str:
+    """The whole page; each family is its title and its outcomes. `clients`: its last part, as it is to be."""
     every = [one for _, outcomes in families for one in outcomes]
     counts = Counter(one.verdict for one in every)
     told = ", ".join(f"{counts[verdict]} {word}" for verdict, word in
                      ((PASSES, "pass"), (REFUSED, "are refused"), (DIFFERS, "differ")))  # fmt: skip
     tables = [f"## {title}\n\n{_table(outcomes)}" for title, outcomes in families]
-    return "\n".join([HEAD, f"Of {len(every)} cases {told}.\n", *tables])
+    return "\n".join([HEAD, f"Of {len(every)} cases {told}.\n", *tables, *([clients] if clients else [])])
 
 
 def _table(outcomes: Iterable[Outcome]) -> str:
@@ -49,5 +57,6 @@ def cell(text: str) -> str:
 
 def passing(text: str) -> dict[str, bool]:
     """Whether each case passes, by its name, as a page that was made here says."""
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and line.count(" | ") >= 2]
+    lines = text.partition(CLIENTS)[0].splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith("| ") and line.count(" | ") >= 2]
     return {cells[0].removeprefix("| "): cells[-1].startswith(PASSES) for cells in rows if cells[0] != "| expected"}

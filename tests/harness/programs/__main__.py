@@ -3,6 +3,7 @@
     python -m tests.harness.programs --set-up ~/programs            # prints the lines that install them
     python -m tests.harness.programs ~/programs                     # runs those that are there: some two minutes
     python -m tests.harness.programs ~/programs --only codex,llm
+    python -m tests.harness.programs ~/programs --write docs/conformance.md  # the table of that page
 
 They ask a scripted model, whose words are known, so that what is tried is the programs' way of asking and of reading.
 Nothing is installed, and no program sees any of your settings. The exit code is 1 when one of them fails.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +20,19 @@ from tempfile import TemporaryDirectory
 from outrider.orchestrator.cli import run_as_program
 from tests.harness.conformance.asking import Server
 from tests.harness.conformance.houses import serving
+from tests.harness.conformance.table import CLIENTS
 from tests.harness.programs.agents import AGENTS
 from tests.harness.programs.kits import KITS
 from tests.harness.programs.program import Program, Run, wrong
 from tests.harness.programs.script import write_model
 
 PROGRAMS = (*KITS, *AGENTS)
+HEAD = """Clients that are really run against a server, newest versions, each held to the same task with a scripted
+model: a *stream*; a tool that is called (*city*) and whose result is read (*answer*), by the client's own loop where it
+has one; a *form* by a schema, whole and in *parts*; a *file* that an agent writes. Written by
+
+    python -m tests.harness.programs FOLDER --write docs/conformance.md
+"""
 LAST = 500
 """So much of what a program said before it failed is told."""
 
@@ -33,6 +40,7 @@ LAST = 500
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="where the programs are, each in a folder of its name")
     parser.add_argument("--set-up", action="store_true", help="print the lines that install them there")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table at the end of this page")
     parser.add_argument("--only", default="", help="some of them, with commas between")
 
 
@@ -47,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     with TemporaryDirectory(prefix="outrider-programs-") as home:
         works = {program.name: Path(home, program.folder) for program in PROGRAMS}
         model = write_model(Path(home, "model"), works)
-        print("| program | version | API | did | seconds |\n|---|---|---|---|---|")
+        rows = ["| program | version | API | did |", "|---|---|---|---|"]
+        print("\n".join(rows))
         with serving(model, model, ("scripted",)) as url:
             name = Server(url).model
             for program in there:
@@ -55,26 +64,29 @@ def run(options: argparse.Namespace) -> int:
                 tried = Run((options.folder / program.folder).resolve(), works[program.name], url, name)
                 for row, is_right in _rows(program, tried):
                     print(row, flush=True)
+                    rows.append(row)
                     failed += not is_right
     missing = [program.name for program in programs if program not in there]
     print(f"\nnot found in {options.folder}: {', '.join(missing)}" if missing else "")
+    if options.write is not None:
+        before = options.write.read_text(encoding="utf-8").partition(CLIENTS)[0].rstrip()
+        options.write.write_text("\n".join([before, "", CLIENTS, HEAD, *rows, ""]), encoding="utf-8")
     return int(failed > 0)
 
 
 def _rows(program: Program, tried: Run) -> Iterator[tuple[str, bool]]:
     """A row an API, and whether all went right."""
-    version, began = program.version(tried), time.monotonic()
+    version = program.version(tried)
     try:
         found = program.task(tried)
     except (subprocess.SubprocessError, ValueError, LookupError) as error:
         said = str(getattr(error, "stderr", None) or error).strip()[-LAST:]
-        yield f"| {program.name} | {version} | | FAILED: {' '.join(said.split())} | |", False
+        yield f"| {program.name} | {version} | | FAILED: {' '.join(said.split())} |", False
         return
-    seconds = f"{time.monotonic() - began:.0f}"
     for api, told in found.items():
         problems = wrong(told)
         did = ", ".join(told) if not problems else f"FAILED: {'; '.join(problems)}"
-        yield f"| {program.name} | {version} | {api} | {did} | {seconds} |", not problems
+        yield f"| {program.name} | {version} | {api} | {did} |", not problems
 
 
 if __name__ == "__main__":

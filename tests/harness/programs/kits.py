@@ -27,6 +27,11 @@ def _driven(driver: str) -> Callable[[Run], Told]:
 
 
 KITS = (
+    Program("OpenAI", ("openai",), _driven("openai_task.py")),
+    Program("OpenAI npm", ("openai",), _driven("openai_task.mjs"), is_npm=True),
+    Program("Anthropic", ("anthropic",), _driven("anthropic_task.py")),
+    Program("Anthropic npm", ("@anthropic-ai/sdk",), _driven("anthropic_task.mjs"), is_npm=True),
+    Program("smolagents", ("smolagents[openai]",), _driven("smolagents_task.py")),
     Program("litellm", ("litellm", "mcp"), _driven("litellm_task.py")),
     Program("LangChain", ("langchain-openai",), _driven("langchain_openai_task.py")),
     Program("Pydantic AI", ("pydantic-ai-slim[openai,anthropic]",), _driven("pydantic_ai_task.py")),
