@@ -7,6 +7,9 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+
+import psutil
 
 from outrider.bench.commands import tune_heads
 from outrider.bench.contest.contest import Ours, compete
@@ -30,7 +33,8 @@ from outrider.orchestrator.cli.screen import Screen, say
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core.learning import tuning
 from outrider.orchestrator.core.learning.tuning import Choice, Tuning
-from outrider.orchestrator.machine import prompt_reader
+from outrider.orchestrator.machine import cores, prompt_reader
+from outrider.orchestrator.machine.spawn import MODULES
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
@@ -119,7 +123,7 @@ def _heads(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tup
 def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str, list[str]]:
     """A drafter in a process of its own, with what heads there are beside it, the words for it, and doubts about it."""
     turnaround_ms = _turnaround(options, screen)
-    measured = _probe(pair, options.temp, screen)
+    measured, waited = _probe(pair, options.temp, screen)
     found = forecasts(measured, turnaround_ms)
     words = [_costs(measured, turnaround_ms)]
     if pair.settings.draft_backend == "mlx":
@@ -130,7 +134,7 @@ def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> t
     if options.measure:
         words.append(_compare(options, pair, found, screen))
     record = tune_heads.with_heads(_record(measured, turnaround_ms, found, options.temp), own)
-    return record, "\n".join(words), doubts(measured)
+    return record, "\n".join(words), doubts(measured, waited)
 
 
 def _other_places(settings: ServeSettings) -> list[str]:
@@ -144,10 +148,23 @@ def _other_places(settings: ServeSettings) -> list[str]:
     ]
 
 
-def _probe(pair: ChosenPair, temp: float, screen: Screen) -> Probe:
+def _probe(pair: ChosenPair, temp: float, screen: Screen) -> tuple[Probe, float]:
+    """And for which share of the time that it wanted to run the target had no CPU; 0 where cores are too few anyway."""
     sampling = SamplingParams(max_tokens=1 << 20, temp=temp, seed=7, ignore_eos=True)
     with workbench(pair.settings, screen.show) as bench:
-        return probe(bench, _texts(pair), sampling, DEPTHS, BRANCHES, screen.show)
+        ran, waited = _scheduled()
+        measured = probe(bench, _texts(pair), sampling, DEPTHS, BRANCHES, screen.show)
+        ran, waited = (now - before for now, before in zip(_scheduled(), (ran, waited), strict=True))
+    wanted = pair.settings.threads * (pair.settings.shards + pair.settings.drafters)
+    return measured, waited / max(ran + waited, 1) if len(cores.GIVEN) >= wanted else 0.0
+
+
+def _scheduled() -> tuple[int, int]:
+    """Nanoseconds that the target's threads ran, and that they waited for a CPU; 0 where the system does not count."""
+    children = psutil.Process().children(recursive=True)
+    pids = [child.pid for child in children if MODULES["target"] in child.cmdline()]
+    tasks = [path.read_text().split() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(ran) for ran, _, _ in tasks), sum(int(waited) for _, waited, _ in tasks)
 
 
 def _turnaround(options: argparse.Namespace, screen: Screen) -> float:

@@ -18,6 +18,7 @@ from outrider.orchestrator.core.learning.speedup import Costs, Odds, ceiling, sd
 # Beyond these, by factors that a quiet machine does not come near, measurements contradict each other: one token costs
 # about the same however it is decoded, no verify is cheaper for more tokens, and none is quicker beside other work.
 UNLIKE, DEARER_ALONE, QUICKER_BESIDE = 2.0, 1.5, 0.75
+WAITED = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,16 @@ def slowdown(probe: Probe, rehearsal: Rehearsal) -> float:
     return statistics.median(tried.verify_ms / probe.verify_ms(tried.rows) for tried in rehearsal.rounds)
 
 
-def doubts(probe: Probe) -> list[str]:
-    """What was measured and can't be so on a machine that does nothing else; each a clause."""
+def doubts(probe: Probe, waited: float) -> list[str]:
+    """What was measured and can't be so on a machine that does nothing else; each a clause.
+
+    `waited`: for which share of the time that it wanted to run the target had no CPU.
+    """
     one, plain = probe.verify_ms(1), probe.plain_ms
     larger, cheapest = min(probe.verify_ms.points[1:], key=lambda point: point[1])
     found = []
+    if waited > WAITED:
+        found.append(f"the target waited for a CPU for {waited:.0%} of its time")
     if max(one, plain) > UNLIKE * min(one, plain):
         found.append(f"a verify of one token took {one:.1f} ms and a token of plain decoding {plain:.1f} ms")
     if one > DEARER_ALONE * cheapest:

@@ -45,7 +45,9 @@ def probe_of(verify: Curve, accepted: int, beside: float = 1.0, plain_ms: float 
 
 def test_what_a_quiet_machine_measures_raises_no_doubts() -> None:
     rising = Curve(((1, 10.0), (4, 40.0)))
-    assert [doubts(probe_of(curve, 2, beside)) for curve in (FLAT, rising) for beside in (0.9, 1.0, 3.0)] == [[]] * 6
+    assert [doubts(probe_of(curve, 2, beside), 0.05) for curve in (FLAT, rising) for beside in (0.9, 1.0, 3.0)] == [
+        []
+    ] * 6
 
 
 @pytest.mark.parametrize(
@@ -58,8 +60,12 @@ def test_what_a_quiet_machine_measures_raises_no_doubts() -> None:
     ],
 )
 def test_measurements_that_contradict_each_other_are_doubted(probe: Probe, words: str) -> None:
-    (doubt,) = doubts(probe)
+    (doubt,) = doubts(probe, 0.05)
     assert words in doubt
+
+
+def test_a_target_that_waits_for_a_cpu_is_no_measure() -> None:
+    assert doubts(probe_of(FLAT, 2), 0.61) == ["the target waited for a CPU for 61% of its time"]
 
 
 def test_tune_on_a_busy_machine_says_so_and_saves_nothing(
@@ -68,7 +74,7 @@ def test_tune_on_a_busy_machine_says_so_and_saves_nothing(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tune, "_turnaround", lambda *_: 0.3)
     beside = 0.53
-    monkeypatch.setattr(tune, "_probe", lambda *_: probe_of(FLAT, 2, beside))
+    monkeypatch.setattr(tune, "_probe", lambda *_: (probe_of(FLAT, 2, beside), 0.0))
     assert main(["tune"]) == 1
     said = capsys.readouterr().err
     assert "nothing was saved, because this machine was busy: a verify beside the drafter took 0.53 times" in said
