@@ -18,7 +18,7 @@ from outrider.server.answers.sse import gone
 from outrider.server.answers.telling import Choice, whole
 from outrider.server.callers import Answering, caller_of, pseudonym
 from outrider.server.mapping.form import Form
-from outrider.server.mapping.held import held
+from outrider.server.mapping.held import held, settled
 from outrider.server.mapping.toolbox import Toolbox
 from outrider.server.mapping.unknown import Ignored
 from outrider.server.metrics import Metrics, Watch
@@ -62,6 +62,10 @@ class Desk:
     async def plain(self, text: str) -> Prompt:
         """A text's tokens, the same way."""
         return await asyncio.to_thread(self.model.plain, text)
+
+    async def form(self, form: Form | None) -> Form | None:
+        """As it can be held: `loose` only where a grammar leaves something of it out. Off the loop's thread, too."""
+        return await asyncio.to_thread(settled, self.model, form) if form is not None and form.loose else form
 
     async def grammar(self, prompt: Prompt, form: Form | None, box: Toolbox = NO_TOOLS) -> Grammar | None:
         """What the answer to `prompt` is held to: off the loop's thread, for compiling may take a while.

@@ -98,9 +98,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.logits(self.rows(tokens)[-1])
 
-    def rows(
-        self, tokens: Tensor, at: int | Tensor = 0, before: Sequence[KeysAndValues] | None = None
-    ) -> list[Tensor]:
+    def rows(self, tokens: Tensor, at: int | Tensor = 0, before: Sequence[KeysAndValues] | None = None) -> list[Tensor]:
         """What each layer puts out [batch, length, hidden]; the first token stands at position `at` (or [batch])."""
         if isinstance(at, Tensor):
             places = at[:, None] + torch.arange(tokens.shape[1], device=at.device)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from outrider.server.answers import sse
+from outrider.server.answers.afterwards import Notes, no_notes
 from outrider.server.answers.extras import NO_EXTRAS, Extras, speculated
 from outrider.server.answers.naming import FINGERPRINT, about
 from outrider.server.answers.parts import Part, Said, Thought
@@ -40,7 +41,7 @@ _FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
 class Head:
     """What all chunks of an answer have in common. `seed` is the request's, `prompt_tokens` its prompt's.
 
-    `thoughts` counts a choice's; `speller`: for log-probabilities, if they are wanted.
+    `thoughts` counts a choice's; `speller`: for log-probabilities, if they are wanted. `notes`: of choices.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Head:
     prompt_tokens: int
     thoughts: Count
     speller: Speller | None = None
+    notes: Notes = no_notes
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -67,7 +69,7 @@ def completion(head: Head, choices: Sequence[Choice]) -> ChatCompletion:
         choices=[_choice(head, choice) for choice in choices],
         usage=usage(head.prompt_tokens, choices, head.thoughts),
         timings=timings(sum_of(choices)),
-        outrider=about(choices[0].result, head.seed),
+        outrider=about(choices[0].result, head.seed, head.notes(choices)),
     )
 
 
@@ -106,7 +108,7 @@ class Events:
         last = ChatChunk(
             id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[],
             usage=usage(head.prompt_tokens, ended, head.thoughts), timings=timings(sum_of(ended)),
-            outrider=about(ended[0].result, head.seed),
+            outrider=about(ended[0].result, head.seed, head.notes(ended)),
         )  # fmt: skip
         return sse.event(last.model_dump_json()) + sse.DONE
 
@@ -139,7 +141,7 @@ def _end(head: Head, choice: Choice) -> bytes:
     )
     chunk = ChatChunk(
         id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[last],
-        timings=timings(choice.timings), outrider=about(choice.result, head.seed),
+        timings=timings(choice.timings), outrider=about(choice.result, head.seed, head.notes([choice])),
     )  # fmt: skip
     return sse.event(chunk.model_dump_json())
 

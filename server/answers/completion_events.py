@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from outrider.server.answers import sse
+from outrider.server.answers.afterwards import Notes, no_notes
 from outrider.server.answers.extras import NO_EXTRAS, Extras, speculated
 from outrider.server.answers.naming import FINGERPRINT, about
 from outrider.server.answers.parts import Said
@@ -25,7 +26,7 @@ from outrider.server.shapes.completions import Completion, CompletionChoice
 class Head:
     """What all events of an answer have in common. `echoes`: what each choice's text begins with.
 
-    `speller`: for log-probabilities, if they are wanted.
+    `speller`: for log-probabilities, if they are wanted. `notes`: of choices.
     """
 
     model: str
@@ -33,6 +34,7 @@ class Head:
     prompt_tokens: int
     echoes: Sequence[str]
     speller: Speller | None = None
+    notes: Notes = no_notes
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -53,7 +55,7 @@ def completion(head: Head, choices: Sequence[Choice], made: Sequence[Choice]) ->
         )
         for choice in choices
     ]
-    numbers = {"timings": timings(sum_of(made)), "outrider": about(choices[0].result, head.seed)}
+    numbers = {"timings": timings(sum_of(made)), "outrider": about(choices[0].result, head.seed, head.notes(choices))}
     return head.shape(texts, **numbers, usage=usage(head.prompt_tokens, made))
 
 
@@ -99,7 +101,7 @@ class Events:
 
 
 def _numbers(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
-    return {"timings": timings(sum_of(choices)), "outrider": about(choices[0].result, head.seed)}
+    return {"timings": timings(sum_of(choices)), "outrider": about(choices[0].result, head.seed, head.notes(choices))}
 
 
 def _beside(listing: Listing | None, extras: Extras) -> dict[str, Any]:

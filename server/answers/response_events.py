@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.server.answers import sse
+from outrider.server.answers.afterwards import Notes, no_notes
 from outrider.server.answers.naming import about
 from outrider.server.answers.parts import Part, Said
 from outrider.server.answers.probabilities import Speller, Wording
@@ -44,6 +45,7 @@ class Head:
     temperature: float
     top_p: float
     speller: Speller | None = None
+    checked: Notes = no_notes
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
     created_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -75,7 +77,7 @@ def response(head: Head, choice: Choice, items: list[Output] | None = None) -> R
         incomplete_details={"reason": "max_output_tokens"} if cut else None,
         usage=responses_usage(head.prompt_tokens, choice, head.thoughts),
         timings=timings(choice.timings),
-        outrider=about(choice.result, head.seed, head.notes),
+        outrider=about(choice.result, head.seed, [*head.notes, *head.checked([choice])]),
     )
 
 

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.server.answers import chat_events
+from outrider.server.answers.afterwards import checker
 from outrider.server.answers.parts import splitter
 from outrider.server.answers.probabilities import speller
 from outrider.server.answers.run import job
@@ -30,7 +31,7 @@ async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Respo
     desk.check_model(asked.model)
     chat.refuse(asked)
     box = chat.box(desk.model, asked)
-    form, wanted = form_of(asked), chat.logprobs(asked)
+    form, wanted = await desk.form(form_of(asked)), chat.logprobs(asked)
     prompt = await desk.prompt(chat.conversation(asked, box))
     grammar = await desk.grammar(prompt, form, box)
     manner = manner_of(desk.model, asked, room(desk.model, len(prompt.tokens), _most(asked)), grammar, wanted)
@@ -38,7 +39,9 @@ async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Respo
     splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None) for _ in jobs]
     spell = speller(desk.model, manner.sampling)
     thoughts = counter(desk.model, prompt)
-    head = chat_events.Head(desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), thoughts, spell)
+    head = chat_events.Head(
+        desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), thoughts, spell, checker(form)
+    )
     with_usage = usage_wanted(asked)
     if not asked.stream:
         return as_json(chat_events.completion(head, await desk.whole(request, jobs, splitters, box.one)))

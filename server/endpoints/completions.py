@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.server.answers import completion_events
+from outrider.server.answers.afterwards import checker
 from outrider.server.answers.parts import Splitter
 from outrider.server.answers.probabilities import likeliest, speller
 from outrider.server.answers.run import job
@@ -41,7 +42,8 @@ async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) ->
         raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MOST_CHOICES} in all", "n")
     most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # the best is chosen by them
-    manner = manner_of(desk.model, asked, most, await desk.grammar(Prompt(()), form_of(asked)), wanted)
+    form = await desk.form(form_of(asked))
+    manner = manner_of(desk.model, asked, most, await desk.grammar(Prompt(()), form), wanted)
     manner = replace(manner, ids=bool(asked.return_token_ids))
     jobs = [job(desk.model.codec, prompt.tokens, manner.another(index)) for prompt in prompts for index in range(tried)]
     splitters = [Splitter() for _ in jobs]
@@ -51,6 +53,7 @@ async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) ->
         sum(len(prompt.tokens) for prompt in prompts),
         [_text(desk, one) if asked.echo else "" for one in given for _ in range(each)],
         speller(desk.model, manner.sampling) if asked.logprobs is not None else None,
+        checker(form),
     )
     with_usage = usage_wanted(asked)
     if not asked.stream:

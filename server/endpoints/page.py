@@ -1,4 +1,4 @@
-"""GET /, the live page, and /page/..., the plain files that it is made of.
+"""GET /, the live page, /page/..., the plain files that it is made of, and /docs, what /openapi.json says as a page.
 
 The page is a client of the API like any other and is open without a key, for it has none; it asks nobody else, and its
 policy lets it load nothing from anywhere.
@@ -6,7 +6,10 @@ policy lets it load nothing from anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -40,3 +43,44 @@ router = APIRouter()
 @router.get("/", include_in_schema=False)
 async def page(request: Request) -> Response:
     return await files.get_response("index.html", request.scope)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    described: Mapping[str, Any] = request.app.openapi()
+    body = "".join(_reference(described))
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Outrider: paths and fields</title>'
+    return Response(f"{head}{body}</html>", headers=HEADERS, media_type="text/html; charset=utf-8")
+
+
+def _reference(described: Mapping[str, Any]) -> Iterator[str]:
+    """A heading a path and method, and a table of what its body may have."""
+    yield f"<h1>{escape(described['info']['title'])} {escape(described['info']['version'])}</h1>"
+    yield '<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>'
+    shapes = described["components"]["schemas"]
+    for path, methods in described["paths"].items():
+        for method, said in methods.items():
+            yield f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(said.get('description', ''))}</p>"
+            body = said.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            shape = shapes.get(str(body.get("$ref", "")).rpartition("/")[2])
+            if shape is not None:
+                yield "<table><tr><th>field</th><th>type</th><th></th></tr>"
+                needed = shape.get("required", ())
+                for name, field in shape["properties"].items():
+                    told = f"{'required; ' if name in needed else ''}{field.get('description', '')}".removesuffix("; ")
+                    yield f"<tr><td><code>{escape(name)}</code></td><td>{escape(_type(field))}</td>"
+                    yield f"<td>{escape(told)}</td></tr>"
+                yield "</table>"
+
+
+def _type(field: Mapping[str, Any]) -> str:
+    """In a few words."""
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_type(one) for one in field["anyOf"] if one.get("type") != "null"))
+    if field.get("type") == "array":
+        return f"list of {_type(field.get('items', {}))}"
+    values = field.get("enum", [field["const"]] if "const" in field else [])
+    bounds = [f"{word} {field[key]}" for key, word in (("minimum", "from"), ("maximum", "to")) if key in field]
+    return " or ".join(map(str, values)) or " ".join([str(field.get("type", "anything")), *bounds])

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.server.answers import response_events
+from outrider.server.answers.afterwards import checker
 from outrider.server.answers.parts import splitter
 from outrider.server.answers.probabilities import speller
 from outrider.server.answers.run import Job
@@ -29,7 +30,7 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
     desk.check_model(asked.model)
     responses.refuse(asked)
     box = responses.box(desk.model, asked)
-    form = responses.form(asked)
+    form = await desk.form(responses.form(asked))
     prompt = await desk.prompt(responses.conversation(asked, box))
     grammar = await desk.grammar(prompt, form, box)
     how = manner(
@@ -64,6 +65,7 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         temperature=how.sampling.temp,
         top_p=how.sampling.top_p,
         speller=speller(desk.model, how.sampling),
+        checked=checker(form),
     )
     jobs = [Job(prompt.tokens, how)]
     splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None)]

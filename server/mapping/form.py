@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.protocol.errors import InvalidRequest
@@ -15,10 +16,17 @@ from outrider.server.shapes.base import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """`param` is the field that asked for it."""
+    """`param` is the field that asked for it. `loose`: what no grammar can hold of a schema is checked afterwards."""
 
     grammar: Grammar
     param: str
+    loose: bool = False
+
+    @property
+    def leniently(self) -> Grammar:
+        """By a grammar that leaves out what the library has no words for."""
+        schema = json.loads(self.grammar.text)
+        return Grammar.json_schema({**schema, "x-guidance": {**schema.get("x-guidance", {}), "lenient": True}})
 
 
 def form_of(asked: Sampling) -> Form | None:
@@ -44,7 +52,7 @@ def form_of(asked: Sampling) -> Form | None:
             ("grammar", told.grammar, "structured_outputs.grammar"),
         ]
     forms = [_form(*one) for one in given if one[1] is not None]
-    if (form := by_format(asked.response_format, "response_format")) is not None:
+    if (form := by_format(asked.response_format, "response_format", may_be_loose=True)) is not None:
         forms.insert(0, form)
     if len(forms) > 1:
         names = " and ".join(form.param for form in forms)
@@ -52,8 +60,12 @@ def form_of(asked: Sampling) -> Form | None:
     return forms[0] if forms else None
 
 
-def by_format(given: Mapping[str, Any] | None, name: str) -> Form | None:
-    """OpenAI's `response_format` and `text.format`, Anthropic's `format`. Raises Refused."""
+def by_format(given: Mapping[str, Any] | None, name: str, may_be_loose: bool = False) -> Form | None:
+    """OpenAI's `response_format` and `text.format`, whose schemas `may_be_loose`, and Anthropic's `format`.
+
+    Raises:
+        Refused: it can't be read.
+    """
     kind = (given or {}).get("type", "text")
     if given is None or kind == "text":
         return None
@@ -65,7 +77,9 @@ def by_format(given: Mapping[str, Any] | None, name: str) -> Form | None:
         raise Refused(f"{name}: {str(kind)[:40]!r} is unknown here; expected text, json_object or json_schema", name)
     if schema is None:
         raise Refused(f"{name}: there is no schema in it; expected a JSON schema as 'schema'", name)
-    return _form(kind, schema, name)
+    strict = inner if isinstance(inner, Mapping) else given
+    loose = may_be_loose and isinstance(schema, Mapping) and strict.get("strict") is not True
+    return replace(_form(kind, schema, name), loose=loose)
 
 
 def _one_of(texts: Sequence[str] | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from outrider.grammar.checking import check
@@ -44,6 +45,20 @@ def held(model: ServedModel, prompt: Prompt, box: Toolbox, form: Form | None) ->
         raise Refused(f"{param}: {error}", param) from None
     _check(model, grammar, param)
     return grammar
+
+
+def settled(model: ServedModel, form: Form) -> Form:
+    """`form` as a grammar holds it; `loose` no more where that is all of it. Raises Refused."""
+    try:
+        check(form.grammar, model.vocabulary)
+        return replace(form, loose=False)
+    except InvalidRequest as error:
+        try:
+            lenient = form.leniently
+            check(lenient, model.vocabulary)
+        except InvalidRequest:
+            raise Refused(f"{form.param}: {error}", form.param) from None
+        return replace(form, grammar=lenient)
 
 
 def _calls(rules: Rules, model: ServedModel, box: Toolbox, form: Form | None) -> str | None:

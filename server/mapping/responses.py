@@ -42,7 +42,7 @@ def form(asked: ResponsesRequest) -> Form | None:
     given = (asked.text or {}).get("format")
     if given is not None and not isinstance(given, dict):
         raise Refused("text.format: expected an object", "text")
-    return by_format(given, "text.format")
+    return by_format(given, "text.format", may_be_loose=True)
 
 
 def box(model: ServedModel, asked: ResponsesRequest) -> Toolbox:

@@ -486,6 +486,18 @@ def test_the_description_has_every_path_and_its_errors(ask: Ask) -> None:
     assert "422" not in json.dumps(described)
 
 
+def test_every_path_and_field_is_told_on_a_page(ask: Ask) -> None:
+    page, described = ask("/docs", "GET"), ask("/openapi.json", "GET").json()
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"] and "<script" not in page.text
+    for path, methods in described["paths"].items():
+        assert all(f"<h2>{method.upper()} {path}</h2>" in page.text for method in methods)
+    for name in described["components"]["schemas"]["ChatRequest"]["properties"]:
+        assert f"<code>{name}</code>" in page.text
+    assert "<code>messages</code></td><td>list of ChatMessage</td><td>required</td>" in page.text
+    assert "number from 0.0 to 100.0" in page.text
+
+
 def test_the_description_is_openapi(ask: Ask) -> None:
     from openapi_spec_validator import OpenAPIV32SpecValidator, validate
 

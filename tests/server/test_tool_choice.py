@@ -221,6 +221,25 @@ def test_a_large_answer_is_compressed_and_a_stream_is_not(chat: House, stream: b
     assert stream or found["gzip"] == found["identity"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ones", [1, 2])
+def test_what_no_grammar_holds_is_checked_afterwards_unless_it_is_strict(chat: House, ones: int, stream: bool) -> None:
+    """A list of so many ones, no two of which may be alike."""
+    schema = {"type": "array", "items": {"const": 1}, "minItems": ones, "maxItems": ones, "uniqueItems": True}
+    form: dict[str, Any] = {"name": "s", "schema": schema}
+    body = {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": form}, "stream": stream}
+    told = post(chat, **body).text
+    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")] or [json.loads(told)]
+    notes = " ".join(events[-1]["outrider"]["notes"])
+    assert ("response_format: choice 0 does not satisfy its schema" in notes) is (ones == 2)
+    strict = {**body, "response_format": {"type": "json_schema", "json_schema": {**form, "strict": True}}}
+    refused = post(chat, **strict)
+    assert refused.status_code == 400 and "uniqueItems" in refused.text
+    asked = {"input": "hi", "text": {"format": {"type": "json_schema", **form}}}
+    answer = httpx.post(f"{chat.url}/v1/responses", json=asked, timeout=200).json()
+    assert any("text.format: choice 0" in note for note in answer["outrider"]["notes"]) is (ones == 2)
+
+
 def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
