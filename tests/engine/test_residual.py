@@ -6,9 +6,12 @@ the rulings are the engine's own; chi-square on what follows each token, and on 
 
 from __future__ import annotations
 
+import os
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import mlx.core as mx
@@ -21,12 +24,13 @@ from outrider.engine.draws import Draws, Keys, draw
 from outrider.engine.loading import LoadedModel
 from outrider.engine.noise import Purpose, stream
 from outrider.engine.residual import ResidualSampler
-from outrider.engine.sampling import warp
+from outrider.engine.sampling import Sampler, warp
 from outrider.engine.slots import open_slots
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.sparse import SparseQ, one_hot
+from outrider.protocol.trees import ROOT, DraftTree, depths, spine, united, walk
 from tests.ahead import run_ahead
 
 V = 5
@@ -70,11 +74,13 @@ def drafted(
     return Chain(tokens[len(text) :], SparseQ(np.array(ids, np.int32), np.array(probs, np.float32)))
 
 
-def spoken(propose: Propose, sampler: ResidualSampler | None = None, log_p: np.ndarray = LOG_P) -> list[int]:
+def spoken(
+    propose: Propose, sampler: ResidualSampler | None = None, log_p: np.ndarray = LOG_P, count: int = TOKENS
+) -> list[int]:
     """A text of rounds: each verifies what `propose` says after the text so far."""
     sampler = sampler or ResidualSampler(PARAMS, V)
     text = [0]
-    while len(text) < TOKENS:
+    while len(text) < count:
         chain = propose(text)
         base, rows = len(text), log_p[[text[-1], *chain.tokens]]
         k = 0
@@ -82,7 +88,7 @@ def spoken(propose: Propose, sampler: ResidualSampler | None = None, log_p: np.n
             k = sampler.accepted(rows[:-1], range(base, base + len(chain.tokens)), chain.tokens, chain.q)
         rejected = chain.q.part(k, k + 1) if k < len(chain.tokens) else None
         text += [*chain.tokens[:k], sampler.instead(rows[k], base + k, rejected)]
-    return text[:TOKENS]
+    return text[:count]
 
 
 def p_values(text: Sequence[int], log_p: np.ndarray = LOG_P) -> tuple[float, float]:
@@ -160,6 +166,97 @@ def test_filters_and_temperature_shape_p() -> None:
     expected = np.array(mx.softmax(warp(mx.array(TARGET), None, params), axis=-1))
     assert np.allclose(np.exp(log_p), expected, atol=1e-6) and (expected == 0).any()
     assert min(p_values(spoken(drafted, sampler, log_p), log_p)) > ALPHA
+
+
+# --- through trees, and through what two drafters propose at once ----------------------------------------------------
+
+LONG = 20_000
+COUPLED = SamplingParams(temp=1.0, seed=11)
+
+
+def tree_of(text: Sequence[int], best: Sequence[Sequence[int]], draws: random.Random) -> DraftTree:
+    """A drafter's few best guesses, forked at each node that is not deep."""
+    tokens, parents, tips = list[int](), list[int](), [(ROOT, text[-1], 0)]
+    for node, last, depth in tips:
+        for token in best[last][: draws.randint(1, 3)] if depth < 2 else ():
+            tips.append((len(tokens), token, depth + 1))
+            tokens.append(token)
+            parents.append(node)
+    return DraftTree(tuple(tokens), tuple(parents))
+
+
+Choose = Callable[[Sequence[Sequence[int]], int, Sequence[int], DraftTree], list[int]]
+
+
+def coupled(choose: Choose, count: int = LONG) -> list[int]:
+    """A text of rounds: each verifies what two drafters have united, by the target's own choices behind every node."""
+    sampler, draws = Sampler(COUPLED, V), random.Random(3)
+    scores = sampler.warped(mx.array(TARGET))[:, None] + sampler.noise(range(count + 8))[None]
+    own = mx.argmax(scores, axis=-1).tolist()  # the token at a position, behind each token
+    drafters = [np.argsort(-table).tolist() for table in (DRAFT, STRANGER)]
+    text, accepted = [0], 0
+    while len(text) < count:
+        first, other = (tree_of(text, best, draws) for best in draws.sample(drafters, 2))
+        both = united(first, other, 12)
+        choices = choose(own, len(text), text, DraftTree(both.tokens, both.parents))
+        path = walk(both.tokens, both.parents, choices)
+        accepted += len(path)
+        text += [*(both.tokens[node] for node in path), choices[path[-1] + 1 if path else 0]]
+    assert accepted > count / 4
+    return text[:count]
+
+
+def honest(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
+    """By the noise of each row's own place."""
+    places = [0, *(depth + 1 for depth in depths(tree.parents))]
+    return [own[token][base + place] for token, place in zip([text[-1], *tree.tokens], places, strict=True)]
+
+
+def of_another_branch(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
+    """A branch sees the token of the one before it."""
+    choices = honest(own, base, text, tree)
+    return [choices[-1], *choices[:-1]]
+
+
+def by_the_draft(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
+    """What was drafted first is believed now and then."""
+    choices = honest(own, base, text, tree)
+    return [tree.tokens[0], *choices[1:]] if base % 10 == 0 else choices
+
+
+def test_coupled_texts_of_united_trees_have_the_targets_distribution() -> None:
+    text = coupled(honest)
+    assert min(p_values(text)) > ALPHA
+    sampler = Sampler(COUPLED, V)
+    rows = np.array(sampler.scores(mx.array(TARGET[text[:999]]), range(1, 1000)))
+    assert text[1:1000] == rows.argmax(axis=-1).tolist()  # and are the very text that the target decodes alone
+
+
+@pytest.mark.parametrize("choose", [of_another_branch, by_the_draft])
+def test_a_tree_that_is_ruled_on_wrongly_is_caught(choose: Choose) -> None:
+    assert min(p_values(coupled(choose, TOKENS))) < CAUGHT
+
+
+def of_a_union(text: Sequence[int], peek: bool = False) -> Chain:
+    """Two drafters draw a chain each; of their union's tree a text that samples residual verifies one, with its q.
+
+    Which one depends on nothing that was drawn. `peek`: it is the one whose token its drafter finds likelier.
+    """
+    chains = [drafted(text, 2, table=table, seed=seed) for table, seed in ((DRAFT, 12), (STRANGER, 13))]
+    lead = int(chains[0].q.of(chains[0].tokens)[0] < chains[1].q.of(chains[1].tokens)[0]) if peek else len(text) % 2
+    first, other = (DraftTree(tuple(chain.tokens)) for chain in (chains[lead], chains[1 - lead]))
+    both = united(first, other, 12)
+    tokens = [both.tokens[node] for node in spine(both.parents)]
+    return Chain(tokens, chains[lead].q)
+
+
+def test_residual_texts_of_united_drafters_have_the_targets_distribution() -> None:
+    """With OUTRIDER_DRAWS=20000 the long form."""
+    assert min(p_values(spoken(of_a_union, count=int(os.environ.get("OUTRIDER_DRAWS", TOKENS))))) > ALPHA
+
+
+def test_a_union_whose_branch_is_chosen_by_what_was_drawn_is_caught() -> None:
+    assert min(p_values(spoken(partial(of_a_union, peek=True), count=2 * TOKENS))) < CAUGHT
 
 
 # --- each known way to lose it is caught ----------------------------------------------------------------------------
