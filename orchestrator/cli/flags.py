@@ -121,6 +121,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str]
     add = _adder(parser, "sampling", without)
     most = f"tokens to generate at most (default: {_SAMPLING.max_tokens})"
     add("--max-tokens", "-m", "-n", type=int, metavar="N", help=most)
+    fewest = f"tokens before the model may end the text (default: {_SAMPLING.min_tokens})"
+    add("--min-tokens", type=int, metavar="N", help=fewest)
     presets = "; ".join(map(_preset, PRESETS))
     add("--preset", choices=PRESETS, help=f"settings by name: {presets} (default: none)")
     add("--temp", "--temperature", type=float, metavar="T", help="temperature (default: 0, the likeliest token)")

@@ -362,7 +362,8 @@ def test_a_server_that_says_no_is_an_exit_code(run, stand):
 def test_every_sampling_flag_reaches_the_core(run, stand, codec):
     stand.core.play = says(codec, "x")
     run(
-        "generate", "-p", "x", "--connect", stand.endpoint, "--max-tokens", "9", "--temp", "0.5", "--top-p", "0.9",
+        "generate", "-p", "x", "--connect", stand.endpoint, "--max-tokens", "9", "--min-tokens", "2",
+        "--temp", "0.5", "--top-p", "0.9",
         "--min-p", "0.1", "--top-k", "7", "--seed", "3", "--repetition-penalty", "1.5",
         "--repetition-context-size", "4", "--presence-penalty", "0.5", "--frequency-penalty", "0.25",
         "--presence-context-size", "5", "--frequency-context-size", "6", "--logit-bias", '{"11": -5}', "--ignore-eos",
@@ -371,7 +372,7 @@ def test_every_sampling_flag_reaches_the_core(run, stand, codec):
     )  # fmt: skip
     admit = stand.core.wait_for(Admit)[0]
     assert admit.sampling == SamplingParams(
-        max_tokens=9, temp=0.5, top_p=0.9, min_p=0.1, top_k=7, seed=3, repetition_penalty=1.5,
+        max_tokens=9, min_tokens=2, temp=0.5, top_p=0.9, min_p=0.1, top_k=7, seed=3, repetition_penalty=1.5,
         repetition_context_size=4, presence_penalty=0.5, presence_context_size=5, frequency_penalty=0.25,
         frequency_context_size=6, logit_bias=((11, -5.0),), ignore_eos=True, stop=("end", "quit"), rule="residual",
         saguaro=0.5, q_width=50, logprobs=3,
