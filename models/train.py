@@ -87,14 +87,16 @@ def _make(options: argparse.Namespace) -> None:
 
 def _make_draft(options: argparse.Namespace, out: Path) -> None:
     from models.training.draft import pipeline as drafts
+    from outrider.orchestrator.pair.model_files import find_model
 
+    target = find_model(str(options.target)).folder
     if options.export:
-        drafts.publish(out, options.target)
+        drafts.publish(out, target)
         return
     names = ("layers", "vocab", "mlp", "text_tokens", "minutes", "rate", "batch_tokens", "coupled")
     asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     recipe = drafts.DraftRecipe(seed=options.seed, **asked)
-    drafts.run(recipe, options.target, out, options.store.resolve(), text_only=options.text_only)
+    drafts.run(recipe, target, out, options.store.resolve(), text_only=options.text_only)
 
 
 def _layer_list(text: str) -> tuple[int, ...]:
@@ -150,7 +152,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (default: 0)")
     head = parser.add_argument_group("a head")
     head.add_argument("--head", help=f"make one for a target instead of a pair: {' or '.join(KINDS)}")
-    head.add_argument("--target", type=Path, help="folder of the Llama-like model to make it for")
+    head.add_argument(
+        "--target",
+        type=Path,
+        help="the Llama-like model to make it for: a folder; for a draft also a GGUF file or smollm2",
+    )
     head.add_argument("--store", type=Path, help="keep the target's text here, for its other heads as well")
     head.add_argument("--text-tokens", type=int, help="text that the target writes (2,000,000)")
     head.add_argument("--tokens", type=int, help="tokens that the head sees (4,000,000)")
@@ -167,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("--rate", type=float, help="of learning, at its highest (a head 0.0015, a draft 0.0005)")
     draft = parser.add_argument_group("a draft model (with --target, --store, --vocab, --text-tokens and --rate, too)")
     draft.add_argument("--draft", action="store_true", help="make one that begins as some of the target's layers")
-    draft.add_argument("--layers", type=_layer_list, help="which, from 0; -1 is the last (0,1,2,-1)")
+    draft.add_argument("--layers", type=_layer_list, help="which, from 0; -1 is the last (0,1)")
     draft.add_argument("--mlp", type=int, help="width of its MLPs, the strongest columns (the target's)")
     draft.add_argument("--minutes", type=float, help="for text and training together (until it is stopped)")
     draft.add_argument("--coupled", type=float, help="weight of equal choices beside the KL divergence (1)")

@@ -1,7 +1,8 @@
 """A draft model that is stored without what it shares with its target, made whole: a folder that can be loaded.
 
-Stored are its layers, its final norm and which tokens it can say (`d2t`, as EAGLE-3's heads tell it). Its embedding and
-the rows of its output layer are the target's and are copied from there, as is the tokenizer. Knows files and numpy.
+Stored are its layers, its final norm, which tokens it can say (`d2t`, as EAGLE-3's heads tell it), and `lens`, a matrix
+that turns its rows into those that the target's output layer reads. Its embedding is the target's; its output layer is
+the target's rows for these tokens times the lens; the tokenizer is copied. Knows files and numpy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SHARED = "target"
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _PARTS = ("weight", "scales", "biases")
+_GROUP = 32
 _SAME = ("hidden_size", "vocab_size")
 
 
@@ -51,16 +53,21 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
     output = _HEAD if f"{_HEAD}.weight" in shared else _EMBEDDING
     if f"{_EMBEDDING}.weight" not in shared:
         raise ModelError(f"{target} has no {_EMBEDDING}.weight; expected a Llama's weights")
-    for part in _PARTS:
-        if f"{_EMBEDDING}.{part}" in shared:
-            tensors[f"{_EMBEDDING}.{part}"] = shared[f"{_EMBEDDING}.{part}"]
-        if f"{output}.{part}" in shared:
-            tensors[f"{_HEAD}.{part}"] = np.ascontiguousarray(shared[f"{output}.{part}"][tokens])
+    tensors |= {name: value for name, value in shared.items() if name.startswith(f"{_EMBEDDING}.")}
+    rows = _whole({part: shared[f"{output}.{part}"][tokens] for part in _PARTS if f"{output}.{part}" in shared})
+    lens = tensors.pop("lens", None)
+    if lens is None or lens.shape != 2 * (config["hidden_size"],) or rows.shape[1] != len(lens):
+        raise ModelError(
+            f"{stored} lacks the matrix lens, {config['hidden_size']} wide both ways; fetch the draft again"
+        )
+    tensors |= _quantised(rows @ lens.astype(np.float32))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
     for name in _TOKENIZER:
         if (target / name).is_file():
             shutil.copyfile(target / name, folder / name)
-    quantisation = config["quantization"] | _quantisation(of_target, output)
+    quantisation = config["quantization"] | {f"{_HEAD}.rows": {"group_size": _GROUP, "bits": 8}}
+    said = (of_target.get("quantization") or {}).get(_EMBEDDING)
+    quantisation |= {} if said is None else {_EMBEDDING: said}  # otherwise mlx-lm infers it
     whole = {key: value for key, value in config.items() if key != "embedding"}
     whole |= {key: of_target[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in of_target}
     whole |= {"quantization": quantisation, "quantization_config": quantisation, "tie_word_embeddings": False}
@@ -107,8 +114,30 @@ def _tokens(stored: Path, offsets: NDArray[Any] | None, config: dict[str, Any]) 
     return tokens
 
 
-def _quantisation(target: dict[str, Any], output: str) -> dict[str, Any]:
-    """Of the shared matrices, where the target's config tells it; otherwise mlx-lm infers it."""
-    said = target.get("quantization") or {}
-    pairs = ((_EMBEDDING, _EMBEDDING), (f"{_HEAD}.rows", output))
-    return {new: said[old] for new, old in pairs if old in said}
+def _whole(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """A matrix [N, K] that may be quantised as MLX does it, in 4 or 8 bits. Raises ModelError for another form."""
+    weight = parts["weight"]
+    if "scales" not in parts:
+        return weight.astype(np.float32)
+    scales, biases = parts["scales"].astype(np.float32), parts["biases"].astype(np.float32)
+    octets = weight.view(np.uint8)
+    bits = 8 * octets.shape[1] // (scales.shape[1] * _GROUP)
+    if bits not in (4, 8) or scales.shape[1] * _GROUP * bits != 8 * octets.shape[1]:
+        raise ModelError(
+            f"the target's embedding has another form than groups of {_GROUP} in 4 or 8 bits; use another copy"
+        )
+    steps = octets if bits == 8 else np.stack([octets & 15, octets >> 4], axis=-1)
+    grouped = steps.reshape(*scales.shape, _GROUP) * scales[..., None] + biases[..., None]
+    whole: NDArray[np.float32] = grouped.reshape(len(weight), -1)
+    return whole
+
+
+def _quantised(rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    """The output layer's matrix [N, K] in 8 bits, as MLX holds it."""
+    groups = rows.reshape(len(rows), -1, _GROUP)
+    biases = groups.min(axis=-1).astype(np.float16)
+    reach = groups.max(axis=-1) - biases.astype(np.float32)
+    scales = np.maximum(reach / 255, 6e-8).astype(np.float16)
+    steps = (groups - biases[..., None].astype(np.float32)) / scales[..., None].astype(np.float32)
+    packed = np.clip(np.rint(steps), 0, 255).astype(np.uint8).reshape(len(rows), -1).view(np.uint32)
+    return {f"{_HEAD}.weight": packed, f"{_HEAD}.scales": scales, f"{_HEAD}.biases": biases}

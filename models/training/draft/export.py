@@ -19,6 +19,9 @@ def write(folder: Path, weights: dict[str, Tensor], outputs: Tensor, target: Sha
     tensors: dict[str, Tensor] = {"d2t": (outputs.cpu() - torch.arange(len(outputs))).int()}
     for name, value in weights.items():
         tensor = value.detach().float().cpu()
+        if name == "lens":
+            tensors[name] = tensor.half()
+            continue
         if tensor.dim() < 2:
             tensors[f"model.{name}"] = tensor.half()
             continue

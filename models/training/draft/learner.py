@@ -19,6 +19,7 @@ from models.training.draft.quantise import rounded
 from models.training.draft.store import Answer
 from models.training.llama import Block, Llama, angles
 
+_RIDGE = 100.0  # keeps the lens small where rows tell little
 _PIECE = 512  # rows of the output layer at a time
 _NEVER = -40.0  # a log-probability that is as good as none
 
@@ -55,7 +56,10 @@ class Batch:
 
 
 class Draft(nn.Module):
-    """Begins as `layers` of the target. `outputs` [V_d]: ids of the tokens that it can say, ascending."""
+    """Begins as `layers` of the target. `outputs` [V_d]: ids of the tokens that it can say, ascending.
+
+    `lens` [H, H] turns its rows into those that the target's output layer reads.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -71,7 +75,7 @@ class Draft(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
         for layer, number in zip(self.layers, layers, strict=True):
             layer.load_state_dict({key: value.float() for key, value in target.layers[number].state_dict().items()})
-        self.norm.load_state_dict(target.norm.state_dict())
+        self.lens = nn.Parameter(torch.eye(shape.hidden))
         if mlp is not None:
             for layer in self.layers:
                 _narrow(layer, mlp)
@@ -86,17 +90,34 @@ class Draft(nn.Module):
             self.register_buffer(name, tensor.clone() if name == "words" else tensor, persistent=name == "outputs")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Rows for the output layer [B, L, H]."""
+        """Rows for the target's output layer [B, L, H]."""
+        return functional.linear(self.normed(tokens), self.lens)
+
+    def normed(self, tokens: Tensor) -> Tensor:
+        """What the last layer puts out, behind the norm [B, L, H]."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = functional.embedding(tokens, self.embedding).float()
         for layer in self.layers:
             x = layer(x, cos, sin)
-        normed: Tensor = self.norm(x)
-        return normed
+        found: Tensor = self.norm(x)
+        return found
 
     def logits(self, rows: Tensor) -> Tensor:
         """Of the tokens that it can say [..., V_d]."""
         return functional.linear(rows, self.words)
+
+    @torch.no_grad()
+    def begin(self, target: Llama, answers: Sequence[Answer]) -> None:
+        """Set the lens to what turns rows into the target's own, by least squares over these answers."""
+        hidden = len(self.lens)
+        square, product = torch.zeros(2, hidden, hidden, device=self.lens.device)
+        for answer in answers:
+            tokens = answer.tokens[None].long().to(self.lens.device)
+            own = self.normed(tokens)[0].float()
+            square += own.T @ own
+            product += own.T @ target.norm(target.rows(tokens)[-1])[0].float()
+        square += _RIDGE * torch.eye(hidden, device=square.device)
+        self.lens.copy_(torch.linalg.solve(square, product).T)
 
     @contextmanager
     def stored(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _LEAST_TOKENS = 10_000  # of text, before a draft begins to learn
 _SLOTS = {"cpu": 64, "cuda": 768}
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
+_LENS_ANSWERS = 64  # by which a draft finds where to begin
 _WRITING = 0.4  # of the minutes, at most
 
 
@@ -47,8 +48,8 @@ class DraftRecipe:
     """
 
     seed: int = 0
-    layers: tuple[int, ...] = (0, 1, 2, -1)
-    vocab: int = 8192
+    layers: tuple[int, ...] = (0, 1)
+    vocab: int = 12288
     mlp: int | None = None
     text_tokens: int = 3_000_000
     minutes: float | None = None
@@ -66,7 +67,7 @@ def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only:
         torch.set_num_threads(1)
     model = read_target(target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     layers = _layers(recipe, model)
-    chat, cut = Chat(target), text.pieces()
+    chat, cut = Chat(target), text.pieces(store)
     form = text.form(digest(target), cut, recipe.seed)
     work = out.with_name(out.name + ".partial")
     held_out = _held_out(store, form, model, chat, Prompts(cut, seed=recipe.seed, held_out=True), recipe)
@@ -81,7 +82,10 @@ def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only:
         log.info("draft: waits for text, %d of %d tokens", kept.token_count, _LEAST_TOKENS)
         time.sleep(20)
         kept.refresh()
-    trainer = _trainer(recipe, model, layers, kept, held_out, work)
+    counts = sum(
+        of / of.sum() for of in (chat.counts(texts, model.shape.vocab) for texts in (cut.paragraphs, cut.functions))
+    )
+    trainer = _trainer(recipe, model, layers, kept, held_out, counts, work)
     left = None if recipe.minutes is None else max(0.0, recipe.minutes - spent.seconds / 60)
     trainer.run(left, grow=lambda: _grow(kept, trainer.progress.step))
     publish(out, target)
@@ -109,13 +113,19 @@ def _layers(recipe: DraftRecipe, model: Llama) -> tuple[int, ...]:
 
 
 def _trainer(
-    recipe: DraftRecipe, model: Llama, layers: Sequence[int], kept: Store, held_out: Sequence[Answer], work: Path
+    recipe: DraftRecipe,
+    model: Llama,
+    layers: Sequence[int],
+    kept: Store,
+    held_out: Sequence[Answer],
+    text_counts: Tensor,
+    work: Path,
 ) -> Trainer:
     work.mkdir(parents=True, exist_ok=True)
     identity = json.dumps({"layers": layers, "vocab": recipe.vocab, "mlp": recipe.mlp, **asdict(kept.form)})
     note = work / "draft.json"
     if not note.exists():
-        torch.save(kept.likely(recipe.vocab, model.shape.vocab), work / "outputs.pt")
+        torch.save(kept.likely(min(recipe.vocab, len(text_counts)), text_counts), work / "outputs.pt")
         with replacing(note) as temporary:
             temporary.write_text(identity)
     elif note.read_text() != identity:
@@ -123,6 +133,12 @@ def _trainer(
     outputs: Tensor = torch.load(work / "outputs.pt", weights_only=True)
     device = model.embed_tokens.weight.device
     draft = Draft(model, layers, outputs, recipe.mlp).to(device)
+    lens = work / "lens.pt"
+    if not lens.exists():
+        draft.begin(model, kept.answers[:_LENS_ANSWERS])
+        with replacing(lens) as temporary:
+            torch.save(draft.lens.data, temporary)
+    draft.lens.data = torch.load(lens, map_location=device, weights_only=True)
     form = TrainerForm(
         rate=recipe.rate, batch_tokens=recipe.batch_tokens or _BATCH_TOKENS[device.type], coupled=recipe.coupled,
         length=min(text.LENGTH, model.shape.context), seed=recipe.seed,

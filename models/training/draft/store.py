@@ -98,13 +98,16 @@ class Store:
             self._sorted = sorted(self.answers, key=lambda answer: len(answer.tokens))
         return self._sorted
 
-    def likely(self, count: int, vocab: int) -> Tensor:
-        """Ids [count], ascending, of the tokens that the target gives most to in its answers. Where it gives nothing
-        the lower id counts: a tokenizer learnt it earlier."""
-        share = -1e-9 * torch.arange(vocab, dtype=torch.float64)
+    def likely(self, count: int, text: Tensor) -> Tensor:
+        """Ids [count], ascending, of the tokens that the target is likeliest to say: by what it gives to them in its
+        answers, by how often each is in the prompts' `text` [V], and by its id, for a tokenizer learns frequent ones
+        first. With little text the last two tell more of tokens that were not said yet."""
+        said = torch.zeros(len(text), dtype=torch.float64)
         for answer in self.answers:
-            share.index_add_(0, answer.ids.flatten().long(), answer.log_probs.double().exp().flatten())
-        return share.topk(count).indices.sort().values
+            said.index_add_(0, answer.ids.flatten().long(), answer.log_probs.double().exp().flatten())
+        learnt = 1 / (torch.arange(len(text), dtype=torch.float64) + 200)
+        shares = said / said.sum() + 0.2 * text / text.sum().clamp(min=1) + 0.1 * learnt / learnt.sum()
+        return shares.topk(count).indices.sort().values
 
 
 def _read(path: Path) -> list[Answer]:

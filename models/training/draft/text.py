@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import jinja2
 import numpy as np
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from models.training import corpus
 from models.training.draft.prompts import PLAIN, Pieces, Prompt, Prompts, gather
 from models.training.draft.store import Answer, Store, StoreForm
 from models.training.draft.writer import Question, Writer
 from models.training.llama import Llama
-from outrider.protocol.errors import ModelError
+from models.training.storage import replacing
+from outrider.protocol.errors import InvalidRequest, ModelError
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,13 @@ class Chat:
         self.end = frozenset({ending})
         self._special = {name: config.get(name) for name in ("bos_token", "eos_token")}
 
+    def counts(self, texts: Iterable[str], vocab: int) -> Tensor:
+        """How often each token is in these texts [vocab]."""
+        found = torch.zeros(vocab, dtype=torch.float64)
+        for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
+            found.index_add_(0, torch.tensor(encoding.ids), torch.ones(len(encoding.ids), dtype=torch.float64))
+        return found
+
     def question(self, prompt: Prompt) -> Question:
         """The prompt in tokens. How long its answer may become depends on its number."""
         if prompt.kind == PLAIN:
@@ -66,10 +77,21 @@ class Chat:
         return Question(prompt.number, prompt.kind, TEMPS, ids, limit)
 
 
-def pieces() -> Pieces:
-    """Of this Python's standard library (without its tests) and the packages beside it."""
-    library = corpus.python_files(corpus.standard_library())
-    return gather([source for source in library if "test" not in source.name])
+def pieces(store: Path) -> Pieces:
+    """Of this Python's standard library (without its tests) and the packages beside it; kept in the `store`'s folder,
+    so that its prompts stay what they are wherever it is gone on with."""
+    path = store / "pieces.json"
+    if not path.exists():
+        library = corpus.python_files(corpus.standard_library())
+        found = gather([source for source in library if "test" not in source.name])
+        store.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        return found
+    try:
+        return Pieces(**{name: tuple(of) for name, of in json.loads(path.read_text(encoding="utf-8")).items()})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{path} is damaged ({error}); choose another --store") from error
 
 
 def form(target: str, cut: Pieces, seed: int) -> StoreForm:

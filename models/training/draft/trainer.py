@@ -33,6 +33,7 @@ _CLIP = 1.0
 _WARMUP_STEPS = 20
 _FALL = 0.3  # of the minutes, in which the rate falls to nothing; in its second half with weights as they are stored
 _MEAN_STEPS = 150  # that the running mean looks back
+_JUDGING = 8  # times as long as a look at held-out answers takes, at least, are between two
 _TOP = 12  # tokens by which agreement is learnt
 
 
@@ -87,6 +88,7 @@ class Trainer:
         self._mean = {name: value.detach().clone() for name, value in draft.named_parameters()}
         self._optimizer = _optimizer(draft)
         self.progress = Progress()
+        self._judging_s = 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._restore()
 
@@ -97,7 +99,7 @@ class Trainer:
             grow()
             done = 0.0 if minutes is None else self.progress.seconds / (60 * minutes)
             loss = self._step(done)
-            if self.progress.seconds - self.progress.judged >= self._form.judge_s:
+            if self.progress.seconds - self.progress.judged >= max(self._form.judge_s, _JUDGING * self._judging_s):
                 self._judge(loss)
             if time.monotonic() - saved >= self._form.save_s:
                 self._save()
@@ -147,8 +149,9 @@ class Trainer:
 
     def _judge(self, loss: float) -> None:
         progress = self.progress
-        progress.judged = progress.seconds
+        progress.judged, started = progress.seconds, time.monotonic()
         score = self.score()
+        self._judging_s = time.monotonic() - started
         progress.curve.append((progress.tokens, round(progress.seconds), score.greedy["all"], score.coupled["all"]))
         log.info(
             "draft: step %d, %.2fM tokens, %.0f s, loss %.3f, agreement %.3f at T = 0, %.3f at T = %s",
@@ -193,7 +196,7 @@ class Trainer:
             return
         state = torch.load(path, map_location=self._device, weights_only=True)
         self._draft.load_state_dict(state["draft"], strict=False)
-        self._mean = state["mean"]
+        self._mean = {name: value.detach() for name, value in state["mean"].items()}
         self._optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
 
