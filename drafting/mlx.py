@@ -42,7 +42,7 @@ class MlxDrafter:
         Raises:
             ModelError: there is no such model, or no tree of it is exact.
         """
-        model = load(path, progress=progress)
+        model = load(path, progress=progress, trees=True)
         tree_form(model)
         return cls(model, reader, "" if reader is None else reader.note)
 

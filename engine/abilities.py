@@ -42,6 +42,8 @@ def abilities(model: LoadedModel) -> Abilities:
     Raises:
         ModelError: it can't even decode: its forward fails, or its logits are not numbers.
     """
+    if model.cpu is not None:
+        return Abilities()  # chains and rollbacks are part of its check at load
     if model not in _known:
         _known[model] = _find(model)
         mx.clear_cache()

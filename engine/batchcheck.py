@@ -6,16 +6,16 @@ Catches models whose attention is not mlx-lm's common one, or whose layers mix t
 from __future__ import annotations
 
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_flat import NumpyFlat
+from outrider.engine.ort.flat import OrtFlat
 from outrider.engine.selfcheck import Own
 from outrider.engine.texts import Feed, FlatTexts
 
 _LENGTHS = (9, 3, 6)
 
 
-def agrees(model: LoadedModel, own: Own, numpy: NumpyFlat | None = None) -> bool:
+def agrees(model: LoadedModel, own: Own, cpu: OrtFlat | None = None) -> bool:
     """True if a prompt's piece, ragged chains, a rollback and a place given back leave every text its logits."""
-    texts = FlatTexts(model.model, numpy=numpy)
+    texts = FlatTexts(model.model, cpu=cpu)
     tokens = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_LENGTHS[n] + 4)] for n in range(3)]
     places = [texts.open() for _ in tokens]
 

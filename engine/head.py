@@ -38,7 +38,7 @@ class ReducedHead(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.rows = nn.Linear(hidden, count, bias=False)
         self.tokens = mx.arange(count, dtype=mx.int32)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -46,7 +46,7 @@ class ReducedHead(nn.Module):  # type: ignore[misc]
 
     def spread(self, logits: mx.array) -> mx.array:
         """[..., V] of the rows' own [..., V_d]."""
-        whole = mx.full((*logits.shape[:-1], self._vocab_size), -mx.inf, logits.dtype)
+        whole = mx.full((*logits.shape[:-1], self.vocab_size), -mx.inf, logits.dtype)
         whole[..., self.tokens] = logits
         return whole
 

@@ -1,7 +1,8 @@
 """From a path or a Hugging Face id to a model that is ready to compute, without its tokenizer.
 
-Owns the choice of number format: as stored on a GPU; float32 on a CPU, where half precision and 4-bit arithmetic are
-20 to 80 times slower. Every failure is a `ModelError` in one sentence.
+Owns the choice of number format: as stored on a GPU; on a CPU, where MLX computes in half precision or 4 bits 20 to 80
+times slower, float32, or what is stored and ONNX Runtime where that makes the forwards (`engine.ort`). Every failure is
+a `ModelError` in one sentence.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, lo
 from outrider.engine import memory, positions, weights
 from outrider.engine.cache import is_attention, leaves_of
 from outrider.engine.head import ReducedHead
+from outrider.engine.ort import serve as ort
+from outrider.engine.ort.forward import Forward
 from outrider.engine.ranks import Ranks
 from outrider.protocol.errors import ModelError
 from outrider.protocol.guard import first_line, named_errors
@@ -39,7 +42,7 @@ class LoadedModel:
     """A model in memory. `vocab_size` is the width of its logits, padding included; sizes are in bytes as held now.
 
     `attention_only`: all it remembers of a text is keys and values, so any token can be rolled back or masked out.
-    `folder` is where it was read from; None: nowhere.
+    `folder` is where it was read from; None: nowhere. `cpu` makes its forwards; None: MLX does.
     """
 
     model: nn.Module
@@ -51,21 +54,31 @@ class LoadedModel:
     weight_bytes: int
     attention_only: bool
     folder: Path | None = None
+    cpu: Forward | None = None
 
     @property
     def number_format(self) -> str:
-        """What it computes in, as mlx calls it: that of its first weight that is not quantised."""
+        """What it computes in, as mlx calls it: that of its first weight that is not quantised.
+
+        Where activations are rounded the CPU's kernels belong to it, for they decide on the bits.
+        """
+        if self.cpu is not None and self.cpu.quantised:
+            return ort.kernels()
         weights = (value.dtype for _, value in tree_flatten(self.model.parameters()))
         found = next((dtype for dtype in weights if mx.issubdtype(dtype, mx.floating)), mx.float32)
         return str(found).removeprefix("mlx.core.")
 
 
 def load(
-    path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None, ranks: Ranks | None = None
+    path_or_repo: str | Path,
+    *,
+    progress: Callable[[str], None] | None = None,
+    ranks: Ranks | None = None,
+    trees: bool = False,
 ) -> LoadedModel:
     """Loads a model from a local directory or, by its id, from Hugging Face (offline mode respected).
 
-    `ranks` all load it, each its part: then `weight_bytes` is what this one holds.
+    `ranks` all load it, each its part: then `weight_bytes` is what this one holds. `trees`: it is to draft.
 
     Raises:
         ModelError: there is no such path or id, it holds no model, or mlx-lm has no such architecture.
@@ -75,20 +88,25 @@ def load(
     tell(f"loading {path_or_repo}")
     model, config = _read(path)
     parameters = get_total_parameters(model)
+    forward = None
     if mx.default_device().type == mx.cpu:
-        tell("converting to float32")
-        model = _to_float32(model, parameters)
+        forward = _served(path, model, config["model_type"], trees) if ranks is None else None
+        if forward is None:
+            tell("converting to float32")
+            model = _to_float32(model, parameters)
     if ranks is not None:
         ranks.share_out(model, config["model_type"])
     weight_bytes = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
-    weights.lay_out(model, weight_bytes)
-    mx.eval(model.parameters())
+    if forward is None:
+        weights.lay_out(model, weight_bytes)
+        mx.eval(model.parameters())
     positions.install(model)
     memory.set_limits(weight_bytes)
-    tell("warming up")
-    among = f", shared out among {ranks.size} ranks," if ranks is not None else ""
-    with named_errors(f"a forward of this {config['model_type']} model{among}"):
-        _warm_up(model)
+    if forward is None:
+        tell("warming up")
+        among = f", shared out among {ranks.size} ranks," if ranks is not None else ""
+        with named_errors(f"a forward of this {config['model_type']} model{among}"):
+            _warm_up(model)
     return LoadedModel(
         model=model,
         config=config,
@@ -99,6 +117,7 @@ def load(
         weight_bytes=weight_bytes,
         attention_only=all(is_attention(leaf) for cache in make_prompt_cache(model) for leaf in leaves_of(cache)),
         folder=path,
+        cpu=forward,
     )
 
 
@@ -213,6 +232,19 @@ def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
             return moved | {"lm_head.tokens": tokens}
 
     return Reduced, llama.ModelArgs
+
+
+def _served(path: Path, model: nn.Module, model_type: str, trees: bool) -> Forward | None:
+    """What makes its forwards in MLX's place. Its weights then stay in their files until MLX is asked for them."""
+    model.set_dtype(mx.float32)
+    quantised = any(hasattr(module, "scales") for module in model.modules())
+    forward = ort.serve(model, model_type, trees or not quantised)
+    if forward is not None:
+        again, _ = _read(path)
+        again.set_dtype(mx.float32)
+        model.update(again.parameters())
+        ort.give_back()
+    return forward
 
 
 def _to_float32(model: nn.Module, parameters: int) -> nn.Module:

@@ -13,38 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.flat import FlatCache
-from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_net import Ear, Layer, Span, hidden, net_of
-from outrider.engine.piece import Ints, Piece
-from outrider.protocol.errors import ModelError
+from outrider.engine.numpy_net import Layer, Span, hidden
+from outrider.engine.piece import Piece
 
 MOST_ROWS = 256  # beyond, MLX is as quick
-
-
-class NumpyFlat:
-    """The forwards of one model."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        """
-        Raises:
-            ModelError: numpy does not serve the model, or not in its own number format.
-        """
-        if model.number_format != "float32":
-            raise ModelError(f"numpy serves a target in float32, not in {model.number_format}")
-        self._net = net_of(model)
-
-    def forward(
-        self,
-        tokens: Ints,
-        pieces: Sequence[Piece],
-        caches: Sequence[FlatCache],
-        wanted: Sequence[int] | None,
-        ear: Ear | None = None,
-    ) -> mx.array:
-        """Feeds tokens [T], piece after piece; logits of the `wanted`, or of all: [R, V]. `ear`: see `Net.rows`."""
-        positions = np.concatenate([piece.positions for piece in pieces])
-        rows = self._net.rows(tokens, positions, spans(self._net.layers, pieces, caches), ear)
-        return self._net.logits(rows if wanted is None else rows[np.array(wanted, np.int32)])
 
 
 def spans(layers: Sequence[Layer], pieces: Sequence[Piece], caches: Sequence[FlatCache]) -> Iterator[list[Span]]:

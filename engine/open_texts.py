@@ -10,7 +10,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from outrider.engine import batchcheck, treecheck, trial
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_flat import NumpyFlat
+from outrider.engine.ort.flat import OrtFlat
+from outrider.engine.parts import backbone_of, final_norm
 from outrider.engine.selfcheck import Own
 from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
 from outrider.protocol.kv import KvCost
@@ -24,7 +25,7 @@ class _Way:
 
     together: bool = False
     trees: bool = False
-    numpy: NumpyFlat | None = None
+    cpu: OrtFlat | None = None
     own_caches: bool = False
 
 
@@ -37,11 +38,13 @@ def open_texts(model: LoadedModel) -> Texts:
         _known[model] = _find(model)
     way = _known[model]
     if way.together:
-        return FlatTexts(model.model, way.trees, way.numpy)
+        return FlatTexts(model.model, way.trees, way.cpu)
     return SeparateTexts(model.model, way.own_caches)
 
 
 def _find(model: LoadedModel) -> _Way:
+    if model.cpu is not None:
+        return _on_cpu(model, OrtFlat(model.cpu, final_norm(backbone_of(model.model)[0])))
     able = abilities(model)
     plain = model.attention_only and able.chains and not able.own_caches
     if not plain or not all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)):
@@ -49,8 +52,14 @@ def _find(model: LoadedModel) -> _Way:
     own = Own(model)
     if trial.fault(model, "texts in one forward", lambda: batchcheck.agrees(model, own)):
         return _Way()
-    trees = not trial.fault(model, "trees of drafts", lambda: treecheck.agrees(model, own))
-    return _Way(True, trees, _numpy(model, own))
+    return _Way(True, not trial.fault(model, "trees of drafts", lambda: treecheck.agrees(model, own)))
+
+
+def _on_cpu(model: LoadedModel, cpu: OrtFlat) -> _Way:
+    """Its check at load has fed texts together already; where logits are rounded no side branch is a chain's equal."""
+    own = Own(model)
+    trees = cpu.trees and not trial.fault(model, "trees of drafts", lambda: treecheck.agrees(model, own, cpu))
+    return _Way(True, trees, cpu)
 
 
 def text_cost(texts: Texts) -> KvCost:
@@ -65,14 +74,3 @@ def text_cost(texts: Texts) -> KvCost:
         cost = KvCost(max(short.nbytes - grown // _LONGER, 0), grown // _LONGER)
     texts.close(text)
     return cost
-
-
-def _numpy(model: LoadedModel, own: Own) -> NumpyFlat | None:
-    """Where numpy serves the model it does so better than MLX; tried like MLX's own way."""
-    made: list[NumpyFlat] = []
-
-    def agrees() -> bool:
-        made.append(NumpyFlat(model))
-        return batchcheck.agrees(model, own, made[0]) and treecheck.agrees(model, own, made[0])
-
-    return None if trial.fault(model, "numpy's forwards", agrees) else made[0]

@@ -11,7 +11,7 @@ from outrider.engine.columns import Columns, OneRow
 from outrider.engine.draws import Draws
 from outrider.engine.joint_row import JointRow
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_model import NumpyRow
+from outrider.engine.ort.columns import OrtRow
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.reading import PromptReader, ReadColumns
 from outrider.engine.rows import Rows
@@ -23,7 +23,7 @@ from outrider.protocol.errors import CannotDraft, InvalidRequest
 from outrider.protocol.kv import KvCost
 from outrider.protocol.sampling import SamplingParams
 
-Form = type[NumpyRow] | type[JointRow] | type[OneRow] | type[Rows]
+Form = type[OrtRow] | type[JointRow] | type[OneRow] | type[Rows]
 
 _columns_of: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
 
@@ -65,7 +65,9 @@ def tree_form(model: LoadedModel) -> Form:
         CannotDraft: no form reproduces this model's logits.
     """
     if model not in _columns_of:
-        forms: list[Form] = [NumpyRow, JointRow, OneRow, Rows] if model.attention_only else [Rows]
+        forms: list[Form] = [JointRow, OneRow, Rows] if model.attention_only else [Rows]
+        if model.cpu is not None:
+            forms.insert(0, OrtRow)
         _columns_of[model] = _first_that_agrees(model, forms)
     return _columns_of[model]
 

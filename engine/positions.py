@@ -111,7 +111,7 @@ class TokenRope(nn.Module):  # type: ignore[misc]
     def __init__(self, inner: nn.Module, tables: dict[Any, RopeTable | None]) -> None:
         super().__init__()
         self.inner = inner
-        self._tables = _Shared(tables, _signature(inner))
+        self._tables = _Shared(tables, signature(inner))
 
     def __getattr__(self, name: str) -> Any:
         """What models read off their rope, its base say."""
@@ -164,7 +164,7 @@ def install(model: nn.Module) -> None:
                 module[name] = TokenRope(inner, tables)
 
 
-def _signature(rope: nn.Module) -> Any:
+def signature(rope: nn.Module) -> Any:
     plain = {k: v for k, v in vars(rope).items() if isinstance(v, int | float | bool | str)}
     arrays = {k: np.array(v.astype(mx.float32)).tobytes() for k, v in rope.items() if isinstance(v, mx.array)}
     return type(rope).__name__, tuple(sorted(plain.items())), tuple(sorted(arrays.items()))

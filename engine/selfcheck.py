@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine.loading import LoadedModel
+from outrider.engine.ort.serve import alone
 from outrider.engine.tree import Tree, feed_together
 from outrider.engine.tree_feed import TreeFeed
 
 _PROMPT, _BRANCHES, _DEPTH = 9, 3, 2
 _EXACT, _HALF = 1e-4, 0.1  # of the logits' standard deviation, or of 1 if that is more
+_ROUNDED = 0.3  # the same, root mean square, where activations are rounded to 8 bits
 
 
 def agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], prompt: int = _PROMPT) -> bool:
@@ -53,20 +56,29 @@ class Own:
     """The model's own logits, of each text once: several ways of holding texts are tried with the same ones."""
 
     def __init__(self, model: LoadedModel) -> None:
-        self._model = model.model
+        self._model, self._cpu = model.model, model.cpu
         self._known: dict[tuple[int, ...], mx.array] = {}
 
     def distance(self, text: Sequence[int], found: mx.array) -> float:
         """How far logits [V] lie from the model's own after `text`, in units of what rounding explains. Waits."""
         key = tuple(text)
         if key not in self._known:
-            self._known[key] = self._model(mx.array([key]), cache=make_prompt_cache(self._model))[0, -1]
+            self._known[key] = self._of(text)
         own = self._known[key]
         allowed = _EXACT if own.dtype == mx.float32 else _HALF
         said = own != -mx.inf  # a draft may be able to say fewer tokens than there are
         own, found = mx.where(said, own.astype(mx.float32), 0.0), mx.where(said, found.astype(mx.float32), 0.0)
+        if self._cpu is not None and self._cpu.quantised:  # other sums, and roundings to 8 bits fall another way
+            off = mx.sqrt(mx.mean((found - own) ** 2)) / mx.maximum(mx.std(own), 1.0)
+            return float(off.item()) / _ROUNDED  # type: ignore[arg-type]
         difference = mx.abs(found - own).max() / mx.maximum(mx.std(own), 1.0)
         return float(difference.item()) / allowed  # type: ignore[arg-type]
+
+    def _of(self, text: Sequence[int]) -> mx.array:
+        if self._cpu is not None:  # which was held to the model itself when it was loaded
+            return mx.array(alone(self._cpu, np.array(text, np.int32), (len(text),))[-1])
+        own: mx.array = self._model(mx.array([list(text)]), cache=make_prompt_cache(self._model))[0, -1]
+        return own
 
 
 def agrees_in_company(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:

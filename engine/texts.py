@@ -18,7 +18,7 @@ from outrider.engine import head
 from outrider.engine.cache import KVState
 from outrider.engine.first_layers import FirstLayers
 from outrider.engine.flat_rows import FlatRows
-from outrider.engine.numpy_flat import MOST_ROWS, NumpyFlat
+from outrider.engine.ort.flat import OrtFlat
 from outrider.engine.piece import Piece
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.taps import Takes, Taps
@@ -119,10 +119,10 @@ class FlatTexts(FlatRows):
 
     together = True
 
-    def __init__(self, model: nn.Module, trees: bool = True, numpy: NumpyFlat | None = None) -> None:
-        """`numpy` makes the forwards of few tokens."""
+    def __init__(self, model: nn.Module, trees: bool = True, cpu: OrtFlat | None = None) -> None:
+        """`cpu` makes the forwards in MLX's place."""
         super().__init__(model)
-        self.trees, self._numpy, self.is_lazy = trees, numpy, numpy is None
+        self.trees, self._cpu, self.is_lazy = trees, cpu, cpu is None
         self._model, self._wanted = model, head.install(model)
         self._taps: Taps | None = None
 
@@ -135,8 +135,8 @@ class FlatTexts(FlatRows):
         tokens = _joined([feeds[i].tokens for i in order])
         wanted = self._rows(feeds, order, pieces)
         fed = [feeds[i] for i in order]
-        if self._numpy is not None and tokens.shape[0] <= MOST_ROWS:
-            logits = self._by_numpy(self._numpy, tokens, fed, pieces, wanted)
+        if self._cpu is not None:
+            logits = self._on_cpu(self._cpu, tokens, fed, pieces, wanted)
         else:
             self._frame.begin(pieces)
             logits = self._by_mlx(tokens, fed, wanted)
@@ -144,9 +144,9 @@ class FlatTexts(FlatRows):
             feed.text.length += feed.count
         return logits
 
-    def _by_numpy(
+    def _on_cpu(
         self,
-        numpy: NumpyFlat,
+        cpu: OrtFlat,
         tokens: mx.array,
         feeds: Sequence[Feed],
         pieces: Sequence[Piece],
@@ -154,7 +154,7 @@ class FlatTexts(FlatRows):
     ) -> mx.array:
         ear = self._taps if any(feed.hidden for feed in feeds) else None
         host = np.array(tokens)
-        return _tapped(lambda: numpy.forward(host, pieces, self._caches, wanted, ear), feeds, self._taps)
+        return _tapped(lambda: cpu.forward(host, pieces, self._caches, wanted, ear), feeds, self._taps)
 
     def _by_mlx(self, tokens: mx.array, feeds: Sequence[Feed], wanted: Sequence[int] | None) -> mx.array:
         rows = None if wanted is None else mx.array(list(wanted) or [0], mx.int32)

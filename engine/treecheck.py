@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_flat import NumpyFlat
+from outrider.engine.ort.flat import OrtFlat
 from outrider.engine.selfcheck import Own
 from outrider.engine.texts import Feed, FlatTexts
 from outrider.protocol.trees import lines
@@ -22,9 +22,9 @@ _PATH = (0, 3)
 _LENGTHS = (9, 4)
 
 
-def agrees(model: LoadedModel, own: Own, numpy: NumpyFlat | None = None) -> bool:
+def agrees(model: LoadedModel, own: Own, cpu: OrtFlat | None = None) -> bool:
     """True if every node's logits are the model's own behind its branch, before and after one was followed."""
-    texts = FlatTexts(model.model, numpy=numpy)
+    texts = FlatTexts(model.model, cpu=cpu)
     tried = [_Tried.of(model, texts, number) for number in range(len(_LENGTHS))]
     first = tried[0]
     found = _agree(own, texts, [first])

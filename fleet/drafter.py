@@ -26,8 +26,8 @@ BUNDLE = 1
 """Its place in the engine's placement group, behind the engine's own."""
 AGAIN_SECONDS = 1.0
 OWN = (
-    "model", "draft_model", "draft_backend", "draft_prefill", "fan_out", "replay", "simulate", "threads", "log_level",
-    "log_format",
+    "model", "draft_model", "draft_backend", "draft_prefill", "fan_out", "replay", "simulate", "threads", "cpu_kernels",
+    "log_level", "log_format",
 )  # fmt: skip
 """What a drafter is told of an engine's settings."""
 

@@ -16,6 +16,7 @@ from outrider.protocol import logs, values
 from outrider.protocol.endpoints import is_local, parse
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import AHEAD, HEADS, OF_TARGET
+from outrider.protocol.worker_process import KERNELS
 
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")
@@ -34,6 +35,7 @@ _WORDS = {
     "draft_backend": DRAFT_BACKENDS,
     "prefill_backend": PREFILL_BACKENDS,
     "draft_device": DRAFT_DEVICES,
+    "cpu_kernels": KERNELS,
     "fan_out": FAN_OUTS,
     "branch_depth": BRANCH_DEPTHS,
     "head_in": HEAD_PLACES,
@@ -60,7 +62,8 @@ class ServeSettings:
 
     `model` and `draft_model` are Hugging Face ids, folders or GGUF files; both None: the embedded pair. `endpoint` is
     where clients connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: in
-    `auto` what `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: BLAS threads of each worker.
+    `auto` what `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: threads of each worker for
+    matrix products. `cpu_kernels`: what computes on a CPU: mlx, or auto: ONNX Runtime for models that it serves.
     `pin_cores`: on a machine of two cores, target and drafter keep to one each; not where another cluster runs.
     `max_active`: requests in flight at once; None: as many as `kv_memory` holds, at most 16. `max_waiting`: how many
     may wait for their turn; more are refused. `kv_memory`: bytes, or text like "2GB", for keys and values in all
@@ -109,6 +112,7 @@ class ServeSettings:
     mode: str = "auto"
     endpoint: str | None = None
     threads: int = 1
+    cpu_kernels: str = "auto"
     pin_cores: bool = True
     max_active: int | None = None
     max_waiting: int = 256
@@ -302,6 +306,7 @@ class Settings(TypedDict, total=False):
     mode: str
     endpoint: str | None
     threads: int
+    cpu_kernels: str
     pin_cores: bool
     max_active: int | None
     max_waiting: int

@@ -19,6 +19,10 @@ from outrider.protocol.worker_link import OrchestratorGone, WorkerLink
 
 log = logging.getLogger(__name__)
 
+CPU_KERNELS = "OUTRIDER_CPU_KERNELS"
+"""The environment variable that tells a worker what makes its forwards on a CPU, one of `KERNELS`."""
+KERNELS = ("auto", "mlx")
+
 
 class Served(Protocol):
     """A worker's loop."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.engine.loading import LoadedModel, load
+from outrider.engine.open_texts import open_texts
 from outrider.engine.slots import Slot
 from outrider.engine.texts import SeparateTexts
 from outrider.grammar.compiler import Compiler
@@ -46,7 +47,8 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     if claim.sampling.is_residual:
         raise InvalidRequest("residual sampling may give another text each time; expected coupled sampling")
     constraint = Compiler(model.folder).asked(claim.sampling, claim.ends, len(claim.tokens))
-    slot = Slot(model, SeparateTexts(model.model), claim.tokens, claim.sampling, constraint)
+    texts = SeparateTexts(model.model) if model.cpu is None else open_texts(model)  # by the kernels that chose
+    slot = Slot(model, texts, claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
     slot.feed_all_but(1)

@@ -27,6 +27,7 @@ from outrider.protocol import logs
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.grammar import Grammar
 from outrider.protocol.sampling import PRESETS, RULES, SamplingParams
+from outrider.protocol.worker_process import KERNELS
 
 _DEFAULTS = ServeSettings()
 _SAMPLING = SamplingParams()
@@ -75,7 +76,9 @@ def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] 
     add("--trees", action="store_true", default=None, help=trees)
     add("--replay", type=Path, metavar="FILE", help="the script of the replay drafter (default: none)")
     add = _adder(parser, "workers", without)
-    add("--threads", type=int, metavar="N", help="BLAS threads of each worker (default: 1)")
+    add("--threads", type=int, metavar="N", help="threads of each worker for matrix products (default: 1)")
+    kernels = "what computes on a CPU; auto: ONNX Runtime, or MLX for models that it does not serve (default: auto)"
+    add("--cpu-kernels", metavar="|".join(KERNELS), help=kernels)
     free = "let target and drafter run on any core, on a machine that has two"
     add("--no-pin-cores", dest="pin_cores", action="store_false", default=None, help=free)
     add("--shards", type=int, metavar="N", help="ranks of the target on this machine (default: 1)")

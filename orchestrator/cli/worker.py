@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     if options.role != "target":
         command += _joining(options, pair)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end in order (WorkerLink)
-    os.execve(command[0], command, blas.environment(child_environment(), settings.threads))
+    os.execve(command[0], command, blas.environment(child_environment(), settings.threads, settings.cpu_kernels))
 
 
 def _discover(options: argparse.Namespace) -> None:

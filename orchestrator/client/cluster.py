@@ -52,7 +52,8 @@ class LocalCluster:
     - `shards` 1: ranks of the target on this machine, each with a part of each layer.
     - `await_target` False: start none; one that joins (`outrider worker target`) is waited for.
     - `endpoint`: where clients connect, ipc://PATH or tcp://HOST:PORT; None: a fresh socket of its own.
-    - `threads` 1: BLAS threads of each worker. `pin_cores` True: where there are two cores, target and drafter keep to
+    - `threads` 1: threads of each worker for matrix products. `cpu_kernels` "auto": what computes on a CPU: mlx, or
+      ONNX Runtime where it serves the model. `pin_cores` True: where there are two cores, target and drafter keep to
       one each. `max_active`: requests in flight at once; None: from the
       memory that texts may take, at most 16.
     - `kv_memory` None: bytes, or like "2GB", for keys and values in all workers; None: by the machine.

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.worker_process import CPU_KERNELS
 
 MISSING = (
     "no OpenBLAS was found, so verifying M tokens costs M times one token instead of 1.2 to 1.4 times;"
@@ -60,9 +61,14 @@ def notes() -> tuple[str, ...]:
     return (MISSING,) if wanted and openblas() is None else ()
 
 
-def environment(base: dict[str, str], threads: int) -> dict[str, str]:
-    """`base` with OpenBLAS preloaded where it is needed and found, and `threads` threads for any BLAS there is."""
+def environment(base: dict[str, str], threads: int, kernels: str | None = None) -> dict[str, str]:
+    """`base` with OpenBLAS preloaded where it is needed and found, and `threads` threads for any BLAS there is.
+
+    `kernels`: what makes forwards on a CPU (`protocol.worker_process`); None: what `base` says.
+    """
     changed = {**base, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
+    if kernels is not None:
+        changed[CPU_KERNELS] = kernels
     library = openblas()
     loaded = base.get("LD_PRELOAD", "")
     if library is not None and "openblas" not in loaded:

@@ -104,7 +104,7 @@ def spawn_worker(
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
-                env={**STEADY_MEMORY, **blas.environment(child_environment(), settings.threads)},
+                env={**STEADY_MEMORY, **blas.environment(child_environment(), settings.threads, settings.cpu_kernels)},
                 pass_fds=inherited,
                 start_new_session=True,
             )

@@ -20,7 +20,7 @@ from outrider.drafting.coreml.trials.sacrifice import Ending
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.columns import KeysValues, OneRow
 from outrider.engine.loading import load
-from outrider.engine.numpy_model import NumpyRow
+from outrider.engine.ort.columns import OrtRow
 from outrider.engine.reading import ReadColumns, ReadingFault
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
@@ -69,10 +69,10 @@ def test_mlx_goes_on_from_it(
     assert ((best - second)[missed] <= noise).all()
 
 
-@pytest.mark.parametrize("form", [NumpyRow, OneRow])
+@pytest.mark.parametrize("form", [OrtRow, OneRow])
 @pytest.mark.parametrize(("weights", "prompt_length"), [("fp32", 150), ("fp16", 150), ("fp16", 340)])
 def test_a_tree_grows_on_it(
-    bench: Callable[..., Bench], text: list[int], form: type[NumpyRow | OneRow], weights: str, prompt_length: int
+    bench: Callable[..., Bench], text: list[int], form: type[OrtRow | OneRow], weights: str, prompt_length: int
 ) -> None:
     """Both forms of columns; of a prompt beyond the package's context of 256 tokens the model reads the rest."""
     made = bench("llama", weights=weights, max_position_embeddings=1024)

@@ -19,6 +19,7 @@ from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.engine.loading import load
 from outrider.protocol.messages import Branches, Close, Commit, Drafted, Message, Open, Prefilled, Resync, Shutdown
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.worker_process import CPU_KERNELS
 from tests.system.links import FakeLink, Idle
 
 PIECE, CHUNK = 256, 128  # tokens a forward: of a text that was left behind, of a prompt
@@ -112,13 +113,13 @@ def more_memory(most: int) -> Iterator[None]:
     assert 0 < peak < most
 
 
-@pytest.mark.parametrize("form", ["NumpyRow", "OneRow"])
+@pytest.mark.parametrize("form", ["OrtRow", "OneRow"])
 def test_four_thousand_tokens_take_little_memory(
     tiny_model: Callable[..., Any], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a vocabulary of 152,000, where the logits and the noise of so many tokens would be gigabytes."""
     if form == "OneRow":
-        monkeypatch.setattr("outrider.engine.numpy_net.FAMILIES", ())
+        monkeypatch.setenv(CPU_KERNELS, "mlx")
     stand = Stand(MlxDrafter(load(tiny_model("llama", **WIDE))))
     stand.finish(begin(50))
     with more_memory(BOUND):

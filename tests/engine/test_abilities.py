@@ -64,8 +64,20 @@ def test_a_type_that_is_the_same_tied_and_untied_is_one_row() -> None:
 
 
 def unknown(model: LoadedModel) -> LoadedModel:
-    """The same model, of which nothing is known yet."""
-    return replace(model)
+    """The same model, of which nothing is known yet, and whose forwards are MLX's."""
+    return replace(model, cpu=None)
+
+
+@pytest.fixture
+def loaded(tiny_model: Callable[..., Path]) -> Loaded:
+    """As everywhere, but not shared with other tests."""
+    return lambda family="llama", seed=0, **config: load(tiny_model(family, seed, **config))
+
+
+@pytest.fixture(autouse=True)
+def by_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other forwards can do is their own check's to find."""
+    monkeypatch.setattr("outrider.engine.loading.ort.serve", lambda *_: None)
 
 
 @pytest.mark.parametrize("window", [32, 700])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from mlx_lm.models import llama
 
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.mirror import Follower, MirroredTexts
-from outrider.engine.numpy_flat import MOST_ROWS
 from outrider.engine.open_texts import open_texts
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.ranks import Ranks
@@ -46,8 +46,8 @@ class Two:
 
     def __init__(self, path: Path) -> None:
         wire: Any = Wire()
-        self.model = load(path)
-        self.theirs = open_texts(load(path))
+        self.model = replace(load(path), cpu=None)  # what ranks share is MLX's
+        self.theirs = open_texts(replace(load(path), cpu=None))
         self.follower = Follower(self.theirs, wire)
         self.texts = MirroredTexts(open_texts(self.model), wire, self._hear)
         self._heard: list[Message] = []
@@ -134,7 +134,7 @@ def test_what_a_model_s_code_refuses_a_follower_survives(
     two.forward([Feed(text, [5, 6, 7], 3)])
     with monkeypatch.context() as broken, pytest.raises(ValueError):
         broken.setattr(llama.MLP, "__call__", lambda self, x: mx.zeros((2, 3)) @ x)
-        two.forward([Feed(text, [8] * (MOST_ROWS + 1), 1)])  # fewer are numpy's
+        two.forward([Feed(text, [8], 1)])
     text.length = 3
     two.forward([Feed(text, [8], 1)])
     two.check()

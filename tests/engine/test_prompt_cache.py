@@ -11,9 +11,9 @@ import pytest
 from outrider.engine.cache import first_columns
 from outrider.engine.columns import OneRow
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_model import NumpyRow
 from outrider.engine.open_texts import open_texts
 from outrider.engine.open_tree import Form, open_tree, tree_cost, tree_form
+from outrider.engine.ort.columns import OrtRow
 from outrider.engine.prompt_cache import LEAST, PromptCache, Saved, Start
 from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
@@ -25,7 +25,7 @@ from outrider.protocol.sampling import SamplingParams
 
 Loaded = Callable[..., LoadedModel]
 COST = KvCost(0, 8)
-FORMS: list[tuple[Form, str]] = [(NumpyRow, "llama"), (OneRow, "llama"), (OneRow, "gemma3_text"), (Rows, "qwen3_next")]
+FORMS: list[tuple[Form, str]] = [(OrtRow, "llama"), (OneRow, "llama"), (OneRow, "gemma3_text"), (Rows, "qwen3_next")]
 
 
 def text(count: int, seed: int = 0) -> list[int]:
@@ -194,4 +194,4 @@ def test_a_tree_that_failed_is_not_kept(loaded: Loaded) -> None:
     model = loaded("llama", seed=1)
     cache = PromptCache(tree_cost(model), 1 << 30)
     open_tree(model, text(40), SamplingParams(), cache=cache).close(spoilt=True)
-    assert cache.use.entries == 0 and tree_form(model) is NumpyRow
+    assert cache.use.entries == 0 and tree_form(model) is OrtRow

@@ -13,7 +13,7 @@ from outrider.engine.columns import OneRow
 from outrider.engine.draws import Draws
 from outrider.engine.joint_row import JointRow
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_model import NumpyRow
+from outrider.engine.ort.columns import OrtRow
 from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
@@ -30,7 +30,7 @@ KINDS = (
     SamplingParams(temp=0.9, seed=6, rule="residual"),
     SamplingParams(temp=0.7, seed=8, top_p=0.9, repetition_penalty=1.3),
 )
-FORMS = [("llama", NumpyRow), ("qwen3", JointRow), ("gemma3_text", JointRow), ("gemma2", OneRow), ("qwen3_5", Rows)]
+FORMS = [("llama", OrtRow), ("qwen3", JointRow), ("gemma3_text", JointRow), ("gemma2", OneRow), ("qwen3_5", Rows)]
 
 
 def planted(model: LoadedModel, form: Callable[..., Any]) -> list[Tree]:
@@ -87,7 +87,7 @@ def test_a_tree_in_company_is_the_tree_alone(loaded: Loaded, family: str, form: 
         same(ours, theirs, [ours.root])
 
 
-@pytest.mark.parametrize(("family", "form"), [("llama", NumpyRow), ("qwen3", JointRow), ("qwen3_5", Rows)])
+@pytest.mark.parametrize(("family", "form"), [("llama", OrtRow), ("qwen3", JointRow), ("qwen3_5", Rows)])
 def test_a_forward_that_fails_leaves_every_tree_as_it_was(
     loaded: Loaded, family: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,8 @@ import scipy
 from outrider.engine.columns import OneRow
 from outrider.engine.joint_row import JointRow
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_model import NumpyRow
 from outrider.engine.open_tree import open_tree, tree_form
+from outrider.engine.ort.columns import OrtRow
 from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
 from outrider.engine.slots import open_slots
@@ -119,12 +120,12 @@ def test_nodes_under_filters_and_penalties(loaded: Loaded, family: str, setting:
     assert grown.worst < 1e-4
 
 
-@pytest.mark.parametrize("form", [NumpyRow, OneRow, Rows])
+@pytest.mark.parametrize("form", [OrtRow, OneRow, Rows])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
 def test_text_that_nobody_drafted_is_read_in_pieces(loaded: Loaded, family: str, form: Callable[..., Any]) -> None:
     """After drafts that came to nothing, and again after some that hold; then the tree grows as ever."""
     model = loaded(family)
-    if form is not Rows and (not model.attention_only or (family, form) == ("gemma3_text", NumpyRow)):
+    if form is not Rows and (not model.attention_only or (family, form) == ("gemma3_text", OrtRow)):
         pytest.skip("not a form of this model")
     grown = Grown(model, PENALISED, [2 + 11 * i % 250 for i in range(23)], family)
     sampler = Sampler(PENALISED, model.vocab_size, normalised=False)
@@ -199,11 +200,10 @@ def test_pure_attention_works_as_rows_too(loaded: Loaded) -> None:
         np.testing.assert_allclose(np.array(row.scores(node)), np.array(rows.scores(node)), atol=1e-5)
 
 
-def test_forms(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.numpy_net.FAMILIES", ())
+def test_forms(loaded: Loaded) -> None:
     for family in FAMILIES:
         joins = JointRow if family not in OWN_ATTENTION else OneRow
-        assert tree_form(loaded(family, seed=6)) is (Rows if family in HYBRIDS else joins)
+        assert tree_form(replace(loaded(family, seed=6), cpu=None)) is (Rows if family in HYBRIDS else joins)
 
 
 def test_chains_are_lazy_and_equal_step_by_step(loaded: Loaded) -> None:
@@ -319,8 +319,7 @@ def one_position_a_row(rope: Callable[..., mx.array], x: mx.array, offset: int |
 
 def test_a_model_that_ignores_the_tree_is_found_out(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the mask nothing works; without a position for each token, a row for each token still does."""
-    monkeypatch.setattr("outrider.engine.numpy_net.FAMILIES", ())
-    model = loaded("llama", seed=77)
+    model = replace(loaded("llama", seed=77), cpu=None)
     with monkeypatch.context() as patch:
         patch.setattr("outrider.engine.columns.Frame.mask", lambda *_: None)
         with pytest.raises(ModelError, match="choose another"):

@@ -239,7 +239,7 @@ def test_a_model_is_asked_once_for_each_text_that_several_ways_are_tried_with(mo
         return mx.arange(4.0)[None, None]
 
     monkeypatch.setattr("outrider.engine.selfcheck.make_prompt_cache", lambda model: None)
-    own = Own(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    own = Own(SimpleNamespace(model=model, cpu=None))  # type: ignore[arg-type]
     assert own.distance([1, 2], mx.arange(4.0)) == own.distance((1, 2), mx.arange(4.0)) == 0
     assert own.distance([1], mx.zeros(4)) > 1
     assert asked == [[[1, 2]], [[1]]]

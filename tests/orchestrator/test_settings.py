@@ -104,7 +104,7 @@ def test_every_setting_is_a_flag_that_says_the_same():
         branch_depth="full", ngrams=False, trees=True, mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
         trace=Path("t.json"), log_level="debug", log_format="json", replay=Path("r.json"),
         simulate=Path("-m.json"), worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
-        memory=False, shards=2, drafters=3, pin_cores=False,
+        memory=False, shards=2, drafters=3, pin_cores=False, cpu_kernels="mlx",
         workers_endpoint="tcp://127.0.0.1:6", keys=Path("k"), keyed=True,
         advertise=True, gguf_keep_precision=True,
     )  # fmt: skip

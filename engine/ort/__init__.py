@@ -1,0 +1,1 @@
+"""Forwards on a CPU by ONNX Runtime."""

@@ -1,0 +1,236 @@
+"""One model's forwards by ONNX Runtime over keys and values that lie in host memory, a row a text.
+
+Knows rows, columns and positions; nothing of tokens' meaning, requests or trees.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import onnxruntime as ort
+
+from outrider.engine.head import ReducedHead, unwrapped
+from outrider.engine.ort.graph import Array, Graph, build, host, output_of
+from outrider.engine.parts import backbone_of, embedding
+from outrider.engine.positions import Ints
+from outrider.protocol.errors import ModelError
+from outrider.protocol.guard import first_line
+
+_MASKED = np.float32(-1e30)
+_PADDED = 2  # attention over one row goes another way in ONNX Runtime, and ends in other bits
+_ANGLES = 512  # positions whose angles are tabulated at once
+_BOUND = 16  # sets of rows whose bindings are kept
+
+
+Layers = Sequence[tuple[Array, Array]]
+"""Each layer's keys and values, [rows, heads, columns, width]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The next tokens of a text: in `row`, behind its first `start` columns, at `positions` [N].
+
+    `seen`: which of the row's `start` + N columns each token sees by a layer's window, where that is not all before it.
+    """
+
+    row: int
+    start: int
+    positions: Ints
+    seen: Any = None
+
+    @property
+    def count(self) -> int:
+        return len(self.positions)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+def room(parts: Sequence[Part]) -> tuple[int, int]:
+    """How many rows and columns a forward of these wants of buffers [rows, heads, columns, width]."""
+    size = max(_PADDED, *(part.count for part in parts))
+    return max(part.row for part in parts) + 1, max(part.start for part in parts) + size
+
+
+class Embedding:
+    """A model's embedding on the host."""
+
+    def __init__(self, layer: nn.Module, factor: float) -> None:
+        self._factor = np.float32(factor)
+        self._bits = int(layer.bits) if isinstance(layer, nn.QuantizedEmbedding) else 0
+        self._weight = np.array(layer.weight if self._bits else layer.weight.astype(mx.float32))
+        if self._bits:
+            self._weight = self._weight.view(np.uint8)
+            self._scales, self._biases = host(layer.scales), host(layer.biases)
+
+    def __call__(self, tokens: Ints) -> Array:
+        """[T, H]"""
+        rows: Array = self._weight[tokens]
+        if self._bits:
+            q = rows if self._bits == 8 else np.stack([rows & 15, rows >> 4], axis=-1)
+            scales = self._scales[tokens]
+            apart = q.reshape(len(tokens), scales.shape[1], -1) * scales[..., None]
+            rows = (apart + self._biases[tokens][..., None]).reshape(len(tokens), -1)
+        return rows * self._factor if self._factor != 1 else rows
+
+
+class Forward:
+    """A model's session. `quantised`: activations are rounded to 8 bits. `least`: fewer rows than these are padded."""
+
+    def __init__(self, model: nn.Module, model_type: str, masked: bool) -> None:
+        """
+        Raises:
+            ModelError: ONNX Runtime does not serve the model.
+        """
+        graph = build(model, model_type, masked)
+        self._session = _session(graph)
+        self.masked = masked
+        self.shapes, self._ropes, self._masks = graph.shapes, graph.ropes, graph.masks
+        self.quantised, self.width, self._outputs = graph.quantised, graph.width, graph.outputs
+        head = output_of(model)
+        self._said = np.array(head.tokens) if isinstance(head, ReducedHead) else None
+        self.vocab_size = self._outputs if self._said is None else head.vocab_size
+        self.least = 1
+        backbone, _ = backbone_of(model)
+        self._embedding = Embedding(unwrapped(embedding(backbone)), _factor(model_type, self.width))
+        self._angles: list[tuple[Array, Array]] = []
+        self._bound: dict[Any, Any] = {}
+        self._look_up(_ANGLES)
+
+    def __call__(
+        self, tokens: Ints, parts: Sequence[Part], layers: Layers, wanted: Ints, tapped: Sequence[int] = ()
+    ) -> dict[str, Array]:
+        """Feeds tokens [T], part after part. `logits` [R, V] of the wanted places in the flat row.
+
+        Args:
+            layers: see `room`; written in place.
+            tapped: layers whose outputs are returned, too: `layer{i}` [T, H].
+        """
+        counts = [part.count for part in parts]
+        first, stop = min(part.row for part in parts), max(part.row for part in parts) + 1
+        size = max(max(counts), _PADDED)
+        flat = max(len(tokens), self.least)
+        rows = stop - first
+        take, back = np.zeros((rows, size), np.int64), np.zeros(flat, np.int64)
+        lengths, fed = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        places = np.zeros((rows, size), np.int64)
+        begin = 0
+        for part, count in zip(parts, counts, strict=True):
+            row, end = part.row - first, begin + count
+            take[row, :count], take[row, count:] = np.arange(begin, end), begin
+            back[begin:end] = row * size + np.arange(count)
+            fed[row] = max(count, _PADDED)
+            lengths[row] = part.start + fed[row] - 1
+            places[row, :count], places[row, count:] = part.positions, part.positions[-1]
+            begin = end
+        back[begin:] = back[0]
+        total = int(lengths.max()) + 1
+        self._look_up(int(places.max()) + 1)
+        x = self._embedding(tokens)
+        if flat > len(tokens):
+            x = np.concatenate([x, np.repeat(x[:1], flat - len(tokens), axis=0)])
+        asked = np.zeros(max(len(wanted), self.least if len(wanted) else 0), np.int64)
+        asked[: len(wanted)] = wanted
+        binding = self._binding(layers, first, stop)
+        inputs = {
+            "x": x,
+            "take": take.reshape(-1),
+            "laid": np.array([rows, size, -1], np.int64),
+            "back": back,
+            "lengths": lengths,
+            "total": np.array(total, np.int32),
+            "counts": fed,
+            "places": places,
+            "wanted": asked,
+        }
+        for number, window in enumerate(self._masks):
+            inputs[f"mask{number}"] = _mask(parts, first, rows, size, total, window)
+        for name, array in inputs.items():
+            binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        outputs = {"logits": np.empty((len(asked), self._outputs), np.float32)}
+        outputs |= {f"layer{i}": np.empty((flat, self.width), np.float32) for i in tapped}
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        self._session.run_with_iobinding(binding)
+        found = {name: array[: len(wanted) if name == "logits" else len(tokens)] for name, array in outputs.items()}
+        if self._said is not None:
+            whole = np.full((len(wanted), self.vocab_size), -np.inf, np.float32)
+            whole[:, self._said] = found["logits"]
+            found["logits"] = whole
+        return found
+
+    def _binding(self, layers: Layers, first: int, stop: int) -> Any:
+        """With keys and values of these rows bound; made anew where they have moved in memory."""
+        pairs = [buffer[first:stop] for pair in layers for buffer in pair]
+        key = (pairs[0].shape, *(own.__array_interface__["data"][0] for own in pairs))
+        binding = self._bound.get(key)
+        if binding is None:
+            if len(self._bound) >= _BOUND:
+                self._bound.clear()
+            binding = self._bound[key] = self._session.io_binding()
+            for number, own in enumerate(pairs):
+                name = f"{'kv'[number % 2]}{number // 2}"
+                binding.bind_input(name, "cpu", 0, np.float32, own.shape, key[1 + number])
+                binding.bind_output(f"new_{name}", "cpu", 0, np.float32, own.shape, key[1 + number])
+            for number, (cos, sin) in enumerate(self._angles):
+                binding.bind_input(f"cos{number}", "cpu", 0, np.float32, cos.shape, cos.ctypes.data)
+                binding.bind_input(f"sin{number}", "cpu", 0, np.float32, sin.shape, sin.ctypes.data)
+        return binding
+
+    def _look_up(self, count: int) -> None:
+        """Angles of so many positions at least."""
+        if self._angles and count <= len(self._angles[0][0]):
+            return
+        positions = np.arange(-(-2 * count // _ANGLES) * _ANGLES)
+        found = [rope.on_host(positions) for rope in self._ropes]
+        halves = [one[..., one.shape[-1] // 2 :] for one in found]  # there sines have their own sign
+        self._angles = [(np.ascontiguousarray(one[0]), np.ascontiguousarray(one[1])) for one in halves]
+        self._bound.clear()
+
+
+def _mask(parts: Sequence[Part], first: int, rows: int, size: int, total: int, window: int | None) -> Array:
+    """What is added to scores, [rows, 1, size, total]: 0 where a token sees a column."""
+    mask = np.zeros((rows, 1, size, total), np.float32)
+    for part in parts:
+        own = mask[part.row - first, 0, : part.count, : part.end]
+        if part.seen is not None:
+            seen = part.seen(window)
+            if not seen.all():
+                own[~seen] = _MASKED
+        elif window is not None and part.end > window:
+            own[np.arange(part.end) <= part.positions[:, None] - window] = _MASKED
+    return mask
+
+
+def _session(graph: Graph) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in graph.weights.items()}
+    options.add_external_initializers(list(values), list(values.values()))
+    try:
+        return ort.InferenceSession(graph.proto, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its bindings raise kinds of their own without a common base
+        raise ModelError(f"ONNX Runtime refuses this model's graph: {first_line(error)}") from error
+
+
+def threads() -> int:
+    """As many as every BLAS here has (`orchestrator.machine.blas`)."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) > 0 else 1
+
+
+def _factor(model_type: str, width: int) -> float:
+    """What the family's models multiply their embedded tokens by."""
+    if not model_type.startswith("gemma3"):
+        return 1.0
+    return float(mx.array(width**0.5, mx.bfloat16).astype(mx.float32).item())  # type: ignore[arg-type]

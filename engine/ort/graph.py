@@ -1,0 +1,381 @@
+"""An ONNX graph of a dense mlx-lm model, built from the weights of its own module as they are, quantised or not.
+
+A forward feeds one flat row of tokens, of several texts. Dense layers see the row, attention sees it laid out by text
+[B, S] and writes keys and values in place. Knows layers, and what a weight means; nothing of texts, buffers or when a
+forward is made. Whether the graph says what the model says is `ort.check`'s to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from onnx import TensorProto, helper
+
+from outrider.engine.cache import window_of
+from outrider.engine.head import ReducedHead, unwrapped
+from outrider.engine.parts import backbone_of, embedding, final_norm
+from outrider.engine.positions import RopeTable, TokenRope, signature
+from outrider.protocol.errors import ModelError
+
+Array = np.ndarray[Any, Any]
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+_MICROSOFT = "com.microsoft"
+_OPSET, _IR = 21, 10
+# Zero points that are integers but for the rounding of half-precision scales, in quantisation steps.
+_WHOLE = 2.0**-7
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a layer's buffers of keys and values are to be like, and how much it sees; `window` None: everything."""
+
+    kv_heads: int
+    width: int
+    window: int | None
+
+
+@dataclass(slots=True)
+class Graph:
+    """A model as ONNX: `proto` without weights, which are in `weights` by name.
+
+    Inputs: `x` [T, H], embedded tokens; `take` [B x S], which of them stands where; `back` [T], where each stands;
+    `lengths` (B: each text's columns afterwards, less one), `total`, `counts` (B: how many are fed), `places` [B, S],
+    each token's position; `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of `masks`; `wanted`
+    [R], whose logits are made. Of each layer `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`, `new_v{i}`.
+    Outputs: `logits` [R, `outputs`], `normed` [R, H], and what each layer puts out, `layer{i}` [T, H].
+    """
+
+    proto: bytes
+    weights: dict[str, Array]
+    shapes: list[Shape]
+    ropes: list[RopeTable]
+    masks: list[int | None]
+    quantised: bool
+    width: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """w = scales x q + biases, by groups along K: q packed [N, K x bits / 8], low bits first."""
+
+    q: Array
+    scales: Array
+    biases: Array
+    bits: int
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Affine:
+        if getattr(layer, "mode", "affine") != "affine" or layer.bits not in (4, 8):
+            raise TypeError(f"weights of {layer.bits} bits ({getattr(layer, 'mode', 'affine')}) are not served")
+        q = np.array(layer.weight).view(np.uint8)
+        return cls(q.reshape(len(q), -1), host(layer.scales), host(layer.biases), int(layer.bits))
+
+    @property
+    def group(self) -> int:
+        return int(self.q.shape[1]) * 8 // self.bits // int(self.scales.shape[1])
+
+    def joined(self, other: Affine) -> Affine:
+        q = np.concatenate([self.q, other.q])
+        scales, biases = np.concatenate([self.scales, other.scales]), np.concatenate([self.biases, other.biases])
+        return Affine(q, scales, biases, self.bits)
+
+    def zero_points(self) -> Array | None:
+        """Those that say the same as the biases, [N, groups]; None: they are no integers in 0..2^bits - 1."""
+        points = -self.biases / np.where(self.scales == 0, np.float32(1), self.scales)
+        whole = np.rint(points)
+        fits = (np.abs(points - whole) <= _WHOLE) & (whole >= 0) & (whole < 2**self.bits)
+        return whole.astype(np.uint8) if (fits | (self.scales == 0) & (self.biases == 0)).all() else None
+
+
+@dataclass
+class _Builder:
+    nodes: list[Any] = field(default_factory=list)
+    weights: dict[str, Array] = field(default_factory=dict)
+    small: dict[str, Any] = field(default_factory=dict)
+    quantised: bool = False
+    sums: dict[str, str] = field(default_factory=dict)
+    made: int = 0
+
+    def op(
+        self, kind: str, *inputs: str, outputs: Sequence[str] | None = None, domain: str = "", **attributes: Any
+    ) -> Any:
+        self.made += 1
+        names = list(outputs) if outputs is not None else [f"{kind}_{self.made}"]
+        self.nodes.append(
+            helper.make_node(kind, list(inputs), names, name=f"{kind}_{self.made}", domain=domain, **attributes)
+        )
+        return names[0] if len(names) == 1 else names
+
+    def weight(self, array: Array) -> str:
+        name = f"weight_{len(self.weights)}"
+        self.weights[name] = np.ascontiguousarray(array)
+        return name
+
+    def ints(self, *values: int) -> str:
+        """A constant of shape and the like, made once."""
+        name = "ints_" + "_".join(map(str, values)).replace("-", "m")
+        self.small[name] = helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
+        return name
+
+    def linear(self, x: str, layers: Sequence[nn.Module]) -> str:
+        """Layers that read the same x [R, K], side by side: [R, sum of N]."""
+        if all(isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding) for layer in layers):
+            parts = [Affine.of(layer) for layer in layers]
+            if len({(part.bits, part.group) for part in parts}) > 1:
+                return str(self.op("Concat", *(self.linear(x, [layer]) for layer in layers), axis=-1))
+            whole = parts[0]
+            for part in parts[1:]:
+                whole = whole.joined(part)
+            found = self._affine(x, whole)
+        elif all(type(layer).__name__ in ("Linear", "Embedding", "HeadEmbedding") for layer in layers):
+            dense = np.concatenate([host(layer.weight) for layer in layers])
+            found = str(self.op("MatMul", x, self.weight(dense.T)))
+        else:
+            raise TypeError(f"layers of kind {', '.join({type(layer).__name__ for layer in layers})} are not served")
+        biases = [layer.get("bias") for layer in layers]
+        if all(bias is None for bias in biases):
+            return found
+        if any(bias is None for bias in biases):
+            raise TypeError("of layers side by side either all or none has a bias")
+        return str(self.op("Add", found, self.weight(np.concatenate([host(bias) for bias in biases]))))
+
+    def _affine(self, x: str, whole: Affine) -> str:
+        """Activations are rounded to 8 bits by block, weights stay exactly what they are."""
+        self.quantised = True
+        count, bits, group = len(whole.q), whole.bits, whole.group
+        depth = whole.scales.shape[1] * group
+        points = whole.zero_points()
+        inputs = [x, self.weight(whole.q.reshape(count, depth // group, -1)), self.weight(whole.scales)]
+        middle = 2 ** (bits - 1)
+        if points is not None and (points != middle).any():
+            inputs.append(self.weight(_packed(points, bits)))
+        settings = {"K": depth, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
+        found = str(self.op("MatMulNBits", *inputs, domain=_MICROSOFT, **settings))
+        if points is not None:
+            return found
+        rest = whole.biases + np.float32(middle) * whole.scales  # times the sum of each group of x
+        return str(self.op("Add", found, self.op("MatMul", self._sums(x, depth, group), self.weight(rest.T))))
+
+    def _sums(self, x: str, depth: int, group: int) -> str:
+        """Of each group of x [R, K]: [R, K / group]."""
+        key = f"{x}_{group}"
+        if key not in self.sums:
+            name = f"groups_{depth}_{group}"
+            if name not in self.weights:
+                self.weights[name] = np.repeat(np.eye(depth // group, dtype=np.float32), group, axis=0)
+            self.sums[key] = str(self.op("MatMul", x, name))
+        return self.sums[key]
+
+    def norm(self, x: str, layer: nn.Module) -> str:
+        weight, eps = norm_of(layer)
+        return str(self.op("SimplifiedLayerNormalization", x, self.weight(weight), axis=-1, epsilon=eps))
+
+    def add_and_norm(self, x: str, y: str, layer: nn.Module, total: str) -> str:
+        """The norm of x + y, which is called `total`."""
+        weight, eps = norm_of(layer)
+        outputs = [f"normed_{total}", "", "", total]
+        self.op(
+            "SkipSimplifiedLayerNormalization",
+            x,
+            y,
+            self.weight(weight),
+            outputs=outputs,
+            domain=_MICROSOFT,
+            epsilon=eps,
+        )
+        return outputs[0]
+
+    def normed_heads(self, x: str, layer: nn.Module, heads: int, width: int) -> str:
+        apart = self.op("Reshape", x, self.ints(-1, heads, width))
+        return str(self.op("Reshape", self.norm(apart, layer), self.ints(-1, heads * width)))
+
+
+def build(model: nn.Module, model_type: str, masked: bool) -> Graph:
+    """The graph of a model. `masked`: every query's columns are said, as trees of drafts need it.
+
+    Raises:
+        ModelError: the model is of no family that is served here.
+    """
+    if model_type not in FAMILIES:
+        raise ModelError(f"ONNX Runtime serves {', '.join(FAMILIES)} models here")
+    try:
+        return _build(model, masked)
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        raise ModelError(f"ONNX Runtime can't serve this model: {error}") from error
+
+
+def _build(model: nn.Module, masked: bool) -> Graph:
+    b = _Builder()
+    backbone, layers = backbone_of(model)
+    windows = [window_of(cache) for cache in make_prompt_cache(model)]
+    shapes: list[Shape] = []
+    ropes: list[RopeTable] = []
+    known: dict[Any, int] = {}
+    masks: list[int | None] = []
+    res, added = "x", ""
+    for number, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+        attention, mlp = layer.self_attn, layer.mlp
+        heads, kv_heads = int(attention.n_heads), int(attention.n_kv_heads)
+        width = _depth(attention.o_proj) // heads
+        inner = attention.rope.inner if isinstance(attention.rope, TokenRope) else attention.rope
+        key = signature(inner), width
+        if key not in known:
+            known[key] = len(ropes)
+            ropes.append(_rope(inner, width))
+        if not added:
+            n = b.norm(res, layer.input_layernorm)
+        else:
+            n = b.add_and_norm(res, added, layer.input_layernorm, f"layer{number - 1}")
+            res = f"layer{number - 1}"
+        qkv = b.linear(n, [attention.qkv_proj] if "qkv_proj" in attention else _three(attention))
+        if "q_norm" in attention:
+            b.op(
+                "Split",
+                qkv,
+                b.ints(heads * width, kv_heads * width, kv_heads * width),
+                outputs=[f"q_{number}", f"k_{number}", f"v_{number}"],
+                axis=-1,
+            )
+            q = b.normed_heads(f"q_{number}", attention.q_norm, heads, width)
+            k = b.normed_heads(f"k_{number}", attention.k_norm, kv_heads, width)
+            qkv = b.op("Concat", q, k, f"v_{number}", axis=-1)
+        mask = ""
+        if masked or window is not None:
+            mask = f"mask{masks.index(window) if window in masks else len(masks)}"
+            masks += [] if window in masks else [window]
+        own = known[key]
+        laid = b.op("Reshape", b.op("Gather", qkv, "take", axis=0), "laid")
+        held, angles = (f"k{number}", f"v{number}"), (f"cos{own}", f"sin{own}")
+        inputs = [laid, "", "", *held, "lengths", "total", *angles, "places", mask]
+        b.op(
+            "GroupQueryAttention",
+            *inputs,
+            *[""] * 5,
+            "counts",
+            outputs=[f"found_{number}", f"new_k{number}", f"new_v{number}"],
+            domain=_MICROSOFT,
+            num_heads=heads,
+            kv_num_heads=kv_heads,
+            do_rotary=1,
+            scale=float(attention.scale),
+        )
+        flat = b.op("Gather", b.op("Reshape", f"found_{number}", b.ints(-1, heads * width)), "back", axis=0)
+        o = b.linear(flat, [attention.o_proj])
+        if "pre_feedforward_layernorm" in layer:
+            o = b.norm(o, layer.post_attention_layernorm)
+        between = "pre_feedforward_layernorm" if "pre_feedforward_layernorm" in layer else "post_attention_layernorm"
+        n, res = b.add_and_norm(res, o, layer[between], f"middle{number}"), f"middle{number}"
+        up = b.linear(n, [mlp.gate_up_proj] if "gate_up_proj" in mlp else [mlp.gate_proj, mlp.up_proj])
+        b.op("Split", up, outputs=[f"gate_{number}", f"up_{number}"], axis=-1, num_outputs=2)
+        if "pre_feedforward_layernorm" in layer:
+            gate = b.op("Gelu", f"gate_{number}", approximate="tanh")
+        else:
+            gate = b.op("QuickGelu", f"gate_{number}", domain=_MICROSOFT, alpha=1.0)
+        added = b.linear(b.op("Mul", gate, f"up_{number}"), [mlp.down_proj])
+        if "post_feedforward_layernorm" in layer:
+            added = b.norm(added, layer.post_feedforward_layernorm)
+        shapes.append(Shape(kv_heads, width, window))
+    last = f"layer{len(layers) - 1}"
+    b.op("Add", res, added, outputs=[last])
+    b.op("Identity", b.norm(b.op("Gather", last, "wanted", axis=0), final_norm(backbone)), outputs=["normed"])
+    head = output_of(model)
+    head = head.rows if isinstance(head, ReducedHead) else head
+    b.op("Identity", b.linear("normed", [head]), outputs=["logits"])
+    hidden = norm_of(final_norm(backbone))[0].size
+    outputs = int(head.weight.shape[0])
+    return Graph(_proto(b, shapes, len(ropes), masks), b.weights, shapes, ropes, masks, b.quantised, hidden, outputs)
+
+
+def _proto(b: _Builder, shapes: Sequence[Shape], ropes: int, masks: Sequence[int | None]) -> bytes:
+    def info(name: str, kind: int, *dims: int | str) -> Any:
+        return helper.make_tensor_value_info(name, kind, dims)
+
+    f32, i32, i64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
+    inputs = [
+        info("x", f32, "T", "H"),
+        info("take", i64, "BS"),
+        info("laid", i64, 3),
+        info("back", i64, "T"),
+        info("lengths", i32, "B"),
+        info("total", i32),
+        info("counts", i32, "B"),
+        info("places", i64, "B", "S"),
+        info("wanted", i64, "R"),
+        *(info(f"{c}{r}", f32, "L", f"half{r}") for r in range(ropes) for c in ("cos", "sin")),
+        *(info(f"mask{m}", f32, "B", 1, "S", "E") for m in range(len(masks))),
+    ]
+    outputs = [info("logits", f32, "R", "V"), info("normed", f32, "R", "H")]
+    outputs += [info(f"layer{i}", f32, "T", "H") for i in range(len(shapes))]
+    for i, shape in enumerate(shapes):
+        for c in "kv":
+            inputs.append(info(f"{c}{i}", f32, "B", shape.kv_heads, "C", shape.width))
+            outputs.append(info(f"new_{c}{i}", f32, "B", shape.kv_heads, "C", shape.width))
+    initial = list(b.small.values())
+    for name, array in b.weights.items():
+        tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape)
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", "memory"), ("offset", "0"), ("length", str(array.nbytes))):
+            tensor.external_data.add(key=key, value=value)
+        initial.append(tensor)
+    graph = helper.make_graph(b.nodes, "model", inputs, outputs, initial)
+    opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_MICROSOFT, 1)]
+    found: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=_IR).SerializeToString()
+    return found
+
+
+def host(array: mx.array) -> Array:
+    """A float32 copy that numpy owns."""
+    return np.array(array.astype(mx.float32), dtype=np.float32)
+
+
+def output_of(model: nn.Module) -> nn.Module:
+    """The module that makes logits: the model's own, or its embedding."""
+    for module in model.modules():
+        own = module.get("lm_head") if isinstance(module, dict) else None
+        if isinstance(own, nn.Module):
+            return unwrapped(own)
+    return unwrapped(embedding(backbone_of(model)[0]))
+
+
+def _three(attention: nn.Module) -> list[nn.Module]:
+    return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
+def _depth(layer: nn.Module) -> int:
+    """How long a layer's inputs are."""
+    if isinstance(layer, nn.QuantizedLinear):
+        return int(layer.scales.shape[1] * layer.group_size)
+    return int(layer.weight.shape[1])
+
+
+def _rope(rope: nn.Module, width: int) -> RopeTable:
+    table = RopeTable.of(rope, width)
+    if table is None or not table.whole:
+        raise TypeError("its rope does not turn whole heads by tabulated angles")
+    return table
+
+
+def norm_of(layer: nn.Module) -> tuple[Array, float]:
+    """An RMS norm's factors, whatever the module keeps of them, and its epsilon."""
+    weight, eps = host(layer.weight), float(layer.eps)
+    ones = host(layer(mx.ones((1, weight.size))))[0] * np.sqrt(np.float32(1 + eps))
+    for factors in (weight, 1 + weight):
+        if np.allclose(ones, factors, rtol=1e-2, atol=1e-3):
+            return factors, eps
+    raise TypeError(f"{type(layer).__name__} is no RMS norm that is served here")
+
+
+def _packed(points: Array, bits: int) -> Array:
+    if bits == 8:
+        return points
+    even = np.pad(points, ((0, 0), (0, points.shape[1] % 2)))
+    packed: Array = even[:, 0::2] | even[:, 1::2] << 4
+    return packed

@@ -1,0 +1,323 @@
+"""ONNX Runtime's forwards on a CPU: the model's own logits and, where activations are rounded to 8 bits, equal bits
+however a text is fed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model
+
+from outrider.engine.columns import OneRow
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.open_texts import open_texts
+from outrider.engine.open_tree import tree_form
+from outrider.engine.ort import forward as ort_forward
+from outrider.engine.ort import serve
+from outrider.engine.ort.columns import OrtRow
+from outrider.engine.ort.graph import Affine, build
+from outrider.engine.prompt_cache import Start
+from outrider.engine.sampling import Sampler
+from outrider.engine.taps import TapPoints, Taps
+from outrider.engine.texts import Feed, FlatTexts
+from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree_feed import TreeFeed
+from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.worker_process import CPU_KERNELS
+from tests.tiny import FAMILIES
+
+Loaded = Callable[..., LoadedModel]
+Quantised = Callable[..., LoadedModel]
+SERVED = ["llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
+SETTINGS = [(4, 32, "native"), (4, 64, "native"), (8, 32, "native"), (4, 32, "uneven")]
+
+
+@pytest.fixture(scope="session")
+def quantised(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Quantised:
+    """`quantised(family, bits, group, kind)`: "uneven" biases are no integer multiples of the scales, as in GGUF."""
+    models: dict[Any, LoadedModel] = {}
+
+    def get(family: str = "llama", bits: int = 4, group: int = 32, kind: str = "native", trees: bool = False) -> Any:
+        key = family, bits, group, kind, trees
+        if key not in models:
+            source = tiny_model(family)
+            model, config = load_model(source)
+            model, config = quantize_model(model, config, group, bits)
+            weights = dict(tree_flatten(model.parameters()))
+            if kind == "uneven":
+                weights |= {
+                    name: value + 0.37 * weights[name.removesuffix("biases") + "scales"]
+                    for name, value in weights.items()
+                    if name.endswith(".biases")
+                }
+            path = tmp_path_factory.mktemp(f"{family}{bits}")
+            mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+            (path / "config.json").write_text(json.dumps(config))
+            models[key] = load(path, trees=trees)
+        return models[key]
+
+    return get
+
+
+def told(number: int, length: int) -> list[int]:
+    return [(7 * i + 31 * number) % 250 for i in range(length)]
+
+
+def fed(texts: Any, text: Any, tokens: Sequence[int], prompt: bool = False) -> np.ndarray:
+    """A copy of the logits of all of them."""
+    return np.array(texts.forward([Feed(text, list(tokens), len(tokens), prompt)]))
+
+
+def on_mlx(model: LoadedModel) -> LoadedModel:
+    return replace(model, cpu=None)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_ragged_chains_have_the_logits_that_mlx_gives_them(loaded: Loaded, family: str) -> None:
+    model, found = loaded(family), []
+    assert model.cpu is not None and not model.cpu.quantised
+    for texts in (open_texts(model), FlatTexts(model.model)):
+        places = [texts.open() for _ in range(3)]
+        for number, (place, length) in enumerate(zip(places, (30, 7, 60), strict=True)):  # past gemma's window of 32
+            texts.forward([Feed(place, told(number, length), 0, True)])
+        feeds = [Feed(place, told(9, count), count) for place, count in zip(places, (5, 1, 3), strict=True)]
+        found.append(np.array(texts.forward(feeds)))
+    assert np.abs(found[0] - found[1]).max() < 2e-4
+    assert not np.array_equal(*found)  # else one of them was not asked
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SERVED])
+def test_other_families_are_left_to_mlx(loaded: Loaded, family: str) -> None:
+    model = loaded(family)
+    assert model.cpu is None
+    with pytest.raises(ModelError):
+        OrtRow(model)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_quantised_weights_stay_what_they_are(quantised: Quantised, family: str) -> None:
+    """Only activations are rounded: logits are MLX's own but for that, and the model keeps its bits in memory."""
+    model = quantised(family)
+    assert model.cpu is not None and model.cpu.quantised
+    assert model.number_format.startswith("int8-onnxruntime-")
+    texts, tokens = open_texts(model), told(1, 40)
+    found = fed(texts, texts.open(), tokens)
+    own = np.array(model.model(mx.array([tokens]))[0])
+    assert np.sqrt(np.square(found - own).mean()) < 0.1 * own.std()
+
+
+@pytest.mark.parametrize(("bits", "group", "kind"), SETTINGS)
+def test_every_form_of_affine_weights_is_exact(
+    quantised: Quantised, bits: int, group: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With inputs that 8 bits hold exactly a layer's product is the float32 one."""
+    model = quantised("llama", bits, group, kind)
+    layer = model.model.layers[0].mlp.down_proj
+    points = Affine.of(layer).zero_points()
+    assert (points is None) == (kind == "uneven")
+    texts, tokens = open_texts(model), told(1, 12)
+    own = np.array(model.model(mx.array([tokens]))[0])
+    assert np.sqrt(np.square(fed(texts, texts.open(), tokens) - own).mean()) < 0.1 * own.std()
+    if kind == "uneven":  # rounding what is no integer would be another model
+        monkeypatch.setattr(Affine, "zero_points", lambda self: np.rint(-self.biases / self.scales).astype(np.uint8))
+        wrong = ort_forward.Forward(model.model, "llama", False)
+        found = serve.alone(wrong, np.array(tokens, np.int32), (len(tokens),))
+        assert np.sqrt(np.square(found - own).mean()) > 0.2 * own.std()
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(4, "native"), (4, "uneven"), (8, "native")])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_bits_are_the_same_at_every_width(quantised: Quantised, family: str, bits: int, kind: str) -> None:
+    """1 to 32 tokens a forward, chains and pieces of prompts alike."""
+    texts = open_texts(quantised(family, bits, 32, kind))
+    tokens, whole = told(3, 70), texts.open()
+    truth = fed(texts, whole, tokens, True)
+    for width in range(1, 33):
+        text = texts.open()
+        parts = [fed(texts, text, tokens[i : i + width], width > 16) for i in range(0, len(tokens), width)]
+        assert np.array_equal(np.concatenate(parts), truth), width
+        texts.close(text)
+
+
+def test_bits_are_the_same_in_company(quantised: Quantised) -> None:
+    """Neighbours of other lengths before and behind, one that reads its prompt, one that is idle, one that leaves."""
+    texts = open_texts(quantised())
+    tokens = told(3, 60)
+    truth = fed(texts, texts.open(), tokens)
+    others = [texts.open() for _ in range(2)]
+    own = texts.open()
+    others += [texts.open() for _ in range(2)]
+    found, counts = [], iter((7, 1, 2, 1, 13, 5, 1, 8, 1, 3, 18))
+    while own.length < 60:
+        number, count = own.length, next(counts)
+        feeds = [Feed(o, told(i, 4 + number % 5), 1 + number % 3) for i, o in enumerate(others) if number % 4 != i]
+        before = min(number % 3, len(feeds))
+        feeds.insert(before, Feed(own, tokens[number : number + count], count))
+        feeds.append(Feed(texts.open(), told(8, 40), 0, True))
+        logits, begin = np.array(texts.forward(feeds)), sum(feed.wanted for feed in feeds[:before])
+        found.append(logits[begin : begin + count])
+        texts.close(feeds[-1].text)
+        if number > 20 and others:
+            texts.close(others.pop(0))
+    assert np.array_equal(np.concatenate(found), truth)
+
+
+def test_bits_are_the_same_after_rollbacks_and_copies(quantised: Quantised) -> None:
+    texts = open_texts(quantised())
+    tokens = told(3, 50)
+    truth = fed(texts, texts.open(), tokens)
+    text = texts.open()
+    fed(texts, text, tokens[:20])
+    for length in (19, 11, 3):
+        fed(texts, text, told(5, 9))
+        text.roll_back(length)
+        fed(texts, text, tokens[length:20])
+    assert np.array_equal(fed(texts, text, tokens[20:30]), truth[20:30])
+    saved = texts.save(text, 25)
+    fed(texts, text, told(6, 30))
+    other = texts.open()
+    texts.adopt(other, Start(saved, 23))
+    assert np.array_equal(fed(texts, other, tokens[23:]), truth[23:])
+
+
+def test_an_idle_text_is_not_written_to(quantised: Quantised) -> None:
+    """It lies between two that are fed, in the buffers that the forward has."""
+    texts = open_texts(quantised())
+    places = [texts.open() for _ in range(3)]
+    for number, place in enumerate(places):
+        fed(texts, place, told(number, 20))
+    before = [np.array(part) for part in texts.save(places[1], 20).layers[0]]
+    texts.forward([Feed(place, told(4, 6), 6) for place in (places[0], places[2])])
+    after = [np.array(part) for part in texts.save(places[1], 20).layers[0]]
+    assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("points", [TapPoints((1,)), TapPoints(before_norm=True), TapPoints((0, 2), after_norm=True)])
+def test_hidden_rows_are_the_model_s(loaded: Loaded, points: TapPoints) -> None:
+    model, found = loaded("llama"), []
+    for texts in (open_texts(model), FlatTexts(model.model)):
+        texts.tap(Taps(model.model, points))
+        heard: list[mx.array] = []
+        places = [texts.open() for _ in range(2)]
+        texts.forward([Feed(places[0], told(1, 9), 0, True, heard.append), Feed(places[1], told(2, 3), 3)])
+        texts.forward([Feed(place, told(3, 2), 2, False, heard.append) for place in places])
+        found.append(np.concatenate([np.array(rows) for rows in heard]))
+    assert found[0].shape == (13, points.count * 64)
+    assert np.abs(found[0] - found[1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_tree_says_what_mlx_says(loaded: Loaded, family: str) -> None:
+    """Through forks, a commit, more forks and a gather; also past the first buffer of columns."""
+    model, params = loaded(family), SamplingParams(temp=0.8, seed=3)
+    prompt = [(7 * i) % 250 for i in range(300)]
+    assert tree_form(model) is OrtRow
+    both = [
+        Tree(columns, Sampler(params, model.vocab_size, normalised=False), model.context_length, prompt)
+        for columns in (OrtRow(model), OneRow(on_mlx(model)))
+    ]
+    for _ in range(3):
+        bests = []
+        for grown in both:
+            tips = grown.feed([grown.root] * 9, list(range(20, 29)))
+            deeper = grown.feed(tips, [None] * 9)
+            bests.append(grown.best([*tips, *deeper]))
+            grown.commit([tips[4], deeper[4]])
+        one, other = (np.array(grown.scores(grown.root)) for grown in both)
+        assert float(np.abs((one - other) - (one - other).mean()).max()) < 2e-4
+        assert bests[0] == bests[1]
+        assert both[0].column_tokens() == both[1].column_tokens()
+
+
+def test_trees_that_end_leave_their_rows_to_others(quantised: Quantised) -> None:
+    """What a row held before says nothing in the next text."""
+    model = quantised(trees=True)
+    assert tree_form(model) is OrtRow
+
+    def tree(tokens: Sequence[int]) -> Tree:
+        sampler = Sampler(SamplingParams(), model.vocab_size, normalised=False)
+        return Tree(OrtRow(model), sampler, model.context_length, tokens)
+
+    first, second = tree(told(1, 40)), tree(told(2, 9))
+    alone = np.array(second.scores(second.feed([second.root], [5])[0]))
+    second.close()
+    del second
+    again = tree(told(2, 9))
+    nodes = feed_together([first, again], [TreeFeed([t.root], [5]) for t in (first, again)])
+    assert np.array_equal(np.array(again.scores(nodes[1][0])), alone)
+
+
+def test_a_rounded_target_takes_no_trees(quantised: Quantised, loaded: Loaded) -> None:
+    """A side branch's keys are added up in another order than its chain's would be."""
+    assert not open_texts(quantised()).trees
+    assert open_texts(loaded("llama")).trees
+
+
+def test_no_step_is_begun_ahead_where_it_would_be_made_at_once(loaded: Loaded) -> None:
+    assert not open_texts(loaded("llama")).open().marks_freely
+
+
+def test_what_is_saved_stays_when_its_place_is_written_again(loaded: Loaded) -> None:
+    """Forwards write in place: nothing may share a text's columns."""
+    texts = open_texts(loaded("llama"))
+    text = texts.open()
+    fed(texts, text, told(1, 30))
+    saved = texts.save(text, 30)
+    before = [np.array(keys) for keys, _ in saved.layers]
+    text.roll_back(3)
+    fed(texts, text, told(2, 20))
+    assert all(np.array_equal(old, keys) for old, (keys, _) in zip(before, saved.layers, strict=True))
+
+
+def test_mlx_may_be_asked_for(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_KERNELS, "mlx")
+    assert load(tiny_model("llama")).cpu is None
+    monkeypatch.setenv(CPU_KERNELS, "cuda")
+    with pytest.raises(InvalidRequest, match="auto or mlx"):
+        load(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("fault", ["rope", "order", "weight"])
+def test_a_graph_that_says_something_else_is_found_out(
+    tiny_model: Callable[..., Path], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotations that are left out, queries and keys that change places, one layer's weights: MLX makes the forwards."""
+
+    def unturned(table: object, positions: np.ndarray) -> np.ndarray:
+        still = np.zeros((2, len(positions), 16), np.float32)
+        still[0] = 1
+        return still
+
+    if fault == "rope":
+        monkeypatch.setattr("outrider.engine.positions.RopeTable.on_host", unturned)
+    elif fault == "order":
+        monkeypatch.setattr(
+            "outrider.engine.ort.graph._three", lambda attention: [attention.q_proj, attention.v_proj, attention.k_proj]
+        )
+    else:
+        monkeypatch.setattr("outrider.engine.ort.graph.host", lambda array: np.abs(np.array(array.astype(mx.float32))))
+    assert load(tiny_model("llama")).cpu is None
+    monkeypatch.undo()
+    assert load(tiny_model("llama")).cpu is not None
+
+
+def test_what_the_graph_does_not_know_is_refused(loaded: Loaded) -> None:
+    model = loaded("llama").model
+    with pytest.raises(ModelError, match="serves"):
+        build(model, "olmo", False)
+    layer = model.layers[0].mlp
+    kept, layer.down_proj = layer.down_proj, nn.Sequential(layer.down_proj)
+    try:
+        with pytest.raises(ModelError, match="Sequential"):
+            build(model, "llama", False)
+    finally:
+        layer.down_proj = kept
