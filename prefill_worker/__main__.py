@@ -59,6 +59,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, Prefill
         note=reader.note,
         kv=reader.prompt_cache.cost,
         files=digest(Path(options.model)),
+        number_format=reader.size.number_format,
     )
     return hello, PrefillWorker(link, reader)
 

@@ -34,7 +34,8 @@ class MlxReader:
                 f"prompts of a {model.model_type} model can't be read elsewhere: it remembers more than keys and"
                 " values, or its texts share no forward; leave the prefill worker out"
             )
-        self.size = Size(model.vocab_size, model.context_length, model.parameters, model.weight_bytes)
+        sizes = model.vocab_size, model.context_length, model.parameters, model.weight_bytes
+        self.size = Size(*sizes, model.number_format)
         self._texts = texts
         self._layout = Layout.of(model.model)
         self.prompt_cache = PromptCache(text_cost(texts))

@@ -26,6 +26,7 @@ class Size:
     context_length: int
     parameters: int
     weight_bytes: int
+    number_format: str = ""
 
 
 @dataclass(frozen=True, slots=True)

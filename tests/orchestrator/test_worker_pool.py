@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from outrider.orchestrator.core.workers.places import MAX_WORKERS
 from outrider.orchestrator.core.workers.pool import WorkerPool
 from outrider.orchestrator.core.workers.pulse import QUIET, SILENT, SLACK, UNKNOWN
 from outrider.orchestrator.core.workers.trust import MOST_LIES
-from outrider.orchestrator.core.workers.worker import Loss
+from outrider.orchestrator.core.workers.worker import Loss, reads_alike
 from outrider.orchestrator.machine import memory
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
@@ -886,3 +887,15 @@ def test_the_clock_of_a_worker_that_was_started_here_is_the_clock_here(hall: Hal
     draft.say(Branches("r", 0, 0, 1, 1, (), Span(5, 6)))
     hall.settle()
     assert hall.said[-1][1] == Branches("r", 0, 0, 1, 1, (), Span(5, 6))
+
+
+def test_prompts_of_a_rounded_target_are_read_by_the_same_kernels_only() -> None:
+    """Another CPU's keys and values differ in bits, and a rounded forward has no near-ties."""
+    made = Hello(
+        "target", "target-0", 1, 1, "mlx", "m", 10, 100, 1, 1, files="f", number_format="int8-onnxruntime-avx2"
+    )
+    same, other = replace(made, role="prefill"), replace(made, role="prefill", number_format="int8-onnxruntime-arm64")
+    assert reads_alike(same, made) and not reads_alike(other, made)
+    assert not reads_alike(replace(same, files="g"), made)
+    exact = replace(made, number_format="float32")
+    assert reads_alike(other, exact) and reads_alike(replace(same, number_format=""), exact)

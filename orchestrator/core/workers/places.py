@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from outrider.orchestrator.core.workers.worker import Worker
+from outrider.orchestrator.core.workers.worker import Worker, reads_alike
 from outrider.protocol.digest import fits
 from outrider.protocol.messages import Hello
 from outrider.protocol.worker_link import heartbeat_of, routing_id
@@ -115,6 +115,12 @@ class Places:
             return (
                 f"its model {hello.model} is another ({hello.files}) than the target's ({target.hello.files}); expected"
                 " the same files on both"
+            )
+        if not reads_alike(hello, target.hello):
+            own = hello.number_format or "another format"
+            return (
+                f"it computes in {own} and the target in {target.hello.number_format}:"
+                " their keys and values differ; expected --cpu-kernels mlx on both, or CPUs of one kind"
             )
         return None
 

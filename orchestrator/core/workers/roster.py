@@ -6,6 +6,7 @@ Reads the places and changes nothing. Knows nothing of sockets or requests.
 from __future__ import annotations
 
 from outrider.orchestrator.core.workers.places import TARGET, Places
+from outrider.orchestrator.core.workers.worker import reads_alike
 from outrider.orchestrator.kv_room import KvRoom, kv_room
 from outrider.orchestrator.machine.memory import physical
 from outrider.orchestrator.settings import ServeSettings
@@ -63,7 +64,7 @@ class Roster:
         if target is None or target.hello is None or not target.hello.abilities.takes_kv:
             return set()
         found = [worker for worker in self._places.all() if worker.role == "prefill" and worker.state == "ready"]
-        return {worker.name for worker in found if worker.hello and worker.hello.files == target.hello.files}
+        return {worker.name for worker in found if worker.hello and reads_alike(worker.hello, target.hello)}
 
     def vocabulary(self, name: str) -> int:
         worker = self._places.named(name)

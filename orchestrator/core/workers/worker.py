@@ -126,7 +126,17 @@ class Loss:
 
 
 def _what_runs(hello: Hello) -> tuple[object, ...]:
-    return hello.backend, hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes, hello.files
+    sizes = hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes
+    return hello.backend, *sizes, hello.files, hello.number_format
+
+
+def reads_alike(reader: Hello, target: Hello) -> bool:
+    """Whether what this prefill worker remembers of a prompt is what the target itself would.
+
+    Where the target's activations are rounded (`int8-...`) the same kernels must have made it, bit by bit.
+    """
+    same = reader.number_format == target.number_format or not target.number_format.startswith("int8-")
+    return same and reader.files == target.files
 
 
 def misfit(drafter: Hello, target: Hello) -> str:
