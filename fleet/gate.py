@@ -17,7 +17,7 @@ from outrider.fleet.leases import NOBODY, Engines, Kind, Leased
 from outrider.fleet.place import Visitor
 from outrider.fleet.totals import together
 from outrider.orchestrator.machine.http_process import Listener
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pair.model_files import default_model, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Stats
@@ -60,7 +60,7 @@ class Gate:
         handles: list[DeploymentHandle[Any]],
         many: list[int],
     ) -> None:
-        files = find_model(engine.model or str(EMBEDDED_TARGET), weights=False)
+        files = find_model(engine.model or default_model()[0], weights=False)
         model = load_served(files.name, files.folder, gate.http.model_names, gate.http.tool_fallback)
         kinds = [Kind(handle, number) for handle, number in zip(handles, many, strict=True)]
         self._engines = Engines(kinds, engine.keys)

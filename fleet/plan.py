@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def model(self) -> str | None:
-        """The target's name as it was written; None: the embedded pair's."""
+        """The target's name as it was written; None: the default's."""
         return self.engine.model
 
     @property

@@ -6,6 +6,7 @@
 #
 # Everything is in a temporary folder that is removed at the end. The exit code is that of the first step that failed.
 set -euo pipefail
+export OUTRIDER_MODEL=tiny
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 quick=""

@@ -46,6 +46,8 @@ FLAGS = (
     "ngrams", "trees", "colocate", "prompt_cache", "memory", "keyed", "await_target", "advertise", "pin_cores",
     "gguf_keep_precision",
 )  # fmt: skip
+NAMED = ("tiny", "smollm2", "gemma3-270m")
+"""Models with names of their own (`pair.model_files`), with which a draft may come."""
 MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
 MAX_SHARDS = 64
@@ -60,13 +62,13 @@ NO_SSD_COLOCATED = (
 class ServeSettings:
     """The settings of one cluster; every field is a flag of the command line by the same name.
 
-    `model` and `draft_model` are Hugging Face ids, folders or GGUF files; both None: the embedded pair. `endpoint` is
-    where clients connect; None: a socket of its own in the run directory. `num_draft_tokens` and `branches` None: in
-    `auto` what `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: threads of each worker for
-    matrix products. `cpu_kernels`: what computes on a CPU: mlx, or auto: ONNX Runtime for models that it serves.
-    `pin_cores`: on a machine of two cores, target and drafter keep to one each; not where another cluster runs.
-    `max_active`: requests in flight at once; None: as many as `kv_memory` holds, at most 16. `max_waiting`: how many
-    may wait for their turn; more are refused. `kv_memory`: bytes, or text like "2GB", for keys and values in all
+    `model` and `draft_model` are Hugging Face ids, folders or GGUF files; both None: the default (docs/models.md).
+    `endpoint` is where clients connect; None: a socket of its own in the run directory. `num_draft_tokens` and
+    `branches` None: in `auto` what `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: threads of
+    each worker for matrix products. `cpu_kernels`: what computes on a CPU: mlx, or auto: ONNX Runtime for models that
+    it serves. `pin_cores`: on a machine of two cores, target and drafter keep to one each; not where another cluster
+    runs. `max_active`: requests in flight at once; None: as many as `kv_memory` holds, at most 16. `max_waiting`: how
+    many may wait for their turn; more are refused. `kv_memory`: bytes, or text like "2GB", for keys and values in all
     workers together; None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts
     that have ended, where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached.
     `trees`: verify drafts of several origins at once. `replay`: the script of the replay drafter. `simulate`: a latency
@@ -207,6 +209,11 @@ class ServeSettings:
         """Whether somebody drafts with a model, in whatever process."""
         return self.has_draft_worker or self.colocate
 
+    @property
+    def _has_no_draft(self) -> bool:
+        """Of what comes with a model that has a name of its own, or is the default, the names' owner knows."""
+        return self.model is not None and self.model not in NAMED and self.draft_model is None
+
     def _check_together(self) -> None:
         if self.drafters > 1 and not self.has_draft_worker:
             why = "colocate drafts" if self.colocate else f"draft_backend {self.draft_backend} works"
@@ -223,7 +230,7 @@ class ServeSettings:
             )
         if self.draft_model is not None and self.model is None:
             raise InvalidRequest(
-                f"draft_model {self.draft_model!r} has no model beside it; name both, or neither for the embedded pair"
+                f"draft_model {self.draft_model!r} has no model beside it; name both, or neither for the default"
             )
         if self.advertise and self.workers_endpoint is None:
             raise InvalidRequest("advertise announces where drafters join; expected workers_endpoint beside it")
@@ -262,7 +269,7 @@ class ServeSettings:
             raise InvalidRequest(
                 "a head that reads the target keeps to no latency profile; expected simulate or a draft model"
             )
-        if self.draft_backend not in OF_TARGET and self.model is not None and self.draft_model is None:
+        if self.draft_backend not in OF_TARGET and self._has_no_draft:
             raise InvalidRequest(
                 f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
                 " for this model"
@@ -280,7 +287,7 @@ class ServeSettings:
             raise InvalidRequest(
                 f"draft_prefill {self.draft_prefill} is for a draft worker and colocate has none; leave one out"
             )
-        if self.model is not None and self.draft_model is None and self.draft_backend not in OF_TARGET:
+        if self._has_no_draft and self.draft_backend not in OF_TARGET:
             raise InvalidRequest("colocate has no model to draft with; expected draft_model beside model, or neither")
         if self.simulate is not None:
             raise InvalidRequest("colocate keeps to no latency profile; expected simulate or colocate, not both")

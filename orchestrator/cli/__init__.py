@@ -36,6 +36,7 @@ COMMANDS = {
     "convert": "make a CoreML package of a model",
     "doctor": "what this machine has and what each placement would cost",
     "pairs": "model pairs that fit, or a check of one",
+    "pull": "download a model ahead of its first use",
     "completion": "a script that completes commands and flags in bash, zsh or fish",
 }
 MEASURING = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap")}

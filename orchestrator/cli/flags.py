@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from outrider.orchestrator.cli import text_file
+from outrider.orchestrator.pair.pulled import OFFLINE
 from outrider.orchestrator.settings import (
     BRANCH_DEPTHS,
     BRANCHES,
@@ -49,10 +51,12 @@ def add_request_flags(parser: argparse.ArgumentParser, without: Collection[str] 
 def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """What a cluster is started with. `without`: see `_adder`."""
     add = _adder(parser, "models", without)
-    target = "target: a Hugging Face id, a folder or a GGUF file (default: the embedded pair)"
+    target = "target: a name of `outrider pairs`, a Hugging Face id, a folder or a GGUF file (default: smollm2)"
     add("--model", metavar="ID|PATH", help=target)
-    small = "a small model of the same family (default: the embedded pair's; with --model none)"
+    small = "a small model of the same family (default: the one that comes with --model, if any)"
     add("--draft-model", metavar="ID|PATH", help=small)
+    local = "download nothing: use what is on this machine (as HF_HUB_OFFLINE=1 does)"
+    add("--offline", action=_Offline, nargs=0, help=local)
     keep = "keep in half precision what MLX can't hold as a GGUF file has it, instead of quantizing it anew"
     add("--gguf-keep-precision", action="store_true", default=None, help=keep)
     drafts = f"what drafts: {', '.join(DRAFT_BACKENDS)} (default: {_DEFAULTS.draft_backend})"
@@ -162,6 +166,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str]
 
 NATURES = {"repetition": "by division", "presence": "once", "frequency": "for each time"}
 """How each penalty is taken off a token's score."""
+
+
+class _Offline(argparse.Action):
+    """Sets the variable that all that downloads looks at, here and in the processes that are started from here."""
+
+    def __call__(self, *_: object) -> None:
+        os.environ[OFFLINE] = "1"
 
 
 def _adder(parser: argparse.ArgumentParser, title: str, without: Collection[str]) -> Callable[..., None]:

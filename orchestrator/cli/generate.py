@@ -19,8 +19,9 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.result import GenerationResult, plural
 from outrider.orchestrator.client.resumed import Resumed
 from outrider.orchestrator.client.wish import EMPTY, Wish
+from outrider.orchestrator.machine.mlx_library import require_mlx
 from outrider.orchestrator.pair.chat import Message
-from outrider.orchestrator.pair.model_files import embedded_pair, find_model
+from outrider.orchestrator.pair.model_files import default_model, find_model, is_here
 from outrider.orchestrator.pair.model_text import ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Timings
@@ -151,6 +152,9 @@ def server(options: argparse.Namespace, screen: Screen) -> Iterator[Asker]:
         clients = connected(options)
         yield clients[0] if len(clients) == 1 else Resumed(clients)
         return
+    if options.model is None:
+        require_mlx()  # before anything is downloaded
+        settings["model"] = _default(options)
     try:
         cluster = LocalCluster(progress=screen.show, **settings)
     finally:
@@ -202,14 +206,22 @@ def model_text(options: argparse.Namespace) -> ModelText:
     Raises:
         OutriderError: nobody answers at --connect, or the model's files are not on this machine.
     """
-    name = options.model or (embedded_pair()[0] if options.connect is None else _served(options))
+    name = options.model or (_default(options) if options.connect is None else _served(options))
     files = find_model(name, weights=False, keep_precision=bool(options.gguf_keep_precision))
     return load_text(files, template=not options.ignore_chat_template)
 
 
+def _default(options: argparse.Namespace) -> str:
+    """The model that answers where none is named, which stands in the options from here on."""
+    options.model, note = default_model()
+    if note is not None:
+        say(f"Note: {note}")
+    return str(options.model)
+
+
 def _has_template(options: argparse.Namespace, model: str) -> bool:
     """Whether the model that answered has a chat template; one that only another machine has is taken to have."""
-    if options.connect is not None and not Path(model).is_dir():
+    if options.connect is not None and not is_here(model):
         return True
     return load_text(find_model(model, weights=False)).template is not None
 

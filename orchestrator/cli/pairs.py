@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from outrider.orchestrator.pair.known_pairs import BILLION, KNOWN_PAIRS
-from outrider.orchestrator.pair.model_files import ModelFiles, embedded_pair, find_model
+from outrider.orchestrator.pair.model_files import DEFAULT, ModelFiles, embedded_pair, find_model
+from outrider.orchestrator.pair.pulled import PULLED, PulledModel
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.pair.vocabulary import compare
 from outrider.protocol.errors import InvalidRequest, ModelError
@@ -42,6 +43,16 @@ def _facts(target: ModelFiles, draft: ModelFiles) -> list[str]:
     return lines
 
 
+def _to_pull(model: PulledModel) -> str:
+    notes = [
+        *(["default"] if model.name == DEFAULT else []),
+        *([] if model.chat else ["base model"]),
+        *(["terms"] if model.terms else []),
+        *(["pulled"] if model.is_here else []),
+    ]
+    return f"  {model.name:13}{model.title:23}{model.size / 1e6:3.0f} MB  {model.licence:12}{', '.join(notes)}".rstrip()
+
+
 def _listing() -> str:
     """Two lines a pair, for ids are long and a terminal has 80 columns."""
     lines = [f"{'TARGET':52}SIZES", f"  + {'DRAFT':48}NOTE"]
@@ -49,10 +60,11 @@ def _listing() -> str:
         sizes = f"{pair.target_parameters / BILLION:g}B / {pair.draft_parameters / BILLION:g}B ({pair.ratio:.0f}x)"
         lines += [f"{pair.target:52}{sizes}", f"  + {pair.draft:48}{pair.note}".rstrip()]
     target, draft = embedded_pair()
+    lines += ["", "to pull (outrider pull NAME, --model NAME):", *map(_to_pull, PULLED.values())]
     return "\n".join([
         *lines,
         "",
-        "embedded, used when no model is named:",
+        "embedded, a tiny pair for tests (--model tiny):",
         f"  {target}",
         f"  + {draft}",
         "Same family and tokenizer as published; `outrider pairs TARGET DRAFT` compares",

@@ -31,8 +31,9 @@ class LocalCluster:
 
     `progress` hears the stages of the start. All settings are keywords, and flags of `outrider serve` by these names:
 
-    - `model`, `draft_model`: Hugging Face ids, folders or GGUF files; neither: the embedded pair. `gguf_keep_precision`
-      False: blocks of a GGUF file that MLX has no form for are quantized anew; True keeps them in half precision.
+    - `model`, `draft_model`: Hugging Face ids, folders or GGUF files; neither: SmolLM2 (docs/models.md).
+      `gguf_keep_precision` False: blocks of a GGUF file that MLX has no form for are quantized anew; True keeps them
+      in half precision.
     - `draft_backend` "mlx": who drafts: mlx, coreml, replay, dflash, eagle3, redrafter or mtp (heads in the target's
       process), ngram, none, or auto: what `draft_model` is. `replay`: the replay drafter's script.
     - `head`: heads that draft beside them in the target's process: one or several ids or folders, "mtp" or
@@ -77,7 +78,7 @@ class LocalCluster:
             raise values.unknown_keyword("LocalCluster", settings, (*Settings.__annotations__, "progress"))
         checked = settings_from(settings)
         self._models = (
-            " and ".join(str(one) for one in (checked.model, checked.draft_model) if one) or "the embedded pair"
+            " and ".join(str(one) for one in (checked.model, checked.draft_model) if one) or "the default model"
         )
         self._line, theirs = socket.socketpair()
         with theirs:

@@ -1,18 +1,21 @@
-"""Where a model's files are: a Hugging Face id, a folder or a GGUF file becomes a folder, without importing MLX.
+"""Where a model's files are: a name, a Hugging Face id, a folder or a GGUF file becomes a folder, without MLX.
 
 A copy in the Hugging Face cache is used as it is; otherwise it is downloaded, unless offline mode is on. A GGUF file is
-converted once. Reads config.json; knows nothing of weights and tokens.
+converted once. Names are those of `pulled`, and `tiny`, the pair that comes along. Reads config.json; knows nothing of
+weights and tokens.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.orchestrator.pair.pulled import PULLED, pull
 from outrider.orchestrator.pair.store import content_hash, made_once
 from outrider.protocol.errors import ModelError
 from outrider.protocol.heads import own_head
@@ -24,11 +27,18 @@ EMBEDDED_DRAFT = (PACKAGE / "models" / "draft").resolve()
 EMBEDDED_HEADS = (PACKAGE / "models" / "heads").resolve()
 """A folder for each kind of head that comes with the embedded target."""
 
+TINY = "tiny"
+"""The name of the embedded pair."""
+DEFAULT = "smollm2"
+"""The model that is run where none is named."""
+VARIABLE = "OUTRIDER_MODEL"
+"""Names another default."""
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
 _WEIGHTS = ("model*.safetensors",)
 _CODE = ("*.py",)
 _EXPECTED = "expected a model's folder, a GGUF file or a Hugging Face id such as org/name"
+_INSTEAD = "going on with the tiny test model, whose answers mean little (--model tiny)"
 _CONVERSION = 1
 """Raised when the same GGUF file becomes another folder than before."""
 
@@ -53,11 +63,35 @@ def find_model(name: str, weights: bool = True, keep_precision: bool = False) ->
     """
     if not name.strip():
         raise ModelError(f"the model's name is empty; {_EXPECTED}")
+    if name == TINY:
+        return _described(name, Path(embedded_pair()[0]), weights)
+    if name in PULLED:
+        return _described(name, _from_gguf(pull(PULLED[name]), keep_precision), weights)
     path = Path(name).expanduser()
     if is_gguf(path):
         return _described(name, _from_gguf(path, keep_precision), weights)
     folder = path if path.exists() else _from_hub(name, weights)
     return _described(name, folder, weights)
+
+
+def default_model() -> tuple[str, str | None]:
+    """What is run where no model is named, and a sentence if it is not what should be: the one to pull can't be.
+
+    Raises:
+        ModelError: $OUTRIDER_MODEL names none.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        return named, None
+    try:
+        return find_model(DEFAULT, weights=False).name, None
+    except ModelError as error:
+        return TINY, f"{error}; {_INSTEAD}"
+
+
+def is_here(name: str) -> bool:
+    """Whether a model's files are on this machine under a path or a name of its own."""
+    return name == TINY or (PULLED[name].is_here if name in PULLED else Path(name).expanduser().exists())
 
 
 def is_gguf(path: Path) -> bool:
@@ -75,7 +109,7 @@ def find_own_head(name: str) -> ModelFiles:
     Raises:
         ModelError: as `find_model`.
     """
-    if Path(name).expanduser().exists():
+    if name == TINY or name in PULLED or Path(name).expanduser().exists():
         return find_model(name)
     described = find_model(name, weights=False)
     places = read_json(described.folder / "model.safetensors.index.json").get("weight_map", {})
@@ -94,7 +128,7 @@ def embedded_pair() -> tuple[str, str]:
     """
     for folder in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
         if not (folder / "config.json").is_file():
-            raise ModelError(f"the embedded pair is not at {folder}; name a model, or install from the repository")
+            raise ModelError(f"the tiny pair is not at {folder}; name a model, or install from the repository")
     return str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT)
 
 

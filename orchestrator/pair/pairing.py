@@ -11,12 +11,15 @@ from outrider.orchestrator.pair.chat import chat_template
 from outrider.orchestrator.pair.heads import kind_of
 from outrider.orchestrator.pair.model_files import (
     EMBEDDED_TARGET,
+    TINY,
     ModelFiles,
+    default_model,
     embedded_heads,
     embedded_pair,
     find_model,
     find_own_head,
 )
+from outrider.orchestrator.pair.pulled import PULLED, draft_of
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.pair.vocabulary import require_same
 from outrider.orchestrator.settings import ServeSettings
@@ -53,17 +56,18 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     """
     if settings.simulate is not None:
         Profile.read(settings.simulate)
-    notes: tuple[str, ...] = ()
-    names = (settings.model, settings.draft_model)
-    if settings.model is None:
-        target, draft = embedded_pair()
-        names = (target, _embedded_head(settings.draft_backend) if settings.drafts_by_head else draft)
-    elif settings.draft_model is None and settings.draft_backend in ("mlx", "auto"):
+    model, note = default_model() if settings.model is None else (settings.model, None)
+    notes = () if note is None else (note,)
+    names = (model, settings.draft_model)
+    if settings.draft_model is None:
+        names = (model, _own_draft(settings, model))
+    if names[1] is None and settings.draft_backend in ("mlx", "auto"):
+        if settings.colocate:
+            raise ModelError(f"no draft model comes with {model}; expected --draft-model beside --colocate")
         settings = replace(settings, draft_backend="ngram")
-        if not settings.head:
-            notes = ("no draft model is named (--draft-model), so drafts come from n-grams of the text alone",)
-    elif settings.draft_model is None and settings.draft_backend in OF_TARGET:
-        names = (settings.model, settings.model)
+        if not settings.head and model not in PULLED:
+            note = "no draft model is named (--draft-model), so drafts come from n-grams of the text alone"
+            notes = (*notes, note)
     if not settings.needs_draft_model:
         names = (names[0], None)
     target_files = find_model(names[0] or "", not settings.await_target, settings.gguf_keep_precision)
@@ -97,6 +101,20 @@ def read_pair(pair: ChosenPair) -> PairText:
     if pair.draft is not None and not pair.settings.drafts_by_head:
         require_same(codec, load_codec(pair.draft))
     return PairText(pair, codec, chat_template(pair.target.folder))
+
+
+def _own_draft(settings: ServeSettings, model: str) -> str | None:
+    """What drafts for this model where nothing is named: its head, or the draft that comes with it; None: nothing."""
+    if model == TINY:
+        return _embedded_head(settings.draft_backend) if settings.drafts_by_head else embedded_pair()[1]
+    if settings.draft_backend in OF_TARGET:
+        return model
+    if settings.drafts_by_head:
+        raise ModelError(f"no {settings.draft_backend} head comes with {model}; expected --draft-model")
+    if model in PULLED and settings.draft_backend in ("mlx", "auto"):
+        draft = draft_of(PULLED[model], find_model(model, keep_precision=settings.gguf_keep_precision).folder)
+        return None if draft is None else str(draft)
+    return None
 
 
 def _embedded_head(kind: str) -> str:

@@ -116,7 +116,7 @@ def test_a_plan_is_read_back_without_starting_anything(run: Run, tmp_path: Path)
     file.write_text("placed: {replicas: 2, needs: {metal: 1}}\nattached: [tcp://10.0.0.1:7777]\n")
     code, out, err = run("run", str(file), "--check")
     assert code == 0 and not err
-    assert "2 of the embedded pair, each needs metal 1" in out and "attached: tcp://10.0.0.1:7777" in out
+    assert "2 of the default model, each needs metal 1" in out and "attached: tcp://10.0.0.1:7777" in out
 
 
 def test_a_unit_says_the_command_and_the_next_step(run: Run, tmp_path: Path) -> None:

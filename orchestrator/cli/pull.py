@@ -1,0 +1,27 @@
+"""Downloads a model into the cache and converts it, ahead of its first use; `outrider pairs` lists the names."""
+
+from __future__ import annotations
+
+import argparse
+
+from outrider.orchestrator.cli.screen import say
+from outrider.orchestrator.pair.model_files import DEFAULT, find_model
+from outrider.orchestrator.pair.pulled import PULLED, pull
+from outrider.protocol.errors import InvalidRequest
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", default=DEFAULT, help=f"{' or '.join(PULLED)} (default: {DEFAULT})")
+    parser.add_argument("--accept-terms", action="store_true", help="accept the terms of use of a model that has them")
+
+
+def run(options: argparse.Namespace) -> int:
+    model = PULLED.get(options.name)
+    if model is None:
+        raise InvalidRequest(f"there is no model {options.name!r} to pull; expected one of {', '.join(PULLED)}")
+    if not model.is_here:
+        say(f"{model.title}: {model.size / 1e6:.0f} MB, {model.licence}{f', {model.terms}' if model.terms else ''}")
+    path = pull(model, options.accept_terms)
+    print(f"{model.name}: {path}")
+    print(f"converted: {find_model(model.name).folder}")
+    return 0

