@@ -74,7 +74,7 @@ class Helper:
     def _told(self) -> dict[str, Any]:
         line = self._process.stdout.readline() if self._process.stdout is not None else ""
         if not line:
-            raise WorkerError(f"{self._name} ended; its message stands above")
+            raise WorkerError(f"{self._name} ended; see its message above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -40,7 +40,7 @@ def load(kind: str) -> list[Prompt]:
         InvalidRequest: there is no such class.
     """
     if kind not in CLASSES:
-        raise InvalidRequest(f"no prompts are called {kind!r}; expected one of {', '.join(CLASSES)}")
+        raise InvalidRequest(f"unknown prompts {kind!r}; expected one of {', '.join(CLASSES)}")
     return _entries(kind, TINY / f"{kind}.txt")
 
 
@@ -57,7 +57,7 @@ def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict
         ordered = [kind for kind in SUITE_CLASSES if kind in found] + sorted(found.keys() - set(SUITE_CLASSES))
         for kind in kinds or ():
             if kind not in found:
-                raise InvalidRequest(f"no prompts are called {kind!r}; expected one of {', '.join(ordered)}")
+                raise InvalidRequest(f"unknown prompts {kind!r}; expected one of {', '.join(ordered)}")
         return {kind: _entries(kind, found[kind]) for kind in kinds or ordered}
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the prompts in {folder} can't be read: {error}") from error

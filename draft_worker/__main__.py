@@ -77,10 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=NAMES, default="mlx")
     parser.add_argument("--model", required=True, help="a model directory; for replay, its script")
     parser.add_argument("--target", default="", help="the model whose hidden rows a head reads")
-    parser.add_argument("--prefill", default="auto", help="who reads prompts for mlx: auto, mlx, coreml or a package")
+    parser.add_argument("--prefill", default="auto", help="what reads prompts for mlx: auto, mlx, coreml or a package")
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="where MLX computes")
     parser.add_argument("--fan-out", choices=sorted(POLICIES), default="best-first")
-    parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
+    parser.add_argument("--simulate", type=Path, help="a latency profile to simulate, see docs/simulation.md")
     parser.add_argument("--vocabulary", default="", help="a digest of what the model's tokens stand for")
     return parser
 

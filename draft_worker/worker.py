@@ -136,7 +136,7 @@ class DraftWorker:
                 self._drafter.prompt_cache.allow(message.limit if message.prompt_cache else 0)
                 self._report()
             case _:
-                log.warning("a drafter has no use for %s", type(message).__name__)
+                log.warning("a drafter can't handle %s", type(message).__name__)
 
     def _open(self, message: Open) -> None:
         known = self._running.get(message.request)

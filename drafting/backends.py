@@ -51,5 +51,5 @@ def make(backend: str, model: str, progress: Progress, prefill: str = "auto", ta
     if backend in AHEAD:
         return _head(backend, model, target, progress)
     if backend not in BACKENDS:
-        raise InvalidRequest(f"no drafter is called {backend!r}; there are {', '.join(NAMES)}")
+        raise InvalidRequest(f"unknown drafter {backend!r}; expected one of {', '.join(NAMES)}")
     return BACKENDS[backend](model, prefill, progress)

@@ -37,8 +37,9 @@ def begin(
     check_known(drafter, tokens)
     if len(tokens) >= drafter.context_length:
         raise DrafterFault(
-            f"the text has {len(tokens)} tokens and the draft's context {drafter.context_length}; no drafting for this"
-            " request"
+            f"the text has {len(tokens)} tokens and the draft model's context is"
+            f" {drafter.context_length}; drafting is off"
+            " for this request"
         )
     if sampling.is_residual and isinstance(drafter, DrawingDrafter):
         drawing = drafter.open_drawing(tokens, sampling, cached, progress, constraint)
@@ -54,4 +55,6 @@ def check_known(drafter: Drafter, tokens: Sequence[int]) -> None:
     """
     foreign = max(tokens, default=0)
     if foreign >= drafter.vocab_size:
-        raise DrafterFault(f"token {foreign} is not among the draft's {drafter.vocab_size}; no drafting from here on")
+        raise DrafterFault(
+            f"token {foreign} is not among the draft's {drafter.vocab_size}; drafting is off from here on"
+        )

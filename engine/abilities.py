@@ -60,7 +60,7 @@ def _find(model: LoadedModel) -> Abilities:
             return Abilities(own_caches=own_caches)
         log.info("a %s target can't verify (own caches: %s): %s", model.model_type, own_caches, fault)
         faults.append(fault)
-    why = f"a {model.model_type} model can't verify several tokens at once ({faults[-1]}), so it decodes one by one"
+    why = f"a {model.model_type} model can't verify several tokens at once ({faults[-1]}), so it decodes token by token"
     return Abilities(chains=False, own_caches=True, why=why)
 
 
@@ -90,7 +90,7 @@ class _Trial:
         kv = _begun(model, before, own_caches=True)
         truth = mx.concatenate([_feed(model, kv, [token]) for token in _last(model)])
         if mx.isnan(truth).any().item():
-            raise ModelFault(f"the logits of this {model.model_type} model are not numbers; expected sound weights")
+            raise ModelFault(f"the logits of this {model.model_type} model are NaN or infinite; check its weights")
         return cls(model, before, truth)
 
     def run(self, own_caches: bool) -> None:
@@ -131,7 +131,7 @@ def _trials(model: LoadedModel) -> list[_Trial]:
         return trials
     fillable = all(isinstance(leaf, ArraysCache) or hasattr(leaf, "update_and_fetch") for leaf in leaves)
     if window > (_LARGEST if fillable else _LARGEST_READ):
-        log.info("a window of %d tokens is too long to be tried", window)
+        log.info("a window of %d tokens is too long to test", window)
         return trials
     if not fillable:
         return [*trials, _Trial.of(model, [7 * i % model.vocab_size for i in range(window + _PAST)])]

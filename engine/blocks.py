@@ -29,7 +29,7 @@ class Dense:
             TypeError: a layer is not a plain dense one.
         """
         if any(type(layer).__name__ not in ("Linear", "Embedding", "HeadEmbedding") for layer in layers):
-            raise TypeError(f"{type(layers[0]).__name__} is no plain dense layer")
+            raise TypeError(f"{type(layers[0]).__name__} is not a plain dense layer")
         weight = np.concatenate([host(layer.weight) for layer in layers])
         self.width = weight.shape[0]
         padded = np.pad(weight, ((0, -self.width % _WIDTH), (0, 0)))

@@ -63,7 +63,8 @@ class Layout:
         """
         if data.size != count * self.bytes_per_token:
             raise ProtocolError(
-                f"{data.size} bytes came as keys and values of {count} tokens; expected {self.bytes_per_token} a token,"
+                f"{data.size} bytes arrived as keys and values of {count} tokens; expected"
+                f" {self.bytes_per_token} a token,"
                 " as this model has them: run the same model on both sides"
             )
         arrays, end = [], 0

@@ -149,7 +149,7 @@ def find(path_or_repo: str, tell: Callable[[str], None]) -> Path:
     path = Path(path_or_repo).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"{path} holds no model: expected config.json and model*.safetensors in it")
+            raise ModelError(f"{path} is not a model folder: expected config.json and model*.safetensors in it")
         return path
     if path.exists():
         raise ModelError(f"{path} is a file; expected a directory with config.json and model*.safetensors")
@@ -166,12 +166,12 @@ def _fetched(repo: str) -> Path:
         return Path(snapshot_download(repo, allow_patterns=_FILES))
     except errors.LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{repo} is neither a directory here nor a model in the Hugging Face cache, and the hub can't be "
-            "reached: give an existing directory, or download the model first"
+            f"{repo} is neither a local folder nor a model in the Hugging Face cache, and the hub can't be "
+            "reached: give an existing folder, or download the model first"
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ModelError(
-            f"{repo} is neither a directory here nor a model on Hugging Face: check the spelling, and log in "
+            f"{repo} is neither a local folder nor a model on Hugging Face: check the spelling, and log in "
             "if it is private"
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
@@ -182,7 +182,9 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     try:
         config: dict[str, Any] = load_config(path)
     except ValueError as error:
-        raise ModelError(f"{path / 'config.json'} is not JSON ({first_line(error)}): fetch the model again") from error
+        raise ModelError(
+            f"{path / 'config.json'} is not JSON ({first_line(error)}): download the model again"
+        ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path / 'config.json'} names no model_type: expected a Hugging Face model's config")
     try:
@@ -256,7 +258,7 @@ def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
     dense_bytes, physical = 4 * parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if dense_bytes > physical // 2:
         log.warning(
-            "the model stays quantised: dense float32 weights would take %.1f GiB of %.1f; verifying M tokens will "
+            "the model stays quantized: dense float32 weights would take %.1f GiB of %.1f; verifying M tokens will "
             "cost M times one token",
             dense_bytes / 2**30,
             physical / 2**30,
@@ -274,7 +276,7 @@ def _warm_up(model: nn.Module) -> None:
     try:
         _forward_once(model)
     except RuntimeError as error:
-        log.warning("kernels can't be compiled (%s); going on without, a little slower", first_line(error))
+        log.warning("Metal kernels can't be compiled (%s); continuing without them, slightly slower", first_line(error))
         os.environ["MLX_DISABLE_COMPILE"] = "1"
         mx.disable_compile()
         _forward_once(model)
@@ -290,5 +292,5 @@ def _context_length(config: dict[str, Any]) -> int:
         for key in _CONTEXT_KEYS:
             if isinstance(settings.get(key), int) and settings[key] > 0:
                 return int(settings[key])
-    log.warning("the model's config does not tell its context length; taking %d", _UNKNOWN_CONTEXT)
+    log.warning("the model's config has no context length; using %d", _UNKNOWN_CONTEXT)
     return _UNKNOWN_CONTEXT

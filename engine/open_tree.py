@@ -96,7 +96,7 @@ def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
         reason = trial.fault(model, "a tree of it", partial(_agrees, model, opened))
         if not reason:
             return form
-    raise CannotDraft(f"a {model.model_type} model can't draft ({reason}); choose another draft model")
+    raise CannotDraft(f"a {model.model_type} model can't be a draft model ({reason}); choose another")
 
 
 def _agrees(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:

@@ -20,7 +20,7 @@ def backbone_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
         for value in module.values():
             if isinstance(value, list) and any(layer is first for layer in value):
                 return module, value
-    raise ModelError("the model keeps its layers in no list, so none of them can be tapped")
+    raise ModelError("the model's layers are not in a list, so their outputs can't be read")
 
 
 def final_norm(backbone: nn.Module) -> nn.Module:

@@ -49,13 +49,13 @@ class Ranks:
         """
         if not hasattr(model, "shard"):
             raise ModelError(
-                f"mlx-lm can't share a {model_type} model out among ranks; expected one it can, or a single rank"
+                f"mlx-lm can't shard a {model_type} model; use another model, or a single rank"
             )
         try:
             model.shard(self.group)
         except Exception as error:
             raise ModelError(
-                f"this {model_type} model can't be shared out among {self.size} ranks ({first_line(error)}); expected a"
+                f"this {model_type} model can't be sharded over {self.size} ranks ({first_line(error)}); expected a"
                 " number that divides its heads and its widths"
             ) from error
 
@@ -70,7 +70,7 @@ def join() -> Ranks:
     try:
         ranks = Ranks(mx.distributed.init())
     except RuntimeError as error:
-        raise WorkerError(f"the other ranks can't be reached ({first_line(error)}); start them all anew") from error
+        raise WorkerError(f"the other ranks can't be reached ({first_line(error)}); restart all ranks") from error
     if ranks.size == 1:
-        raise InvalidRequest("this target was started alone; expected mlx.launch to start two ranks or more of it")
+        raise InvalidRequest("this target was started alone; start two or more ranks with mlx.launch")
     return ranks

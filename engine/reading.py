@@ -66,7 +66,7 @@ class ReadColumns:
                 if progress is not None and done < len(tokens):
                     progress(done, total)
         except ReadingFault as error:
-            log.warning("%s; the model reads on from token %d", error, done)
+            log.warning("%s; the model reads the prompt from token %d on", error, done)
         self.read += done - start
         self._columns.prefill(tokens, progress, total, done)
 

@@ -61,7 +61,9 @@ class Rows:
             if is_attention(leaf):
                 return _BatchCache(self._frame, window_of(leaf))
             if type(leaf) is not ArraysCache:
-                raise ModelError(f"{model.model_type} keeps a {type(leaf).__name__}, which can't be branched")
+                raise ModelError(
+                    f"{model.model_type} keeps a {type(leaf).__name__}, which can't be copied for branches"
+                )
             return leaf
 
         self._caches = [stand_in(cache, branching) for cache in make_prompt_cache(model.model)]

@@ -54,7 +54,7 @@ class Taps:
         backbone, layers = backbone_of(model)
         for number in points.layers:
             if not 0 <= number < len(layers):
-                raise ModelError(f"there is no layer {number} to tap: the model has {len(layers)}, from 0 on")
+                raise ModelError(f"there is no layer {number}: the model has {len(layers)}, counted from 0")
             listen(layers[number], "taps", partial(self._note_layer, number))
         if points.before_norm or points.after_norm:
             listen(final_norm(backbone), "taps", self._note_norm)

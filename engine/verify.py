@@ -223,7 +223,7 @@ class Forward:
         histories = _histories(ask, None) if sampler.needs_history else None
         log_p = sampler.log_p(self._logits[rows.start : rows.stop], histories)
         if not (log_p.max(axis=-1) > -np.inf).all():
-            raise ModelFault("the target's logits are not numbers; this request can't go on")
+            raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
         k = sampler.accepted(log_p[:-1], places[:-1], ask.chain, ask.q)
         rejected = ask.q.part(k, k + 1) if k < len(ask.chain) else None
         return Verdict(k, sampler.instead(log_p[k], places[k], rejected))
@@ -311,7 +311,7 @@ def _by_equality(sampler: Sampler, ask: Ask, choices: Sequence[int]) -> Verdict:
     if ask.q is not None and ask.chain and sampler.params.temp > 0:
         raise InvalidRequest("the chain comes with a q and the request samples coupled; expected one without")
     if min(choices) < 0:
-        raise ModelFault("the target's logits are not numbers; this request can't go on")
+        raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
     if ask.parents:
         path = walk(ask.chain, ask.parents, choices)
         bonus = choices[path[-1] + 1 if path else 0]

@@ -32,7 +32,7 @@ WAIT_SECONDS = 2.0
 SILENT_SECONDS = 2.0
 """How long one may be silent that Ray says is there."""
 MOST_KNOWN = 1024
-NOBODY = "no engine of the fleet answers; ask again later (`outrider fleet status` tells why)"
+NOBODY = "no engine of the fleet answers; try again later (`outrider fleet status` tells why)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Lease:
         try:
             await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise ServerStopped("the engine ended while it was asked; ask again")
+                raise ServerStopped("the engine stopped during this request; send it again")
             task.result()
         finally:
             task.cancel()

@@ -128,7 +128,7 @@ def _reach(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise EndpointError(
-            f"{address!r} is no address of a head; expected HOST:PORT, as `outrider fleet head` prints it"
+            f"{address!r} is not the address of a head; expected HOST:PORT, as `outrider fleet head` prints it"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()

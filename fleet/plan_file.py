@@ -43,7 +43,9 @@ def read_plan(path: Path) -> Plan:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} can't be read ({error}); expected a fleet.yaml (docs/fleet.md)") from None
     except yaml.YAMLError as error:
-        raise InvalidRequest(f"{path} is no YAML: {_in_a_line(error)}; expected a fleet.yaml (docs/fleet.md)") from None
+        raise InvalidRequest(
+            f"{path} is not YAML: {_in_a_line(error)}; expected a fleet.yaml (docs/fleet.md)"
+        ) from None
     try:
         return plan_of(found)
     except InvalidRequest as error:
@@ -105,7 +107,7 @@ def _attached(found: object) -> tuple[str, ...]:
     if found is None:
         return ()
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise InvalidRequest("attached is no list of endpoints; expected such as [tcp://10.0.0.11:7777]")
+        raise InvalidRequest("attached is not a list of endpoints; expected for example [tcp://10.0.0.11:7777]")
     return tuple(found)
 
 
@@ -124,7 +126,7 @@ def _gate(found: object) -> Gate:
         if http["api_keys"] or "API key" not in str(error):
             raise
         raise InvalidRequest(
-            f"gate.host {http['host']} is reached from other machines, and there is no API key; expected gate.api_keys,"
+            f"gate.host {http['host']} is reachable from other machines and needs an API key; expected gate.api_keys,"
             " gate.api_key_file or OUTRIDER_API_KEY, or a host of loopback such as 127.0.0.1"
         ) from None
 

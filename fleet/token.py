@@ -49,7 +49,8 @@ def checked_token(folder: Path) -> Path:
         raise KeyFault(f"{file} can't be read ({error}); expected a copy of the head's token") from None
     if mode & _OTHERS:
         raise KeyFault(
-            f"{file} is open to others (mode {stat.S_IMODE(mode):o}); close it with `chmod 600 {file}`, and make a new"
+            f"{file} can be read by other users (mode {stat.S_IMODE(mode):o}); close it with `chmod"
+            f" 600 {file}`, and make a new"
             " token if somebody may have read this one"
         )
     if empty:

@@ -24,7 +24,7 @@ async def together(engines: Sequence[AsyncClient]) -> Stats:
     told = await asyncio.gather(*(engine.stats() for engine in engines), return_exceptions=True)
     found = [_named(one, str(number)) for number, one in enumerate(told) if isinstance(one, Stats)]
     if not found:
-        raise EndpointError("no engine of the fleet answers; ask again later")
+        raise EndpointError("no engine of the fleet answers; try again later")
     return reduce(_sum, found)
 
 

@@ -73,7 +73,9 @@ class Compiler:
             try:
                 self._tokenizers[ends] = LLTokenizer(path.read_text(encoding="utf-8"), eos_token=list(ends))
             except (OSError, ValueError) as error:
-                raise ModelError(f"{path} can't serve a grammar ({error}); this model has only free text") from None
+                raise ModelError(
+                    f"{path} can't be used for grammars ({error}); this model can only generate free text"
+                ) from None
         return self._tokenizers[ends]
 
 

@@ -46,11 +46,11 @@ def faults(output: Output, codec: TextCodec, prompt: tuple[int, ...], context_le
     text, reason = text + last.text, "stop" if last.stopped else reason
     found = []
     if not reason:
-        found.append(f"it is cut short after {count} tokens: no end token, no stop string, and {room} were wanted")
+        found.append(f"it stops after {count} tokens without an end token or stop string, but {room} were requested")
     elif count < len(output.token_ids):
-        found.append(f"it goes on after its end: {len(output.token_ids)} tokens, and {reason} ends it after {count}")
+        found.append(f"it continues past its end: {len(output.token_ids)} tokens, but {reason} ends it after {count}")
     elif reason != output.finish_reason:
-        found.append(f"it ended by {reason} and says {output.finish_reason}")
+        found.append(f"it ended with {reason} but claims {output.finish_reason}")
     if text != output.text:
         found.append(_first_difference(text, output.text))
     return tuple(found)

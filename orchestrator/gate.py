@@ -53,7 +53,7 @@ class Gate:
         """Lets this key in no more, as long as this server runs; who is inside stays. From any thread."""
         with self._guard:
             self._refused[key] = why
-        log.warning("the key %s is refused from now on: %s", key, why)
+        log.warning("the key %s is now refused: %s", key, why)
 
     def lets_in(self, role: str, key: str) -> bool:
         """Whether who has `key` is let in as `role` now. From any thread."""
@@ -61,7 +61,7 @@ class Gate:
             try:
                 self._read()
             except KeyFault as fault:
-                log.error("nobody is let in: %s", fault)
+                log.error("no client is accepted: %s", fault)
                 self._seen, self._allowed = None, ()
             allowed = any((one.role, one.key) == (role, key) for one in self._allowed)
             return allowed and key not in self._refused

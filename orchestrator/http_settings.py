@@ -64,10 +64,10 @@ class HttpSettings:
         if self.otlp_endpoint is not None:
             _check_collector(self.otlp_endpoint)
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
-            raise InvalidRequest("an API key is empty or has spaces or other than ASCII; expected one word in ASCII")
+            raise InvalidRequest("an API key is empty, or has spaces or non-ASCII characters; expected one ASCII word")
         if not self.api_keys and not self.is_loopback:
             raise InvalidRequest(
-                f"host {self.host} is reached from other machines, and there is no API key; expected --api-key,"
+                f"host {self.host} is reachable from other machines and needs an API key; expected --api-key,"
                 " --api-key-file or OUTRIDER_API_KEY, or a host of loopback such as 127.0.0.1"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -75,7 +75,7 @@ class HttpSettings:
         if self.tls_cert is not None and self.tls_key is not None:
             _check_certificate(self.tls_cert, self.tls_key)
         if not all(name.strip() for name in self.model_names):
-            raise InvalidRequest("a served model's name is empty; expected one that requests can say")
+            raise InvalidRequest("a served model's name is empty; expected a name for requests to use")
         for origin in self.cors_origins:
             _check_origin(origin)
 

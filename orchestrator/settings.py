@@ -218,7 +218,7 @@ class ServeSettings:
         if self.drafters > 1 and not self.has_draft_worker:
             why = "colocate drafts" if self.colocate else f"draft_backend {self.draft_backend} works"
             raise InvalidRequest(
-                f"drafters is {self.drafters}, and {why} in no process of its own; expected 1, or a drafter on its own"
+                f"drafters is {self.drafters}, and {why} in the target's process; expected 1, or a draft model"
             )
         self._check_head()
         if self.colocate:
@@ -229,17 +229,15 @@ class ServeSettings:
                 " or choose the backend mlx"
             )
         if self.draft_model is not None and self.model is None:
-            raise InvalidRequest(
-                f"draft_model {self.draft_model!r} has no model beside it; name both, or neither for the default"
-            )
+            raise InvalidRequest(f"draft_model {self.draft_model!r} needs model; give both, or neither for the default")
         if self.advertise and self.workers_endpoint is None:
-            raise InvalidRequest("advertise announces where drafters join; expected workers_endpoint beside it")
+            raise InvalidRequest("advertise needs workers_endpoint, the endpoint that it announces")
         if self.await_target and self.shards > 1:
             raise InvalidRequest(
                 "await_target starts no target; expected shards where the target is started, or neither"
             )
         if self.prefill_workers and self.simulate is not None:
-            raise InvalidRequest("a prefill worker keeps to no latency profile; expected simulate or prefill_workers")
+            raise InvalidRequest("prefill_workers can't be simulated; leave out simulate or prefill_workers")
         if self.draft_prefill != "auto" and self.draft_backend not in ("mlx", "auto"):
             raise InvalidRequest(
                 f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
@@ -249,11 +247,11 @@ class ServeSettings:
         if self.draft_backend == "none" and self.mode in ("sd", "ssd") and not self.head:
             raise InvalidRequest(f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar")
         if self.head and self.simulate is not None:
-            raise InvalidRequest("a head keeps to no latency profile; expected simulate or head, not both")
+            raise InvalidRequest("a head can't be simulated; leave out simulate or head")
         if self.mode == "ssd" and not self.can_work_ahead:
             raise InvalidRequest(NO_SSD_COLOCATED)
         if self.draft_backend == "replay" and self.replay is None:
-            raise InvalidRequest("draft_backend replay has no script; expected replay to name the file it plays")
+            raise InvalidRequest("draft_backend replay needs replay, the script to play")
 
     def _check_head(self) -> None:
         if self.head_in != "target" and self.draft_backend not in (*AHEAD, "auto"):
@@ -262,13 +260,11 @@ class ServeSettings:
                 f" none; expected one of {', '.join(AHEAD)}, or no head_in"
             )
         if self.head_in != "target" and self.colocate:
-            raise InvalidRequest("colocate drafts in the target's process; expected head_in draft-worker or colocate")
+            raise InvalidRequest("colocate drafts in the target's process; leave out colocate or head_in")
         if not self.drafts_by_head:
             return
         if self.simulate is not None:
-            raise InvalidRequest(
-                "a head that reads the target keeps to no latency profile; expected simulate or a draft model"
-            )
+            raise InvalidRequest("a draft head can't be simulated; leave out simulate, or use a draft model")
         if self.draft_backend not in OF_TARGET and self._has_no_draft:
             raise InvalidRequest(
                 f"draft_backend {self.draft_backend} has no head to draft with; expected draft_model to name one made"
@@ -282,15 +278,18 @@ class ServeSettings:
                 " there; leave out one of the two"
             )
         if self.draft_device != "auto":
-            raise InvalidRequest("draft_device is for a draft worker and colocate has none; leave one out")
+            raise InvalidRequest(
+                "draft_device is for draft workers, which colocate does not start; leave out one of them"
+            )
         if self.draft_prefill not in ("auto", "mlx"):
             raise InvalidRequest(
-                f"draft_prefill {self.draft_prefill} is for a draft worker and colocate has none; leave one out"
+                f"draft_prefill {self.draft_prefill} is for draft workers, which colocate does not"
+                " start; leave out one of them"
             )
         if self._has_no_draft and self.draft_backend not in OF_TARGET:
-            raise InvalidRequest("colocate has no model to draft with; expected draft_model beside model, or neither")
+            raise InvalidRequest("colocate needs draft_model with model, or neither of them")
         if self.simulate is not None:
-            raise InvalidRequest("colocate keeps to no latency profile; expected simulate or colocate, not both")
+            raise InvalidRequest("colocate can't be simulated; leave out simulate or colocate")
 
 
 class Settings(TypedDict, total=False):

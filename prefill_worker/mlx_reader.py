@@ -31,8 +31,8 @@ class MlxReader:
         texts = open_texts(model)
         if not isinstance(texts, FlatTexts):
             raise CannotDraft(
-                f"prompts of a {model.model_type} model can't be read elsewhere: it remembers more than keys and"
-                " values, or its texts share no forward; leave the prefill worker out"
+                f"prompts of a {model.model_type} model can't be read by a prefill worker: the model has more"
+                " state than keys and values, or can't batch requests; leave the prefill worker out"
             )
         sizes = model.vocab_size, model.context_length, model.parameters, model.weight_bytes
         self.size = Size(*sizes, model.number_format)

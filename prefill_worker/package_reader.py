@@ -39,7 +39,7 @@ class CoreMLReader:
         """Converts the model first, once. Raises ModelError: it can't be; CannotDraft: no unit runs the package."""
         package = reader_for(model, "coreml", tell)
         if package is None:
-            raise CannotDraft("no unit of this machine runs the target's Core ML package; leave the prefill worker out")
+            raise CannotDraft("this machine can't run the target's Core ML package; leave the prefill worker out")
         return cls(package, Layout.of(outline(model).model))
 
     def read(self, tokens: Sequence[int], start: int) -> Generator[list[Piece]]:

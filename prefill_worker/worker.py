@@ -67,7 +67,7 @@ class PrefillWorker:
             case Shutdown():
                 return False
             case _:
-                log.warning("a prefill worker has no use for %s", type(message).__name__)
+                log.warning("a prefill worker can't handle %s", type(message).__name__)
         return True
 
     def forget(self) -> None:

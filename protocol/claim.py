@@ -109,7 +109,7 @@ def _occupied(path: str) -> str | None:
     except OSError:
         return None
     if not stat.S_ISSOCK(mode):
-        return f"{path} exists and is no socket; choose another path"
+        return f"{path} exists and is not a socket; choose another path"
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:

@@ -129,7 +129,7 @@ def _unpack(frame: Buffer) -> tuple[Any, ...]:
         )
     except ValueError as error:  # what every error of msgpack is, broken UTF-8 included
         reason = str(error) or type(error).__name__
-        raise ProtocolError(f"the header is no msgpack ({reason}); expected a message of outrider") from None
+        raise ProtocolError(f"the header is not msgpack ({reason}); expected a message of outrider") from None
     if type(header) is not tuple:
         raise wrong("the header", header, "version, message name and fields")
     return header

@@ -26,14 +26,14 @@ def digest(folder: Path) -> str:
     try:
         config = hashlib.sha256((folder / "config.json").read_bytes())
     except OSError as error:
-        raise ModelError(f"{folder} has no config.json that can be read ({error}): fetch the model again") from None
+        raise ModelError(f"{folder} has no readable config.json ({error}): download the model again") from None
     found, files = hashlib.sha256(), sorted(folder.glob("model*.safetensors"))
     for path in files:
         try:
             with path.open("rb") as file:
                 _add(found, file)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-            raise ModelError(f"{path} is no safetensors file ({error!r}): fetch the model again") from error
+            raise ModelError(f"{path} is not a safetensors file ({error!r}): download the model again") from error
     return f"{config.hexdigest()[:_DIGITS]}-{found.hexdigest()[:_DIGITS] if files else ''}"
 
 

@@ -39,7 +39,7 @@ class PrivateDirectory:
     def endpoint(self, name: str) -> str:
         """An ipc endpoint in the directory. ValueError for a name that is no plain file name of MAX_NAME characters."""
         if not name.isascii() or not name.isidentifier() or len(name) > MAX_NAME:
-            raise ValueError(f"{name!r} is no socket name; expected letters, digits and _")
+            raise ValueError(f"{name!r} is not a socket name; expected letters, digits and _")
         return str(Ipc(str(self.path / name)))
 
     def close(self) -> None:
@@ -68,7 +68,8 @@ def _made(root: Path) -> Path:
         return Path(tempfile.mkdtemp(prefix=_UNBORN, dir=root))
     except OSError as error:
         raise EndpointError(
-            f"no directory for sockets can be made in {root}: {error.strerror}; make room, or name another by TMPDIR"
+            f"can't create a directory for sockets in {root}: {error.strerror}; free some space, or"
+            " set TMPDIR to another folder"
         ) from None
 
 

@@ -126,7 +126,9 @@ def reachable(endpoint: str) -> Endpoint:
     """As `parse`; EndpointError also for what can only be served."""
     where = parse(endpoint)
     if isinstance(where, Tcp) and (where.host == "*" or where.port == 0):
-        raise EndpointError(f"{endpoint} can be served but not reached; expected the server's own host and port")
+        raise EndpointError(
+            f"{endpoint} is an address to listen on, not to connect to; expected the server's host and port"
+        )
     return where
 
 
@@ -210,7 +212,7 @@ def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound
     where = parse(endpoint)
     if keys is None and not is_local(where):
         raise EndpointError(
-            f"{endpoint} is reached from other machines and would ask nobody for a key; expected keys"
+            f"{endpoint} is reachable from other machines and would accept connections without a key; expected keys"
             " (`outrider keys make`), or an endpoint of this machine such as tcp://127.0.0.1:0"
         )
     if keys is not None:

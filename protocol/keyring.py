@@ -67,7 +67,7 @@ class Keyring:
         """A pair of one's own, kept from now on. `anew`: in the place of the one there is."""
         pair = make_pair()
         if self.has_own and not anew:
-            raise KeyFault(f"{self._secret} holds a key already; expected --force to replace it by another")
+            raise KeyFault(f"{self._secret} already holds a key; --force replaces it")
         self._write(self._secret, [pair.secret])
         return pair
 
@@ -79,7 +79,7 @@ class Keyring:
         """The pair that was made here."""
         found = list(self._lines(self._secret))
         if not found:
-            raise KeyFault(f"there is no key in {self.folder}; make one with `outrider keys make`")
+            raise KeyFault(f"there is no key in {self.folder}; create one with `outrider keys make`")
         if len(found) != 1:
             raise KeyFault(f"{self._secret} holds {len(found)} lines; expected one secret key")
         try:
@@ -110,7 +110,7 @@ class Keyring:
         allowed = self.allowed()
         gone = [one for one in allowed if key_or_name in (one.key, one.name)]
         if not gone:
-            raise KeyFault(f"nobody is allowed by the key or name {key_or_name!r}; `outrider keys list` has them all")
+            raise KeyFault(f"no allowed key is called {key_or_name!r}; `outrider keys list` lists them all")
         self._write(self.allowed_file, [str(one) for one in allowed if one not in gone])
         return gone
 
@@ -131,7 +131,7 @@ class Keyring:
         """Knows no key of the server at that place any more."""
         left = [server for server in self.servers() if server.place != place]
         if len(left) == len(self.servers()):
-            raise KeyFault(f"no key of a server at {place!r} is known; `outrider keys list` has them all")
+            raise KeyFault(f"no trusted key for a server at {place!r}; `outrider keys list` lists them all")
         self._write(self._servers, list(map(str, left)))
 
     def to_reach(self, endpoint: str, server: str | None = None) -> ClientKeys | None:
@@ -147,7 +147,7 @@ class Keyring:
             return None
         host = where.host if isinstance(where, Tcp) else endpoint
         raise KeyFault(
-            f"{endpoint} is on another machine and its server's key is not known here; expected"
+            f"{endpoint} is on another machine, and its server's key is not trusted yet; expected"
             f" `outrider keys trust {host} KEY` (or --server-key), with the key that `outrider serve` prints there"
         )
 
@@ -170,11 +170,12 @@ class Keyring:
     def _check(self, path: Path, mode: str) -> None:
         found = path.stat()
         if found.st_uid != os.geteuid():
-            raise KeyFault(f"{path} belongs to another user; expected one of your own (--keys names a folder)")
+            raise KeyFault(f"{path} belongs to another user; expected a file of your own (--keys sets the folder)")
         if found.st_mode & _OTHERS:
             raise KeyFault(
-                f"{path} is open to others (mode {stat.S_IMODE(found.st_mode):o}); close it with `chmod {mode} {path}`,"
-                " and make a new key if somebody may have read this one"
+                f"{path} can be read by other users (mode {stat.S_IMODE(found.st_mode):o}); close it"
+                f" with `chmod {mode} {path}`,"
+                " and create a new key if it may have been read"
             )
 
     def _write(self, path: Path, lines: Sequence[str]) -> None:

@@ -58,7 +58,9 @@ def parse_key(text: str) -> str:
     except (binascii.Error, ValueError):
         bare = b""
     if len(bare) != KEY_BYTES:
-        raise KeyFault(f"{text.strip()[:60]!r} is no key; expected 44 characters like those of `outrider keys show`")
+        raise KeyFault(
+            f"{text.strip()[:60]!r} is not a key; expected 44 characters, as `outrider keys show` prints them"
+        )
     return base64.b64encode(bare).decode()
 
 

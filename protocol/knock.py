@@ -40,7 +40,7 @@ def require_server(endpoint: str) -> None:
         refusal = probe.connect_ex(address)
     if refusal in _NOBODY:
         why = os.strerror(refusal)
-        raise EndpointError(f"nobody serves {where} ({why}); expected an endpoint that `outrider serve` prints")
+        raise EndpointError(f"no server at {where} ({why}); expected an endpoint that `outrider serve` prints")
 
 
 @lru_cache
@@ -49,7 +49,7 @@ def _find(host: str) -> None:
     try:
         sockets.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
-        raise EndpointError(f"the host {host} can't be found ({error}); check its name, or write its address") from None
+        raise EndpointError(f"the host {host} can't be found ({error}); check the name, or use its address") from None
 
 
 def _knockable(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str, int] | None]:
@@ -88,12 +88,13 @@ def knock(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> N
 
 def _refused(endpoint: str, keys: ClientKeys | None, known: bool) -> OutriderError:
     if keys is None:
-        return KeyFault(f"{endpoint} asks for keys; expected the key of its server (--server-key), which prints it")
+        return KeyFault(f"{endpoint} requires keys; expected --server-key with the key that the server prints")
     if known:
         return KeyFault(
-            f"{endpoint} refuses this side's key {keys.own.public}; expected one that is allowed on the server's side"
+            f"{endpoint} refuses this side's key {keys.own.public}; allow it on the server"
             " for this (`outrider keys allow`)"
         )
     return KeyFault(
-        f"{endpoint} is no server with the key {keys.server}; expected the key that `outrider serve` prints there"
+        f"{endpoint} has a server with another key than {keys.server}; expected the key that `outrider"
+        " serve` prints there"
     )

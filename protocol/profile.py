@@ -121,7 +121,7 @@ def _latency(name: str, points: object) -> Latency:
         raise ValueError(f"{name} is {points!r}; expected milliseconds by rows, like {{'1': 18.3, '8': 19.0}}")
     found = {_rows(name, rows): _time(f"{name} of {rows} rows", ms) for rows, ms in points.items()}
     if len(found) < len(points):
-        raise ValueError(f"{name} says the same number of rows twice")
+        raise ValueError(f"{name} has the same number of rows twice")
     return Latency(tuple(sorted(found.items())))
 
 

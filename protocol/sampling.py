@@ -159,7 +159,7 @@ class SamplingParams:
         self._keep("grammar", as_grammar(self.grammar))
         if self.grammar is not None and self.ignore_eos:
             raise InvalidRequest(
-                "ignore_eos is True and there is a grammar, which says where the text ends; expected one"
+                "ignore_eos and a grammar can't be used together: the grammar decides where the text ends"
             )
         self._check_rule()
 
@@ -168,7 +168,7 @@ class SamplingParams:
             raise InvalidRequest(f"sampling rule is {self.rule!r}; expected {' or '.join(RULES)}")
         self._keep("rule", values.plain(self.rule))
         if self.saguaro != 1.0 and self.rule != "residual":
-            raise InvalidRequest(f"saguaro is {self.saguaro:g}; without residual sampling expected 1")
+            raise InvalidRequest(f"saguaro is {self.saguaro:g}; it needs rule residual, or must be 1")
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the record is frozen for everybody else

@@ -133,7 +133,7 @@ class WorkerLink:
                     sys.exit(0)
                 case Shutdown(reason=reason):
                     raise WorkerError(f"turned away: {reason}")
-        raise EndpointError(f"nobody answers at {self._endpoint}; expected the workers' endpoint of a running cluster")
+        raise EndpointError(f"no answer from {self._endpoint}; expected the workers' endpoint of a running cluster")
 
     def _try_the_door(self) -> None:
         """Where keys are asked for: that this one's is still good. KeyFault when it is not."""
@@ -168,7 +168,7 @@ class WorkerLink:
             else:
                 self._socket.send_multipart(frames)
         except zmq.Again:
-            log.warning("nobody takes %s, which is lost", type(messages[-1]).__name__)
+            log.warning("%s was dropped: no handler", type(messages[-1]).__name__)
         # The thread that carries it out may wait for this very core; the next forward would keep it waiting.
         os.sched_yield()
 
@@ -191,7 +191,7 @@ class WorkerLink:
             log.error("sent away: %s", message.reason)
             if self._by_hand:
                 self._pings_known = self._pings
-                raise OrchestratorGone(f"the cluster has given this worker up: {message.reason}")
+                raise OrchestratorGone(f"the cluster dismissed this worker: {message.reason}")
         return message
 
     def poll(self, milliseconds: float) -> None:
@@ -205,7 +205,7 @@ class WorkerLink:
         self._waits += 1
         if self._waits >= self._patience:
             self._waits = 0
-            raise OrchestratorGone(f"nothing is heard of the cluster at {self._endpoint}")
+            raise OrchestratorGone(f"the cluster at {self._endpoint} no longer answers")
 
     def _polled(self) -> Message | None:
         """The next message, waited for once, for `IDLE_POLL_MS`.
@@ -217,7 +217,7 @@ class WorkerLink:
             try:
                 self._arrived += decode_all(frames)
             except VersionMismatch as error:
-                raise WorkerError(f"turned away by the cluster at {self._endpoint}: {error}") from None
+                raise WorkerError(f"refused by the cluster at {self._endpoint}: {error}") from None
             except ProtocolError as error:
                 log.warning("dropped a frame: %s", error)
         return self._arrived.popleft() if self._arrived else None

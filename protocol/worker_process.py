@@ -44,12 +44,12 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
     parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
     if far:
         parser.add_argument("--keys", type=Path, default=None, help="the folder of keys")
-        parser.add_argument("--server-key", default=None, help="the server's public key; else as the folder knows it")
+        parser.add_argument("--server-key", default=None, help="the server's public key (default: the trusted one)")
     else:
         parser.set_defaults(keys=None, server_key=None)
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
-    parser.add_argument("--log-fd", type=int, default=None, help="where the server that started it logs")
+    parser.add_argument("--log-fd", type=int, default=None, help="the log file of the server that started it")
 
 
 def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, Served]]) -> int:

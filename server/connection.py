@@ -43,7 +43,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         most = most_connections()
         if len(self.connections) > most:
-            self._turn_away(Problem(503, f"{most} connections are open, as many as may be; ask again later"))
+            self._turn_away(Problem(503, f"{most} connections are open, the maximum; try again later"))
         else:
             self._await_headers()
 
@@ -104,7 +104,7 @@ class Connection(H11Protocol):
         elif too_long:
             self._turn_away(Problem(431, "the request's headers are too long"))
         else:
-            self._turn_away(Problem(400, "this is no HTTP request that can be read; expected HTTP/1.1"))
+            self._turn_away(Problem(400, "this is not a valid HTTP request; expected HTTP/1.1"))
 
     def _turn_away(self, problem: Problem) -> None:
         asked = self.conn.our_state is h11.SEND_RESPONSE
@@ -137,5 +137,5 @@ class Connection(H11Protocol):
             self._unread = None
 
     def _give_up(self) -> None:
-        log.warning("a reader took nothing for %g s; its answer is given up", READER_SECONDS)
+        log.warning("a client read nothing for %g s; closing its response", READER_SECONDS)
         self.transport.abort()

@@ -80,7 +80,7 @@ class Desk:
     def begin(self, request: Request, jobs: Sequence[Job]) -> Run:
         """Sends the jobs off. Raises Refused at the end of the day, and who has as many under way as may be."""
         if self.draining:
-            raise Refused("the server is ending; ask again when it runs anew", status=503)
+            raise Refused("the server is shutting down; retry after it restarts", status=503)
         caller = caller_of(request)
         place = self._places.take(caller)
         span = request.scope["state"]["span"]

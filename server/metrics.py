@@ -59,13 +59,13 @@ class Metrics:
             "outrider:http_requests", "Answers by path and status", ("path", "status"), registry=self.registry
         )
         self.running = Gauge(
-            "outrider:http_choices_running", "Choices begun and not ended", ("model_name",), registry=self.registry
+            "outrider:http_choices_running", "Choices in progress", ("model_name",), registry=self.registry
         ).labels(model)
-        self.first = self._times("time_to_first_token", "From a choice's beginning to its first tokens", _SECONDS)
+        self.first = self._times("time_to_first_token", "Time to first token of a choice", _SECONDS)
         self.gaps = Gaps(model)
         self.registry.register(self.gaps)
-        self.whole = self._times("e2e_request_latency", "From a choice's beginning to its end", _WHOLE)
-        self.queue = self._times("request_queue_time", "Waiting for a turn", _WHOLE)
+        self.whole = self._times("e2e_request_latency", "Duration of a choice", _WHOLE)
+        self.queue = self._times("request_queue_time", "Time in the queue", _WHOLE)
         self.prefill = self._times("request_prefill_time", "From the turn to the first token", _WHOLE)
         self.decode = self._times("request_decode_time", "From the first token to the last", _WHOLE)
         tokens = _one_two_five(context or _MOST_TOKENS)

@@ -23,7 +23,7 @@ class Places:
         """
         if self._most is not None and self._taken[caller] >= self._most:
             raise Refused(
-                f"{self._most} answers to you are under way, as many as may (--max-streams-per-key); ask again later",
+                f"{self._most} of your requests are running, the maximum (--max-streams-per-key); try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )

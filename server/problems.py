@@ -81,9 +81,11 @@ def problem_of(error: Exception) -> Problem:
         case RequestValidationError():
             return _invalid(error.errors())
         case HTTPException(status_code=404):
-            return Problem(404, "there is no such path here; expected one of those in /openapi.json")
+            return Problem(404, "no such path; /openapi.json lists them")
         case HTTPException(status_code=405, headers=headers):
-            return Problem(405, f"this path has no such method; expected {(headers or {}).get('Allow', 'another one')}")
+            return Problem(
+                405, f"this path does not support this method; expected {(headers or {}).get('Allow', 'another one')}"
+            )
         case HTTPException(status_code=status, detail=detail):
             return Problem(status, str(detail))
         case ServerBusy():
@@ -95,7 +97,7 @@ def problem_of(error: Exception) -> Problem:
             return Problem(400, str(error), code="context_length_exceeded" if too_long else None)
         case OutriderError():
             return Problem(500, str(error))
-    return Problem(500, "the server failed at this request; its log tells why")
+    return Problem(500, "the server failed at this request; see its log")
 
 
 def _invalid(errors: Sequence[Any]) -> Problem:

@@ -46,10 +46,14 @@ class Totals(Collector):
         limit = max(stats.kv.limit, 1)
         for name, told, value in (
             ("num_requests_running", "Requests in flight", stats.active),
-            ("num_requests_waiting", "Requests in line", stats.queued),
-            ("kv_cache_usage_perc", "Of the room for texts, what running ones take; 1: all", stats.kv.used / limit),
-            ("kv_cache_reserved_perc", "The same, as long as running ones may get", stats.kv.reserved / limit),
-            ("kv_cache_limit_bytes", "The room for texts in all workers together", stats.kv.limit),
+            ("num_requests_waiting", "Waiting requests", stats.queued),
+            ("kv_cache_usage_perc", "Share of KV memory that running requests use; 1: all", stats.kv.used / limit),
+            (
+                "kv_cache_reserved_perc",
+                "Share of KV memory that running requests may grow to",
+                stats.kv.reserved / limit,
+            ),
+            ("kv_cache_limit_bytes", "KV memory of all workers", stats.kv.limit),
             ("peak_memory_bytes", "The most MLX held in all workers during a request", stats.totals.peak_bytes),
         ):
             yield self._gauge(name, told, [((), value)])
@@ -57,34 +61,34 @@ class Totals(Collector):
         states = [((w.name, w.role, state), w.state == state) for w in workers for state in STATES]
         yield self._gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
         again = [((worker.name, worker.role), worker.restarts) for worker in workers]
-        yield self._counter("worker_restarts", "How often the worker was started again", again, "worker", "role")
+        yield self._counter("worker_restarts", "Restarts of the worker", again, "worker", "role")
         lies = [((worker.name, lie.name), lie.count) for worker in workers for lie in worker.lies]
-        yield self._counter("worker_lies", "Words of the worker that cannot be", lies, "worker", "kind")
+        yield self._counter("worker_lies", "Invalid messages of the worker", lies, "worker", "kind")
         trips = [((worker.name,), worker.round_trip_ms / 1000) for worker in workers if worker.round_trip_ms]
-        yield self._gauge("worker_round_trip_seconds", "From a ping to the worker's answer", trips, "worker")
+        yield self._gauge("worker_round_trip_seconds", "Round-trip time of a ping to the worker", trips, "worker")
         held = [((worker.name,), worker.cache.bytes) for worker in workers]
-        yield self._gauge("prompt_cache_bytes", "What the worker remembers of texts that ended", held, "worker")
+        yield self._gauge("prompt_cache_bytes", "Prompt cache of the worker", held, "worker")
 
     def _counts(self, stats: Stats) -> Iterator[Metric]:
         totals, endings = stats.totals, {one.name: one.count for one in stats.endings}
         ended = [((reason,), endings.get(reason, 0)) for reason in REASONS]
-        yield self._counter("request_success", "Requests that ended without an error, by why", ended, "finished_reason")
+        yield self._counter("request_success", "Completed requests by finish reason", ended, "finished_reason")
         failed = [((kind,), endings.get(kind, 0)) for kind in KINDS]
         yield self._counter("request_failure", "Requests that were refused or failed, by error", failed, "error")
         for name, told, count in (
             ("prompt_tokens", "Prompt tokens read, of requests that ended", totals.prompt_n),
-            ("prefix_cache_queries", "Prompt tokens looked for in the prompt cache", totals.prompt_n + totals.cache_n),
-            ("prefix_cache_hits", "Prompt tokens that were found there", totals.cache_n),
-            ("generation_tokens", "Tokens made, those of running requests too", stats.generated),
-            ("texts_resumed", "How often a text went on on another target", totals.resumed),
-            ("drafters_rejoined", "How often a drafter was taken back within a text", totals.rejoined),
-            ("stale_messages", "Workers' messages that came too late to matter", stats.stale_messages),
+            ("prefix_cache_queries", "Prompt cache queries, in tokens", totals.prompt_n + totals.cache_n),
+            ("prefix_cache_hits", "Prompt cache hits, in tokens", totals.cache_n),
+            ("generation_tokens", "Generated tokens, including running requests", stats.generated),
+            ("texts_resumed", "Texts that continued on a replaced target", totals.resumed),
+            ("drafters_rejoined", "Drafters that rejoined within a text", totals.rejoined),
+            ("stale_messages", "Stale messages of workers", stats.stale_messages),
             (
                 "dropped_branches",
-                "Drafters' messages that the speculation cache had no room for",
+                "Drafters' messages dropped because the speculation cache was full",
                 stats.dropped_branches,
             ),
-            ("rejected_frames", "What was no message of this protocol", stats.rejected_frames),
+            ("rejected_frames", "Invalid frames", stats.rejected_frames),
         ):
             yield self._counter(name, told, [((), count)])
 
@@ -94,17 +98,21 @@ class Totals(Collector):
             ("rounds", "Verifies, plain steps included", totals.rounds),
             ("spec_decode_num_drafts", "Verifies that carried a chain", totals.draft_rounds),
             ("spec_decode_num_draft_tokens", "Draft tokens verified", totals.draft_n),
-            ("spec_decode_num_accepted_tokens", "Draft tokens that held", totals.draft_n_accepted),
-            ("speculation_cache_hits", "Outcomes whose branch was there", totals.cache_hits),
+            ("spec_decode_num_accepted_tokens", "Accepted draft tokens", totals.draft_n_accepted),
+            ("speculation_cache_hits", "Speculation cache hits", totals.cache_hits),
         ):
             yield self._counter(name, told, [((), count)])
         for name, told, counts in (
-            ("spec_decode_num_draft_tokens_per_pos", "Draft tokens by place", totals.drafted_by_position),
-            ("spec_decode_num_accepted_tokens_per_pos", "Those that held, by place", totals.accepted_by_position),
+            ("spec_decode_num_draft_tokens_per_pos", "Draft tokens by position", totals.drafted_by_position),
+            (
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Accepted draft tokens by position",
+                totals.accepted_by_position,
+            ),
         ):
             yield self._counter(name, told, [((str(place),), count) for place, count in enumerate(counts)], "position")
         held = [((one.name,), one.count) for one in totals.draft_n_accepted_by]
-        yield self._counter("drafter_accepted_tokens", "Draft tokens that held, by whose they were", held, "worker")
+        yield self._counter("drafter_accepted_tokens", "Accepted draft tokens by drafter", held, "worker")
         misses = {
             "branch": totals.cache_late,
             "copied": totals.missed_then_copied,

@@ -91,7 +91,7 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
         link.send(Loading("target", stage))
 
     model = rank_zero.load(options.model, tell) if rank_zero is not None else load(options.model, progress=tell)
-    tell("trying what the model can do")
+    tell("testing the model")
     able = abilities(model)
     texts = rank_zero.texts(options.model, model) if rank_zero is not None else None
     kinds = [kind for kind, _ in options.own]
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--own", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
     tell = "a head that drafts in the draft worker: tell it the features that it reads"
     parser.add_argument("--tell", nargs=2, metavar=("KIND", "PATH"), help=tell)
-    parser.add_argument("--simulate", type=Path, help="a latency profile to keep to, docs/simulation.md")
+    parser.add_argument("--simulate", type=Path, help="a latency profile to simulate, see docs/simulation.md")
     parser.add_argument("--shards", type=int, default=1, help="as many ranks on this machine, each a part of the model")
     parser.add_argument("--shard", action="store_true", help="this is one of the ranks that mlx.launch has started")
     return parser

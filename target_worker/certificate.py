@@ -45,7 +45,9 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
         InvalidRequest: the claim has no tokens, or tokens the model doesn't have.
     """
     if claim.sampling.is_residual:
-        raise InvalidRequest("residual sampling may give another text each time; expected coupled sampling")
+        raise InvalidRequest(
+            "residual sampling can't be replayed: the text may differ each time; expected coupled sampling"
+        )
     constraint = Compiler(model.folder).asked(claim.sampling, claim.ends, len(claim.tokens))
     texts = SeparateTexts(model.model) if model.cpu is None else open_texts(model)  # by the kernels that chose
     slot = Slot(model, texts, claim.tokens, claim.sampling, constraint)

@@ -41,10 +41,10 @@ class Handover:
         if count <= 0:
             return
         try:
-            with named_errors("taking over what was read of the prompt"):
+            with named_errors("receiving the prompt's keys and values"):
                 layers = self._layout.unpack(message.data, message.count)
                 own = tuple((k[..., skip : skip + count, :], v[..., skip : skip + count, :]) for k, v in layers)
                 self._texts.extend(slot.text, own, count)
         except OutriderError as error:
-            log.warning("%s; the target reads on from token %d", error, slot.fed)
+            log.warning("%s; the target reads the prompt from token %d on", error, slot.fed)
             running.offered = False

@@ -54,7 +54,7 @@ class ColocatedExit:
     def read(self, texts: Texts) -> None:
         """From now on it drafts in these. Raises ModelError: they share no forwards."""
         if not isinstance(texts, FlatTexts):
-            raise ModelError("the target's texts share no forwards, so none can leave it early")
+            raise ModelError("the target can't batch requests, which early exit needs")
         self.drafter.beside(texts)
 
     def part_of(

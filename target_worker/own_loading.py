@@ -59,7 +59,7 @@ def load(
         try:
             drafter = _loaded(one, model, progress, alone)
         except OutriderError as error:
-            left_out.append(f"the drafter {one.name} is left out: {error}")
+            left_out.append(f"drafter {one.name} is not used: {error}")
             continue
         found[one.name] = drafter
         doubts += [drafter.drafter.note] if drafter.drafter.note else []
@@ -89,7 +89,7 @@ def _weight(drafter: OwnDrafter, model: LoadedModel, cost: Cost | None) -> float
     tried = None
     if cost is not None and isinstance(drafter, ColocatedHead):
         try:
-            with named_errors("trying what the head costs"):
+            with named_errors("measuring the head"):
                 tried = cost(drafter.drafter, model)
         except OutriderError as error:
             log.warning("%s; its weights tell", error)

@@ -40,7 +40,7 @@ class Prompts:
         running.awaits = None
         start = self.cache.find(running.slot.tokens)
         if start is not None:
-            with named_errors("copying what is remembered of the prompt"):
+            with named_errors("copying from the prompt cache"):
                 running.slot.begin(start)
             running.cached = running.slot.fed
 
@@ -62,7 +62,7 @@ class Prompts:
         if not self.cache.wants(known):
             return
         try:
-            with named_errors("copying what is remembered of a text"):
+            with named_errors("copying from the prompt cache"):
                 self.cache.keep(known, slot.save(len(known)))
         except OutriderError as error:
             log.warning("%s; it will be read again", error)

@@ -21,8 +21,8 @@ from outrider.protocol.messages import Features
 log = logging.getLogger(__name__)
 
 TOO_LARGE = (
-    "the head's features are beyond half precision (65,504), in which they are sent; it drafts no more for this text:"
-    " expected head_in target for this pair"
+    "the head's features are beyond half precision (65,504), in which they are sent; it stops drafting for this text;"
+    " use head_in target for this pair"
 )
 
 

@@ -181,7 +181,7 @@ class TargetWorker:
                 case Shutdown():
                     self._ending = True
                 case _:
-                    log.warning("a target has no use for %s", type(message).__name__)
+                    log.warning("a target can't handle %s", type(message).__name__)
         except OutriderError as error:
             self._fail(getattr(message, "request", None), error)
 
@@ -235,7 +235,7 @@ class TargetWorker:
         since_ns = clock.now() - FORGET_NS
         for request, running in list(self._running.items()):
             if running.waits_since_ns < since_ns:
-                log.warning("nothing was heard of it for long; it is closed", extra={"request": request})
+                log.warning("no message for a long time; closing it", extra={"request": request})
                 self._close(request)
 
     def _constraint(self, message: Open) -> Constraint | None:

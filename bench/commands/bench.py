@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
     if pair.settings.drafts_by_head:
-        raise InvalidRequest("bench has no heads among its ways yet; expected a draft_backend that is no head")
+        raise InvalidRequest("bench does not support heads yet; use another draft_backend")
     values.whole("max_tokens", options.max_tokens, 2, 1 << 20)
     temps = numbers("temps", options.temps, float)
     samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True) for temp in temps]
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         return concurrency.run(options, pair, samplings)
     for name in ("modes", "rounds", "each"):
         if getattr(options, name) is not None:
-            raise InvalidRequest(f"{name} is for several requests at once; expected concurrency beside it")
+            raise InvalidRequest(f"{name} needs concurrency")
     if options.suite is not None:
         return suite.run(options, pair, samplings)
     plan, out = _plan(options, pair, samplings), writable(options.out, "choose another --out")

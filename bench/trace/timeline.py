@@ -75,7 +75,7 @@ def read(path: Path) -> list[Bar]:
             for event in work
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"{path} is no trace of Outrider's: {error}") from error
+        raise InvalidRequest(f"{path} is not a trace of Outrider: {error}") from error
 
 
 def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: int) -> None:

@@ -57,7 +57,7 @@ def _converted(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
     """Where the draft could run once it is a package."""
     made = [variant for variant in packages.variants if packages.made(variant)]
     if not made and not try_now:
-        return [Placement("Core ML", False, note="the draft is not converted yet: outrider doctor --probe")]
+        return [Placement("Core ML", False, note="the draft is not converted yet: run `outrider doctor --probe`")]
     places = placements.on_core_ml(packages, try_now)
     kept = [variant for variant in packages.variants if packages.made(variant)] or list(packages.variants)
     places.append(placements.on_interpreter(packages.get(kept[0])))

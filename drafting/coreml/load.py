@@ -44,7 +44,7 @@ def load(model: str, tell: Tell) -> Drafter:
             sentence = f"{error}, drafting with MLX instead"
             tell(sentence)
     if checkpoint is None:
-        raise ModelError(f"{sentence}; name the model this package was made from instead of the package")
+        raise ModelError(f"{sentence}; give the model that this package was converted from, not the package")
     from outrider.drafting.mlx import MlxDrafter
 
     return MlxDrafter.load(str(checkpoint), tell)

@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 _ROUNDS = 12
 _WARM_UP = 2
 _TREE = 8
-_SHARED = "shares the target's GPU: each slows the other down"
+_SHARED = "shares the GPU with the target: each slows the other down"
 _OWN_CORES = "beside the target's GPU, on cores of its own: --draft-device cpu"
 _APART = "beside the target's GPU: --draft-backend coreml"
 _SAME_CPU = "shares the CPU with the target"
-_SLOW = "for checking only"
+_SLOW = "for tests only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _verdict(row: Tried) -> Placement:
 
 
 def _untried(units: str) -> Placement:
-    return Placement(f"Core ML on {units}", False, note="not tried yet: outrider doctor --probe")
+    return Placement(f"Core ML on {units}", False, note="not measured yet: run `outrider doctor --probe`")
 
 
 def _time(task: Callable[[], object]) -> float:

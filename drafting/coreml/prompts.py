@@ -64,7 +64,7 @@ class Prompts:
         package_ms, mlx_ms = self.times.package_ms[-1], self.times.mlx_ms[-1]
         last = f"{self.times.lengths[-1]} tokens: {package_ms:.1f} ms against {mlx_ms:.1f}"
         if self.least is None:
-            return f"prompts are read by MLX, which is quicker than the package on {self.units} ({last})"
+            return f"MLX reads prompts: it is faster than the package on {self.units} ({last})"
         return f"prompts of {self.least} tokens and more are read by the package on {self.units} ({last})"
 
 

@@ -68,7 +68,7 @@ class AheadHead:
         model = outline(target, progress=progress)
         head = read(kind, path, model, progress)
         if not isinstance(head, GuessingHead | BlockHead):
-            raise CannotDraft(f"{kind} heads draft in the target's process only; expected head_in target")
+            raise CannotDraft(f"{kind} heads can draft only in the target's process; use head_in target")
         numpy = host_of(head, model, agrees)
         return cls(head, kind, model.vocab_size, features_of(head, Path(path), Path(target)), numpy)
 
@@ -95,7 +95,7 @@ def _doubt(head: GuessingHead | BlockHead, backend: str) -> str:
         return ""
     if head.link is not None and head.link.recalls:
         raise CannotDraft(
-            f"this {backend} head links a block's tokens by a memory that begins with the block, and outcomes begin"
-            " within one; expected head_in target"
+            f"this {backend} head's memory starts with each block, so it can't continue from an outcome inside one;"
+            " use head_in target"
         )
     return "" if head.sees_prefixes else UNTRAINED

@@ -29,9 +29,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CannotDraft(f"{folder / 'config.json'} can't be read ({first_line(error)}); expected a head's") from error
+        raise CannotDraft(
+            f"{folder / 'config.json'} can't be read ({first_line(error)}); expected the config.json of a draft head"
+        ) from error
     if not isinstance(config, dict):
-        raise CannotDraft(f"{folder / 'config.json'} holds no settings; expected those of a head")
+        raise CannotDraft(f"{folder / 'config.json'} is empty; expected the settings of a draft head")
     return config
 
 
@@ -51,20 +53,20 @@ def read_weights(folder: Path) -> Weights:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         other = ", as safetensors: pytorch_model.bin has to be converted" if any(folder.glob("*.bin")) else ""
-        raise CannotDraft(f"{folder} holds no weights; expected those of a head{other}")
+        raise CannotDraft(f"{folder} has no weights; expected those of a draft head{other}")
     weights: Weights = {}
     try:
         for file in files:
             weights |= cast(Weights, mx.load(str(file)))
     except (RuntimeError, ValueError, OSError) as error:
-        raise CannotDraft(f"{folder} can't be read ({first_line(error)}); fetch the head again") from error
+        raise CannotDraft(f"{folder} can't be read ({first_line(error)}); download the head again") from error
     return weights
 
 
 def refuse_quantised(config: Mapping[str, Any], weights: Weights, name: str) -> None:
     """Raises CannotDraft: it is quantised."""
     if "quantization" in config or any(key.endswith(".scales") for key in weights):
-        raise CannotDraft(f"{name} is quantised; expected the head as it was published, which is small enough")
+        raise CannotDraft(f"{name} is quantized; use the head as it was published")
 
 
 def rope_of(sizes: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -122,7 +124,10 @@ def complete(name: str, what: str = "a head's sizes") -> Iterator[None]:
 def check_taps(taps: Sequence[int], layers: int, name: str) -> None:
     """Raises CannotDraft: the target has no such layer."""
     if not all(0 <= number < layers for number in taps):
-        raise CannotDraft(f"{name} reads the target's layers {taps}, and this one has {layers}; expected its own head")
+        raise CannotDraft(
+            f"{name} reads the target's layers {taps}, but this target has {layers};"
+            " expected a head trained for this target"
+        )
 
 
 def check_width(own: int, target: Mapping[str, Any], name: str) -> None:
@@ -130,7 +135,7 @@ def check_width(own: int, target: Mapping[str, Any], name: str) -> None:
     size = int(target["hidden_size"])
     if own != size:
         raise CannotDraft(
-            f"{name} reads rows of {own} numbers and this target's have {size}; expected a head for this target"
+            f"{name} expects a hidden size of {own}, but this target has {size}; expected a head for this target"
         )
 
 
@@ -143,7 +148,7 @@ def fill(head: nn.Module, weights: Weights, name: str, exact: Container[str] = (
     wanted = dict(tree_flatten(head.parameters()))
     missing = sorted(set(wanted) - set(weights))
     if missing:
-        raise CannotDraft(f"{name} lacks {', '.join(missing[:3])}; expected all of a head's tensors, fetch it again")
+        raise CannotDraft(f"{name} lacks {', '.join(missing[:3])}; download the head again")
     for key, shape in ((key, wanted[key].shape) for key in wanted):
         if weights[key].shape != shape:
             raise CannotDraft(f"{name}: {key} is {weights[key].shape}, expected {shape} by config.json and this target")
@@ -153,7 +158,7 @@ def fill(head: nn.Module, weights: Weights, name: str, exact: Container[str] = (
     mx.eval(head.parameters())
     sound = mx.stack([mx.isfinite(value).all() for _, value in chosen])
     if not sound.all().item():
-        raise CannotDraft(f"{name} holds weights that are not numbers; expected those of a trained head")
+        raise CannotDraft(f"{name} has weights that are NaN or infinite; expected a trained head")
 
 
 def _computed_in(stored: mx.Dtype) -> mx.Dtype:

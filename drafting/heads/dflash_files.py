@@ -65,7 +65,7 @@ def build(
 ) -> DFlash:
     """The same from what was read. Raises CannotDraft."""
     if head_kind(config) != "dflash":
-        raise CannotDraft(f"{name} is no DFlash head by its config.json; expected its architectures to say so")
+        raise CannotDraft(f"{name} is not a DFlash head: its config.json has another architecture")
     refuse_quantised(config, weights, name)
     weights = {_renamed(key): value for key, value in weights.items()}
     target = target.get("text_config") or target
@@ -81,7 +81,7 @@ def build(
     unknown = sorted(set(weights) - {key for key, _ in tree_flatten(head.parameters())})
     unknown = [key for key in unknown if not key.startswith(_TARGETS)]
     if unknown:
-        raise CannotDraft(f"{name} has {', '.join(unknown[:3])}, too, which is not known here")
+        raise CannotDraft(f"{name} has {', '.join(unknown[:3])}, which is not supported")
     fill(head, weights, name)
     positions.install(head)
     return head
@@ -102,7 +102,7 @@ def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, 
     markov = int(config.get("markov_rank") or 0)
     kind = str(config.get("markov_head_type") or "vanilla").lower()
     if markov and kind not in ("vanilla", "gated", "rnn"):
-        raise CannotDraft(f"{name} links its tokens by {kind!r}, which is not known here")
+        raise CannotDraft(f"{name} links its tokens by {kind!r}, which is not supported")
     return DFlashConfig(
         **sizes_of(config, weights, target),
         taps=_taps(config, int(target["num_hidden_layers"]), name),
@@ -161,7 +161,7 @@ def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
     window = int(config.get("sliding_window") or 0)
     windows = tuple((window or None) if kind == "sliding_attention" else None for kind in kinds[:count])
     if any(windows) and config.get("sliding_window_non_causal") is False:
-        raise CannotDraft(f"{name} has windows whose blocks look back only, which are not known here")
+        raise CannotDraft(f"{name} has sliding windows of causal blocks, which are not supported")
     return windows
 
 
@@ -174,13 +174,13 @@ def _check_target(
     check_width(settings.hidden_size, target, name)
     if int(config.get("num_target_layers") or layers) != layers:
         raise CannotDraft(
-            f"{name} was made for a target of {config['num_target_layers']} layers and this one has {layers}; expected"
-            " its own head"
+            f"{name} was trained for a target of {config['num_target_layers']} layers, but this one has {layers};"
+            " expected a head for this target"
         )
     if not 0 <= settings.mask_token < vocab_size:
         raise CannotDraft(
-            f"{name} masks by token {settings.mask_token} and this target has {vocab_size}; expected a head for its"
-            " vocabulary"
+            f"{name} has mask token {settings.mask_token}, but this target has {vocab_size} tokens; expected a head for"
+            " this target"
         )
     if settings.depth < 1:
         raise CannotDraft(f"{name} has blocks of {config.get('block_size')} tokens; expected at least 2")

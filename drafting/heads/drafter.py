@@ -61,7 +61,7 @@ class HeadDrafter:
         if not self.prompt_cache.wants(tokens):
             return
         try:
-            with named_errors("keeping what the head has read"):
+            with named_errors("storing the head's state"):
                 length = follower.read_all(tokens)
                 if length:
                     self.prompt_cache.keep(tokens[:length], follower.save(length))
@@ -97,7 +97,7 @@ class HeadDrafter:
                 return
         except OutriderError as error:
             log.warning("%s", error)
-        log.warning("the head drafts no more for this request, which goes on without")
+        log.warning("the head stops drafting for this request")
         line.picks.clear()
         line.follower.close()
 

@@ -52,7 +52,7 @@ def build(
 ) -> Eagle3:
     """The same from what was read. Raises CannotDraft."""
     if head_kind(config) != "eagle3":
-        raise CannotDraft(f"{name} is no EAGLE-3 head by its config.json; expected its architectures to say Eagle3")
+        raise CannotDraft(f"{name} is not an EAGLE-3 head: its config.json has another architecture")
     refuse_quantised(config, weights, name)
     weights = {_renamed(key): value for key, value in weights.items()}
     d2t, _ = weights.pop("d2t", None), weights.pop("t2d", None)
@@ -100,7 +100,9 @@ def _masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, 
     """P-EAGLE's mask token, and how many tokens it drafts at once."""
     token = config.get("mask_token_id", (config.get("eagle_config") or {}).get("mask_token_id"))
     if token is None or not 0 <= int(token) < vocab_size:
-        raise CannotDraft(f"{name} masks by token {token} and this target has {vocab_size}; expected mask_token_id")
+        raise CannotDraft(
+            f"{name} has mask token {token}, but this target has {vocab_size} tokens; check mask_token_id"
+        )
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return int(token), int(methods[0].get("speculative_tokens") or config.get("num_depths") or _DEPTHS)
 

@@ -33,12 +33,13 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
         CannotDraft: there is no adapter, it is for another target, or this one's rows can't be read early.
     """
     if not isinstance(open_texts(target), FlatTexts):
-        raise CannotDraft(f"a {target.model_type} model's texts don't share forwards, so none can leave it early")
+        raise CannotDraft(f"a {target.model_type} model can't batch requests, which early exit needs")
     _, layers = backbone_of(target.model)
     count = len(layers)
     if not reproduces(target, _exit(target, count)):
         raise CannotDraft(
-            f"a {target.model_type} model does more to its rows than its norm and output layer: none can leave it early"
+            f"a {target.model_type} model does more after its layers than norm and output layer, so"
+            " early exit is not supported"
         )
     if target.folder is not None and folder.samefile(target.folder):
         return _best(target, count)
@@ -55,12 +56,12 @@ def _exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) 
 def _best(target: LoadedModel, count: int) -> ExitDrafter:
     found = agreements(target, (_exit(target, layers) for layers in range(1, count)))
     if not found:
-        raise CannotDraft(f"the target has {count} layer, so there is none to leave it after")
+        raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
     gains = {layers: speedup(agreement, layers / count) for layers, agreement in found.items()}
     layers = max(gains, key=gains.__getitem__)
     note = f"drafting by the first {layers} of {count} layers, which agree with all in {found[layers]:.0%} of a trial"
     if gains[layers] < 1:
-        note += ": drafts will be poor; expected a model trained for early exit (LayerSkip), or an adapter"
+        note += ": few drafts will be accepted; use a model trained for early exit (LayerSkip), or an adapter"
         log.warning("%s", note)
     return ExitDrafter(_exit(target, layers), target, note, found[layers])
 
@@ -68,7 +69,7 @@ def _best(target: LoadedModel, count: int) -> ExitDrafter:
 def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     name, config, weights = str(folder), read_config(folder), read_weights(folder)
     if head_kind(config) != "early-exit":
-        raise CannotDraft(f"{name} is no adapter for an early exit; expected one, or no draft model beside the target")
+        raise CannotDraft(f"{name} is not an early-exit adapter; expected one, or no draft model")
     refuse_quantised(config, weights, name)
     settings = _settings(config, name)
     _check(settings, target, count, name)
@@ -78,12 +79,14 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     (agreement,) = agreements(target, [exit]).values()
     other = stranger(folder, target.folder)
     if other and agreement < _LEAST:
-        raise CannotDraft(f"{name}: {other}, and agrees with this one nowhere; expected one that was trained for it")
+        raise CannotDraft(
+            f"{name}: {other}, and never agrees with this one; expected an adapter trained for this target"
+        )
     note = f"drafting by {exit.layers} of {count} layers and an adapter, which agree in {agreement:.0%} of a trial"
     if other:
         note += f"; {other}"
     if agreement < _LEAST:
-        note += ": drafts will be poor; expected an adapter that was trained for this target"
+        note += ": few drafts will be accepted; use an adapter trained for this target"
     return ExitDrafter(exit, target, note, agreement)
 
 

@@ -59,14 +59,14 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         CannotDraft: there is none, or it can't draft for this target.
     """
     if kind in ("dflash", *OF_TARGET) and not alone:
-        raise CannotDraft(f"{kind} needs all of the target's output layer; expected no shards, or eagle3")
+        raise CannotDraft(f"{kind} needs the target's whole output layer; use it without shards, or use eagle3")
     if kind == "early-exit":
         with _named(f"loading the head {path}"):
             return early_exit_files.load(find(path, progress), model)
     head, doubt, agrees, numpy = read(kind, path, model, progress), "", None, None
     if alone:
         numpy = host_of(head, model)
-        progress("trying how head and target go together")
+        progress("testing the head with the target")
         with _named(f"trying the head {path}"):
             found = agreement(head, model)
             doubts = filter(None, (stranger(find(path, progress), model.folder), found.doubt))

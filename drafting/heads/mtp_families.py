@@ -59,7 +59,8 @@ def family_of(target: LoadedModel) -> Family:
         case glm4_moe.Model():
             return _next_layer(target, args, glm4_moe.DecoderLayer(args, args.num_hidden_layers), together=True)
     raise CannotDraft(
-        f"heads of {target.model_type} models are not known here; expected qwen3_5, qwen3_next, deepseek_v3, glm4_moe,"
+        f"MTP heads of {target.model_type} models are not supported; expected qwen3_5, qwen3_next,"
+        " deepseek_v3, glm4_moe,"
         " glm4_moe_lite, llama or mimo"
     )
 

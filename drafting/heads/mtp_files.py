@@ -46,7 +46,7 @@ def read(folder: Path, target: LoadedModel) -> Mtp:
     )  # fmt: skip
     unknown = sorted(set(weights) - {key for key, _ in tree_flatten(head.parameters())})
     if unknown:
-        raise CannotDraft(f"the head in {folder} has {', '.join(unknown[:3])}, too, which is not known here")
+        raise CannotDraft(f"the head in {folder} has {', '.join(unknown[:3])}, which is not supported")
     fill(head, weights, str(folder), family.exact)
     positions.install(head)
     return head
@@ -65,16 +65,16 @@ def _weights(folder: Path, family: Family) -> Weights:
             tensors = cast(Weights, mx.load(str(file)))
             found |= {key: value for key, value in tensors.items() if key.startswith(family.prefix)}
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CannotDraft(f"{folder} can't be read ({first_line(error)}); fetch the head again") from error
+        raise CannotDraft(f"{folder} can't be read ({first_line(error)}); download the head again") from error
     if not found:
         raise CannotDraft(
-            f"{folder} holds no {family.prefix}* tensors: conversions leave them out; expected the original repository"
+            f"{folder} holds no {family.prefix}* tensors, which conversions leave out; use the original repository"
         )
     refuse_quantised({}, found, str(folder))
     try:
         return family.named({key.removeprefix(family.prefix): value for key, value in found.items()})
     except (KeyError, ValueError, IndexError) as error:
-        raise CannotDraft(f"{folder} lacks {error} of a head's tensors; expected the original repository") from error
+        raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
 
 
 def _without_copies(weights: Weights, embed: Layer, output: Layer) -> Weights:

@@ -42,12 +42,13 @@ class Agreement:
         if best and self.others[best] > self.own + _CLEARLY:
             return (
                 f"the head agrees with the target in {self.own:.0%} of the tokens of a trial, and in"
-                f" {self.others[best]:.0%} with {best}: its config.json may count otherwise; drafts will be poor"
+                f" {self.others[best]:.0%} with {best}: its config.json may count layers differently;"
+                " few drafts will be accepted"
             )
         if self.own < _LEAST:
             return (
                 f"the head agrees with the target in {self.own:.0%} of the tokens of a trial; expected one that was"
-                " trained for this target: drafts will be poor"
+                " trained for this target: few drafts will be accepted"
             )
         return ""
 

@@ -36,18 +36,21 @@ def build(
 ) -> Redrafter:
     """The same from what was read. Raises CannotDraft."""
     if head_kind(config) != "redrafter":
-        raise CannotDraft(f"{name} is no ReDrafter by its config.json; expected model_type recurrent_drafting_drafter")
+        raise CannotDraft(
+            f"{name} is not a ReDrafter: its config.json does not say model_type recurrent_drafting_drafter"
+        )
     refuse_quantised(config, weights, name)
     settings = _settings(config, name)
     size = int(embed(mx.array([0])).shape[-1])
     if settings.hidden_size != size:
         raise CannotDraft(
-            f"{name} reads rows of {settings.hidden_size} numbers and this target's have {size}; expected a head for"
+            f"{name} expects a hidden size of {settings.hidden_size}, but this target has {size}; expected a head for"
             " this target"
         )
     if settings.vocab_size > target.vocab_size:
         raise CannotDraft(
-            f"{name} has {settings.vocab_size} tokens and this target {target.vocab_size}; expected its own head"
+            f"{name} has {settings.vocab_size} tokens and this target {target.vocab_size}; expected a"
+            " head for this target"
         )
     head = Redrafter(settings, embed, target.vocab_size, target.context_length)
     fill(head, weights, name)  # emb_norm.weight, too, is in some checkpoints: their own forward leaves it out

@@ -26,10 +26,10 @@ class DraftVocabulary:
         """By `d2t` [count], what each number is to be raised by. Raises CannotDraft: it is another target's."""
         if d2t is None:
             if count > size:
-                raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected its own head")
+                raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected a head for this target")
             return cls(size) if count == size else cls._of(size, mx.arange(count))
         if d2t.shape != (count,):
-            raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; fetch the head again")
+            raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; download the head again")
         ids = mx.arange(count) + d2t.astype(mx.int32)
         known = cast("list[int]", ids.tolist())
         if min(known) < 0 or max(known) >= size:

@@ -14,12 +14,12 @@ from outrider.orchestrator import cli
 from outrider.orchestrator.cli.parser import Parser
 
 COMMANDS = {
-    "head": "make this host the head of a new fleet",
-    "join": "make this host one of a fleet that has a head",
+    "head": "start a new fleet with this host as its head",
+    "join": "join a fleet",
     "run": "start the engines and the gate of a fleet.yaml, or change them",
-    "status": "what the fleet's hosts and engines do",
-    "unit": "what keeps an attached engine up, for launchd or systemd",
-    "down": "end what was started on this host",
+    "status": "show the fleet's hosts and engines",
+    "unit": "print a launchd or systemd unit for an attached engine",
+    "down": "stop what was started on this host",
 }
 ORDER = """
 Linux hosts, with Ray (pip install "outrider[fleet]"):

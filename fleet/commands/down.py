@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
         screen.clear()
     host.forget()
     if here is None:
-        say("Nothing of a fleet runs here.")
+        say("No fleet runs on this host.")
     else:
         say("The fleet has ended." if here.head else "This host has left the fleet.")
     return 0

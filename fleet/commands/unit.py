@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     where = reachable(options.endpoint)
     if not isinstance(where, Tcp):
-        raise InvalidRequest(f"{options.endpoint} is for this host alone; expected tcp://HOST:PORT")
+        raise InvalidRequest(f"{options.endpoint} is reachable only from this host; expected tcp://HOST:PORT")
     chosen = settings.ServeSettings(**{**flags.settings_of(options), "endpoint": str(where)})
     unit = Unit(
         (sys.executable, "-m", "outrider", "serve", "--no-http", *settings.flags(_absolute(chosen))),

@@ -75,7 +75,7 @@ def opening(system_prompt: str | None, path: Path | None) -> tuple[Message, ...]
     if system_prompt is None:
         return before
     if any(message["role"] == "system" for message in before):
-        raise InvalidRequest(f"{path} has a system prompt already; leave --system-prompt out")
+        raise InvalidRequest(f"{path} already has a system prompt; leave out --system-prompt")
     return ({"role": "system", "content": system_prompt}, *before)
 
 
@@ -86,7 +86,7 @@ def checked(found: object, name: str) -> tuple[Message, ...]:
         InvalidRequest: it is none; `name` says whose.
     """
     if not isinstance(found, list) or not found:
-        raise InvalidRequest(f"{name} holds no conversation; expected {EXPECTED}")
+        raise InvalidRequest(f"{name} is not a conversation; expected {EXPECTED}")
     for number, message in enumerate(found, start=1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise InvalidRequest(f"message {number} of {name} has no role or no text; expected {EXPECTED}")

@@ -109,7 +109,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] 
     forget = "mode auto starts without what it learned before, and saves nothing"
     add("--no-memory", dest="memory", action="store_false", default=None, help=forget)
     add = _adder(parser, "keys, logs and traces", without)
-    folder = "the folder of keys for other machines' endpoints (default: ~/.config/outrider/keys)"
+    folder = "the folder of your keys (default: ~/.config/outrider/keys)"
     add("--keys", type=Path, metavar="FOLDER", help=folder)
     trace = "write a timeline for chrome://tracing or Perfetto (default: none)"
     add("--trace", type=Path, metavar="FILE", help=trace)

@@ -175,7 +175,7 @@ def connected(options: argparse.Namespace) -> list[Client]:
     if options.server_key is not None:
         raise InvalidRequest("--server-key is one server's; with several expected `outrider keys trust` for each")
     if "" in places or len(set(places)) < len(places):
-        raise InvalidRequest(f"--connect {options.connect} has an empty place or one twice; expected each server once")
+        raise InvalidRequest(f"--connect {options.connect} has an empty or repeated entry; expected each server once")
     return [Client(place, SILENT_SECONDS, keys=options.keys) for place in places]
 
 
@@ -187,10 +187,10 @@ def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
     """
     before = conversation.opening(options.system_prompt, options.chat)
     if options.prompt is None and options.chat is None:
-        raise InvalidRequest("there is nothing to complete; expected a prompt, or --chat with a conversation")
+        raise InvalidRequest("no prompt; give one, or --chat with a conversation")
     if options.prompt is None:
         if before[-1]["role"] == "assistant":
-            raise InvalidRequest(f"{options.chat} ends with an answer; expected --prompt with what is said to it")
+            raise InvalidRequest(f"{options.chat} ends with an answer; give the next message with --prompt")
         return before
     prompt = read_prompt(options.prompt)
     if not before:
@@ -273,10 +273,10 @@ def _served(options: argparse.Namespace) -> str:
         name = next((worker.model for worker in workers if worker.role == "target" and worker.model), None)
         if name is not None:
             return name
-    raise EndpointError(f"the server at {options.connect} has no model yet; ask again when it is ready")
+    raise EndpointError(f"the server at {options.connect} has not loaded its model yet; try again when it is ready")
 
 
 def _refuse_cluster_settings(settings: dict[str, Any]) -> None:
     foreign = [f"--{name.replace('_', '-')}" for name in settings if name not in REQUEST_SETTINGS]
     if foreign:
-        raise InvalidRequest(f"{', '.join(foreign)} is the running server's own choice; leave it out with --connect")
+        raise InvalidRequest(f"{', '.join(foreign)} can't be used with --connect: the server has chosen it")

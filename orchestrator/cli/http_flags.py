@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     key = f"a key that clients must send; repeatable (default: {KEY_VARIABLE} in the environment, else none)"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=key)
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="API keys, one a line (default: none)")
-    name = "what requests may call the model; repeatable (default: its id or folder)"
+    name = "a name for the model in requests; repeatable (default: its id or folder)"
     group.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help=name)
     origin = "web pages that may ask from a browser, or *; repeatable (default: none)"
     group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
@@ -74,7 +74,7 @@ def keys_in(path: Path | None) -> list[str]:
         return []
     keys = text_file.read(path, "API keys, one a line").split()
     if not keys:
-        raise InvalidRequest(f"{path} has no API key in it; expected one a line")
+        raise InvalidRequest(f"{path} contains no API key; expected one per line")
     return keys
 
 

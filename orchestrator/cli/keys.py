@@ -21,7 +21,7 @@ MAX_NAME = 64
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=list(_ACTIONS), help="see above")
-    parser.add_argument("what", nargs="*", default=[], metavar="KEY|NAME|PLACE", help="as the action has it")
+    parser.add_argument("what", nargs="*", default=[], metavar="KEY|NAME|PLACE", help="depends on the action")
     role = f"with allow: what its holder may do (default: {CLIENT})"
     parser.add_argument("--as", dest="role", choices=ROLES, default=CLIENT, help=role)
     parser.add_argument("--force", action="store_true", help="with make: replace the key that exists")
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _make(ring: Keyring, options: argparse.Namespace) -> None:
     pair = ring.make(anew=options.force)
-    say(f"A key was made in {ring.folder}; this is its public half:")
+    say(f"Created a key in {ring.folder}; its public half is:")
     print(pair.public)
 
 
@@ -51,14 +51,16 @@ def _show(ring: Keyring, options: argparse.Namespace) -> None:
 def _allow(ring: Keyring, options: argparse.Namespace) -> None:
     key, name = options.what
     if not name.isprintable() or name.split() != [name] or len(name) > MAX_NAME:
-        raise InvalidRequest(f"{name!r} is no name; expected one word of at most {MAX_NAME} printable characters")
+        raise InvalidRequest(
+            f"{name!r} is not a valid name; expected one word of at most {MAX_NAME} printable characters"
+        )
     ring.allow(Allowed(options.role, parse_key(key), name))
-    say(f"{name} is let in as a {options.role}; servers that run know it from now on.")
+    say(f"{name} is allowed as a {options.role}; running servers accept it at once.")
 
 
 def _revoke(ring: Keyring, options: argparse.Namespace) -> None:
     for gone in ring.revoke(options.what[0]):
-        say(f"{gone.name} is no longer let in as a {gone.role}.")
+        say(f"{gone.name} is no longer allowed as a {gone.role}.")
 
 
 def _trust(ring: Keyring, options: argparse.Namespace) -> None:
@@ -75,7 +77,7 @@ def _list(ring: Keyring, options: argparse.Namespace) -> None:
     rows += [(one.role, one.key, one.name) for one in ring.allowed()]
     rows += [("server", server.key, server.place) for server in ring.servers()]
     if not rows:
-        say(f"No key is known in {ring.folder}; `outrider keys make` makes one.")
+        say(f"No key in {ring.folder}; `outrider keys make` creates one.")
     for row in rows:
         print("{:8} {} {}".format(*row).rstrip())
 

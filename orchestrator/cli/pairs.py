@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
         print(_listing())
         return 0
     if options.draft is None:
-        raise InvalidRequest("only one model is named; expected a target and a draft, or neither for the list")
+        raise InvalidRequest("expected two models, a target and a draft, or none to list the known pairs")
     target, draft = find_model(options.target, weights=False), find_model(options.draft, weights=False)
     found = compare(load_codec(target), load_codec(draft))
     for line in _facts(target, draft):
@@ -67,6 +67,6 @@ def _listing() -> str:
         "embedded, a tiny pair for tests (--model tiny):",
         f"  {target}",
         f"  + {draft}",
-        "Same family and tokenizer as published; `outrider pairs TARGET DRAFT` compares",
-        "the vocabularies of any two.",
+        "According to their publishers, each pair shares a tokenizer;",
+        "`outrider pairs TARGET DRAFT` compares the vocabularies of any two models.",
     ])  # fmt: skip

@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("endpoints")
     clients = "where Python clients connect, ipc://PATH or tcp://HOST:PORT (default: a new socket)"
     group.add_argument("--endpoint", metavar="ENDPOINT", help=clients)
-    joining = "where other machines' drafters join, tcp://HOST:PORT, see docs/security.md (default: nowhere)"
+    joining = "where drafters of other machines join, tcp://HOST:PORT, see docs/security.md (default: nowhere)"
     group.add_argument("--workers-endpoint", metavar="ENDPOINT", help=joining)
     advertise = "announce the workers' endpoint on the local network"
     group.add_argument("--advertise", action="store_true", default=None, help=advertise)

@@ -32,7 +32,7 @@ def guarded(command: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what still waits to be written
         if isinstance(error, BrokenPipeError):
             return 0
-        say(f"outrider: the output can't be written ({error.strerror}); expected a stdout that takes it")
+        say(f"outrider: the output can't be written ({error.strerror}); stdout is not writable")
         return OutriderError.exit_code
 
 

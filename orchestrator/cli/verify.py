@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _generated(options: argparse.Namespace, screen: Screen) -> Output:
     if options.prompt is None and options.chat is None:
-        raise InvalidRequest("there is nothing to verify; expected --json-file, or --prompt to generate from")
+        raise InvalidRequest("nothing to verify; expected --json-file, or --prompt to generate from")
     prompt = prompt_of(options)
     wish = wish_of(options, prompt)
     _require_coupled(wish.sampling)
@@ -87,7 +87,7 @@ def _from_file(options: argparse.Namespace) -> Output:
     found = _object(path)
     prompt = found.get("prompt") if options.prompt is None and options.chat is None else prompt_of(options)
     if prompt is None:
-        raise InvalidRequest(f"{path} does not tell its prompt; expected --prompt, and the sampling flags, beside it")
+        raise InvalidRequest(f"{path} does not contain its prompt; expected --prompt and the sampling flags")
     try:
         return Output(
             model=options.model or _text(found["model"]),
@@ -109,28 +109,30 @@ def _object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(text_file.read(path, EXPECTED))
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{path} is no JSON ({error}); expected {EXPECTED}") from None
+        raise InvalidRequest(f"{path} is not JSON ({error}); expected {EXPECTED}") from None
     if not isinstance(found, dict):
-        raise InvalidRequest(f"{path} holds no JSON object; expected {EXPECTED}")
+        raise InvalidRequest(f"{path} is not a JSON object; expected {EXPECTED}")
     return found
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} where a text should be")
+        raise TypeError(f"{value!r} instead of text")
     return value
 
 
 def _require_coupled(sampling: SamplingParams) -> None:
     if sampling.is_residual:
-        raise InvalidRequest("residual sampling may give another text each time; expected coupled sampling")
+        raise InvalidRequest(
+            "residual sampling can't be replayed: the text may differ each time; expected coupled sampling"
+        )
 
 
 def _told(report: Report, found: tuple[str, ...], codec: TextCodec) -> str:
-    verdict = "certified" if report.holds and not found else "NOT the target's own output"
+    verdict = "certified" if report.holds and not found else "NOT the target's output"
     lines = [
         f"{report.positions} tokens replayed: {report.identical} identical, {len(report.ties)} ties"
-        f" (what rounding may do), {len(report.mismatches)} mismatches: {verdict}"
+        f" (rounding differences), {len(report.mismatches)} mismatches: {verdict}"
     ]
     lines += [f"  FAULT: {one}" for one in found]
     lines += [_line("tie", one, codec) for one in report.ties]
@@ -141,6 +143,6 @@ def _told(report: Report, found: tuple[str, ...], codec: TextCodec) -> str:
 def _line(what: str, one: Difference, codec: TextCodec) -> str:
     margin = "filtered out by the target" if one.margin is None else f"margin {one.margin:.3g} of {one.tolerance:.3g}"
     return (
-        f"  {what} at {one.position}: the target says {codec.decode((one.expected,))!r}"
+        f"  {what} at {one.position}: the target generates {codec.decode((one.expected,))!r}"
         f" and the output {codec.decode((one.token,))!r}, {margin}"
     )

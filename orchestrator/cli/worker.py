@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     find = "look on the local network for a server whose key is known (`outrider keys trust`)"
     where.add_argument("--discover", action="store_true", help=find)
     add_server_key_flag(parser.add_argument)
-    name = "what the server calls it (default: the role, this host and the process id)"
+    name = "its name on the server (default: the role, this host and the process id)"
     parser.add_argument("--name", metavar="NAME", help=name)
     shard = "one of several ranks of the target, all started by mlx.launch"
     parser.add_argument("--shard", action="store_true", help=shard)
@@ -80,10 +80,10 @@ def run(options: argparse.Namespace) -> int:
     pair = choose_pair(settings)
     if options.role == "draft" and pair.settings.drafts_by_head and not is_head:
         raise InvalidRequest(
-            f"{options.draft_model} is a head, which reads the target; expected head_in draft-worker, there and here"
+            f"{options.draft_model} is a draft head; it needs head_in draft-worker, on both sides"
         )
     if options.role == "draft" and not pair.settings.has_draft_worker:
-        raise InvalidRequest("no draft model is named; expected --draft-model, or neither that nor --model")
+        raise InvalidRequest("--draft-model is missing; give it with --model, or neither of them")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"
     command = worker_command(options.role, name, endpoint, pair.settings, options.parent_fd)
     command += ["--shard"] if options.shard else []

@@ -176,7 +176,7 @@ class LocalCluster:
                 case Stage(text=text) if progress is not None:
                     progress(text)
         code = self._process.wait()
-        raise WorkerError(f"the server ended with code {code} before it was ready; its stderr tells why")
+        raise WorkerError(f"the server exited with code {code} before it was ready; see its stderr")
 
     def _check(self) -> None:
         code = self._process.poll()

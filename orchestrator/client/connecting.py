@@ -67,7 +67,9 @@ class Connecting:
         try:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         except zmq.ZMQError as error:  # each request has one, and there are so many to a process
-            raise ServerBusy(f"too many requests of this process are under way ({error}); expected fewer") from None
+            raise ServerBusy(
+                f"this process has too many requests in flight ({error}); wait for some to finish"
+            ) from None
         socket.setsockopt(zmq.ROUTING_ID, self._key + next(self._serials).to_bytes(4, "big"))
         socket.setsockopt(zmq.LINGER, 0)
         try:

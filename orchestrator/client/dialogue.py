@@ -132,7 +132,7 @@ class Dialogue:
             OutriderError: of the class the server named, when the request failed.
         """
         if isinstance(message, messages.Stats) and not message.known:
-            raise ServerStopped("the server was started anew while it was asked, and knows nothing of it; ask again")
+            raise ServerStopped("the server restarted and lost this request; send it again")
         if getattr(message, "request", None) != self.request:
             return None
         match message:

@@ -34,7 +34,7 @@ class _Sources(Generic[C]):
 
     def __init__(self, clients: Sequence[C]) -> None:
         if not clients:
-            raise InvalidRequest("there is no server to ask; expected at least one client")
+            raise InvalidRequest("Resumed needs at least one client")
         self.all: list[C] = list(clients)
         self._at = 0
 

@@ -31,17 +31,17 @@ DRAFTERS = (Branches, Drafted, Prefilled, Resync, Fault)
 flat = chain.from_iterable
 LATE = "late"
 LIES = {
-    "role": "what no drafter may say",
-    "request": "words about a request of others, or of nobody",
-    "round": "words about a round that it was never told of",
-    "base_len": "another number of committed tokens than it was told",
-    "unasked": "branches or chains that nobody asked for",
-    "length": "chains longer than asked for, or more of them",
+    "role": "messages that drafters must not send",
+    "request": "messages about requests that are not its own",
+    "round": "messages about unknown rounds",
+    "base_len": "a wrong number of committed tokens",
+    "unasked": "branches or chains that were not requested",
+    "length": "more or longer chains than requested",
     "vocabulary": "tokens outside its own vocabulary",
-    "beside": "tokens beside a chain that nobody asked for, or that can't stand there",
-    "q": "probabilities that its tokens can't have been drawn from",
-    "frame": "frames that are no message",
-    "flood": "more than anybody could read",
+    "beside": "alternative tokens that were not requested or are invalid",
+    "q": "probabilities that don't match its tokens",
+    "frame": "frames that are not messages",
+    "flood": "too many messages",
 }
 """The kinds of lies, in words that go on "it said"."""
 

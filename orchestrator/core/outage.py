@@ -34,11 +34,11 @@ class Outage:
         self._away, self._trial = True, None
         for request in under_way:
             request.suspend()
-            request.note(f"the text goes on after a pause: {why}")
+            request.note(f"the text continued after a pause: {why}")
             request.deaths += 1
             request.account.resumed += 1
             self._waiting[request.id] = request
-        words = f"{why}, for the third time in a row under this request, at last with no other beside it"
+        words = f"{why}, for the third time in a row with this request, the last time with this request alone"
         return [(request, words) for request in under_way if request.deaths >= GUILTY]
 
     def ended(self) -> None:

@@ -202,7 +202,7 @@ class Planner:
         why = request.drifts.setdefault(drafter, Drift()).saw(ended.proposal.depth, outcome.accepted)
         if why:
             request.left_out.add(drafter)
-            request.note(f"speculation: {drafter} is left out: {why}")
+            request.note(f"speculation: {drafter} is not used: {why}")
             self.regain(request)
 
     def _judge_copy(self, request: Request, proposal: Proposal, outcome: Outcome, kept: tuple[int, ...]) -> None:

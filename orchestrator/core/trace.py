@@ -60,7 +60,7 @@ class Trace:
             return
         if not self._is_full:
             self._is_full = True
-            log.warning("the trace has %d events, as many as it may; what follows is not in it", MOST_EVENTS)
+            log.warning("the trace is full (%d events); later events are left out", MOST_EVENTS)
 
     def mark(self, track: str, name: str, at_ns: int, **args: Any) -> None:
         self.add(track, name, Span(at_ns, at_ns), **args)

@@ -124,11 +124,11 @@ class Admission:
     def _drafter(self, asked: Generate) -> str:
         """The only one that is to draft; empty: whoever is there."""
         if asked.drafter and asked.drafter not in self._drafters:
-            known = ", ".join(self._drafters) or "none: nobody drafts here"
+            known = ", ".join(self._drafters) or "none: this server has no drafter"
             raise InvalidRequest(f"no drafter is called {asked.drafter!r} here; expected {known}")
         if asked.drafter not in ("", DRAFT_MODEL) and asked.mode == "ssd" and not is_joint(asked.drafter):
             raise InvalidRequest(
-                f"mode ssd is for draft workers, and {asked.drafter} is none; expected mode sd or auto"
+                f"mode ssd is for draft workers, and {asked.drafter} is not one; expected mode sd or auto"
             )
         if is_joint(asked.drafter) and asked.mode == "sd":
             raise InvalidRequest(f"{asked.drafter} draft for one tree while one works ahead; expected mode ssd or auto")
@@ -169,7 +169,7 @@ class Admission:
         if self.vocab_size is None:
             return
         biased = tuple(token for token, _ in sampling.logit_bias)
-        for what, ids in (("the prompt", tokens), ("what was said before", said), ("logit_bias", biased)):
+        for what, ids in (("the prompt", tokens), ("the text so far", said), ("logit_bias", biased)):
             beyond = next((token for token in ids if not 0 <= token < self.vocab_size), None)
             if beyond is not None:
                 raise InvalidRequest(f"{what} has token {beyond}; expected ids from 0 to {self.vocab_size - 1}")
@@ -187,7 +187,7 @@ class Admission:
             sampling = replace(sampling, seed=secrets.randbelow(SEEDS))
         if self.context_length is not None and prompt_tokens + sampling.max_tokens > self.context_length:
             room = self.context_length - prompt_tokens
-            notes += (f"max tokens is {room} instead of {sampling.max_tokens}: the context ends there",)
+            notes += (f"max tokens was reduced from {sampling.max_tokens} to {room}: the context is full then",)
             sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         if self.kv_room is not None and prompt_tokens + sampling.max_tokens > self.kv_room.tokens:
             room = self.kv_room.tokens - prompt_tokens
@@ -195,7 +195,7 @@ class Admission:
             notes += (f"max tokens is {room} instead of {sampling.max_tokens}: the {limit} of kv_memory end there",)
             sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
-            notes += (f"the draft model's context ends at {self.draft_context} tokens: no model drafts after that",)
+            notes += (f"the draft model's context ends at {self.draft_context} tokens: no drafting after that",)
         if sampling.is_residual and self._settings.draft_backend not in DRAWING_BACKENDS:
             backend = self._settings.draft_backend
             notes += (f"the {backend} drafter does not draw: what it proposes is taken as certain",)
@@ -211,7 +211,7 @@ def _said(asked: Generate) -> tuple[int, ...]:
 
 
 def _ended(admit: Admit, text: TextStream, characters: int) -> str:
-    """Why what was said before, with so many characters, is the whole text, if it is; `text` has read it then."""
+    """Why the text so far, with so many characters, is the whole text, if it is; `text` has read it then."""
     if text.resume(admit.said, characters).stopped:
         return "stop"
     if not admit.eos.isdisjoint(admit.said[-1:]):

@@ -89,7 +89,7 @@ class ClientSocket:
             if not self._allowance.takes(client, frames, clock.now()):
                 if self._allowance.is_first(client):
                     log.warning(
-                        "a client says too much: what is more than %.0f things a second is refused", CLIENTS.a_second
+                        "a client sends too many messages: refusing more than %.0f a second", CLIENTS.a_second
                     )
                 self._reject(sender, frames, ServerBusy(TOO_MUCH))
                 continue
@@ -103,7 +103,7 @@ class ClientSocket:
         try:
             self.socket.send_multipart([to, *encode(message)], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            log.info("a client can't be told: %s", error.strerror)
+            log.info("can't send to a client: %s", error.strerror)
             return False
         return True
 

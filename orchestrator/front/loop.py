@@ -56,8 +56,8 @@ from outrider.protocol.messages import (
 from outrider.protocol.version import PACKAGE_VERSION
 
 LETTERS_PER_TURN = 64
-DRAINING = "the server ends when what runs is complete, and takes no new requests; ask again when it runs anew"
-STOPPED = "the server was stopped before the text was complete; ask again when it runs"
+DRAINING = "the server is draining and accepts no new requests; retry after it restarts"
+STOPPED = "the server was stopped before the text was complete; retry when it runs again"
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Front:
     def _on_generate(self, sender: bytes, asked: Generate, key: str) -> None:
         try:
             if (sender, asked.request) in self._named:
-                raise InvalidRequest(f"request {asked.request} is running already; expected a name of its own")
+                raise InvalidRequest(f"request {asked.request} is already running; expected an unused name")
             self._check_room()
             accepted = self._admission.accept(asked, f"r{next(self._serials)}")
         except OutriderError as error:
@@ -187,10 +187,12 @@ class Front:
             raise ServerStopped(DRAINING)
         if len(self._named) >= self._admission.places + settings.max_waiting:
             raise ServerBusy(
-                f"{settings.max_waiting} requests wait already, as many as may (max_waiting); ask again later"
+                f"{settings.max_waiting} requests are already waiting, the maximum (max_waiting); try again later"
             )
         if self._clients.door.crowded:
-            raise ServerBusy("the server has nearly as many connections as it may; close idle ones or ask again later")
+            raise ServerBusy(
+                "the server has almost reached its connection limit; close idle connections, or try again later"
+            )
 
     def _cancel(self, ticket: Ticket | None) -> None:
         if ticket is None or ticket.ending:

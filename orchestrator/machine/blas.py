@@ -47,7 +47,7 @@ def openblas() -> Path | None:
 
 def _given(library: Path) -> Path:
     if not library.is_file():
-        raise InvalidRequest(f"{CHOICE} names {library}, which is no file; expected a libopenblas.so.0, or nothing")
+        raise InvalidRequest(f"{CHOICE} names {library}, which is not a file; expected a libopenblas.so.0, or nothing")
     return library
 
 

@@ -108,10 +108,10 @@ class HttpProcess:
         code = self._process.poll()
         if code is None:
             return
-        told = f"the HTTP server ended with code {code}: {log_tail(self._log) or 'its log is empty'}"
+        told = f"the HTTP server exited with code {code}: {log_tail(self._log) or 'its log is empty'}"
         if time.monotonic() - self._began < TOO_SOON_SECONDS:
             raise WorkerError(told)
-        log.error("%s; it is started again", told)
+        log.error("%s; restarting it", told)
         self._begin()
 
     def drain(self) -> None:
@@ -158,7 +158,7 @@ def large_pages() -> dict[str, str]:
 
 def _why(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return "the port is taken; choose another with --port, or --no-http"
+        return "the port is in use; choose another with --port, or --no-http"
     if error.errno == errno.EACCES:
-        return "the port is for administrators; choose one from 1024 on with --port"
+        return "no permission for this port; choose one from 1024 on with --port"
     return f"{error.strerror}; expected an address of this machine (--host), or --no-http"

@@ -82,7 +82,7 @@ def find(trusted: Collection[str], seconds: float = SECONDS, interfaces: Sequenc
     found = _announced(seconds, interfaces)
     known = [one for one in found if one.key in trusted]
     if len(known) > 1:
-        raise EndpointError(f"several servers whose keys are known are here: {_listed(known)}; choose one by --connect")
+        raise EndpointError(f"found several servers with trusted keys: {_listed(known)}; choose one with --connect")
     if not known and found:
         raise EndpointError(
             f"no server is here whose key is known, only {_listed(found)}; if one is yours,"
@@ -149,4 +149,4 @@ def _opened(interfaces: Sequence[str] | None) -> Zeroconf:
     try:
         return Zeroconf(interfaces=list(interfaces) if interfaces is not None else InterfaceChoice.All)
     except OSError as error:
-        raise EndpointError(f"the local network can't be asked ({error}); give the address by --connect") from None
+        raise EndpointError(f"can't search the local network ({error}); give the address with --connect") from None

@@ -14,5 +14,5 @@ def log_file(path: Path, mode: str) -> BinaryIO:
     try:
         return open(path, mode)  # type: ignore[return-value]
     except OSError as error:
-        log.warning("%s can't be written (%s): that process runs without a log", path, error.strerror)
+        log.warning("can't write %s (%s): that process runs without a log", path, error.strerror)
         return open("/dev/null", "wb")

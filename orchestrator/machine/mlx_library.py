@@ -23,5 +23,5 @@ def require_mlx() -> None:
     places = found.submodule_search_locations if found is not None else None
     if not any(Path(place, LIBRARY).is_file() for place in places or ()):
         raise InvalidRequest(
-            "MLX has nothing to compute with here; expected pip install 'outrider[cpu]', or 'outrider[cuda]' for a GPU"
+            "MLX has no backend installed; run pip install 'outrider[cpu]', or 'outrider[cuda]' for a GPU"
         )

@@ -25,5 +25,5 @@ def measured(draft_model: str) -> str | None:
         return f"prompts stay with MLX: Core ML had not read them after {SECONDS:g} s"
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or ["no reason told"]
-        return f"prompts stay with MLX: {said[-1]}"
+        return f"MLX reads prompts: {said[-1]}"
     return str(json.loads(done.stdout)["sentence"])

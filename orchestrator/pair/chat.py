@@ -61,7 +61,7 @@ def render(
     taken = OWN.intersection(given)
     if taken:
         raise InvalidRequest(
-            f"a keyword of the chat template is named {min(taken)}; expected others than the request's"
+            f"the chat template keyword {min(taken)} is reserved; rename it"
         )
     try:
         return _compiled(template).render(

@@ -170,9 +170,9 @@ def _described(name: str, folder: Path, weights: bool) -> ModelFiles:
     if not folder.is_dir():
         raise ModelError(f"{name} is a file, and not in GGUF format; {_EXPECTED}")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{name} is no model: it has no config.json; expected a folder in Hugging Face layout")
+        raise ModelError(f"{name} is not a model folder: config.json is missing")
     if weights and not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{name} has no weights: no *.safetensors file; expected a folder in Hugging Face layout")
+        raise ModelError(f"{name} has no weights: *.safetensors files are missing")
     config = read_json(folder / "config.json")
     text = config.get("text_config")
     merged = {**config, **text} if isinstance(text, dict) else config
@@ -227,11 +227,11 @@ def _why(error: Exception) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
-        return "Hugging Face asks for its terms to be accepted first (then `hf auth login`)"
+        return "accept its terms on Hugging Face first, then run `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "Hugging Face has no such public repository"
     if constants.HF_HUB_OFFLINE:
         return "offline mode is on (HF_HUB_OFFLINE) and the cache has no copy"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return "Hugging Face can't be reached and the cache has no copy"
-    return f"Hugging Face can't be asked ({type(error).__name__})"
+    return f"Hugging Face can't be reached ({type(error).__name__})"

@@ -66,7 +66,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
             raise ModelError(f"no draft model comes with {model}; expected --draft-model beside --colocate")
         settings = replace(settings, draft_backend="ngram")
         if not settings.head and model not in PULLED:
-            note = "no draft model is named (--draft-model), so drafts come from n-grams of the text alone"
+            note = "no draft model (--draft-model), so drafts come only from n-grams of the text"
             notes = (*notes, note)
     if not settings.needs_draft_model:
         names = (names[0], None)
@@ -134,7 +134,7 @@ def _heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[str, ...],
         try:
             folders.append(_head(name, target))
         except OutriderError as error:
-            left_out.append(f"the head {name} is left out: {error}")
+            left_out.append(f"head {name} is not used: {error}")
     return tuple(folders), tuple(left_out)
 
 
@@ -147,7 +147,9 @@ def _head(name: str, target: ModelFiles) -> str:
         return name
     kind = kind_of(find_model(name, weights=False).folder, target.folder)
     if kind is None:
-        raise ModelError(f"{name} is no head for {target.name} by its config.json; expected one of {', '.join(HEADS)}")
+        raise ModelError(
+            f"{name} is not a head for {target.name}, going by its config.json; expected one of {', '.join(HEADS)}"
+        )
     return str((find_own_head(name) if kind == "mtp" else find_model(name)).folder)
 
 
@@ -158,5 +160,5 @@ def _recognised(settings: ServeSettings, draft: str, target: ModelFiles) -> Serv
     if settings.draft_backend == "auto":
         return replace(settings, draft_backend=kind or "mlx")
     if kind not in (None, "mtp") and not settings.drafts_by_head:
-        raise ModelError(f"{draft} is a head that reads the target; expected draft_backend {kind} or auto for it")
+        raise ModelError(f"{draft} is a draft head; use draft_backend {kind} or auto with it")
     return settings

@@ -33,13 +33,13 @@ def compare(target: TextCodec, draft: TextCodec) -> Comparison:
     unlike = sorted(i for i in shared if ours[i] != theirs[i] and not (_is_filler(ours[i]) or _is_filler(theirs[i])))
     if unlike:
         samples = ", ".join(f"{i} is {ours[i]!r} and {theirs[i]!r}" for i in unlike[:SAMPLES])
-        told = f"{len(unlike)} of {len(shared)} tokens stand for something else, such as {samples}"
+        told = f"{len(unlike)} of {len(shared)} tokens differ, such as {samples}"
         return Comparison(len(shared), told)
     for one, other, whose in ((ours, theirs, "the target's"), (theirs, ours, "the draft's")):
         alone = sorted(i for i in one.keys() - other.keys() if not _is_filler(one[i]))
         if alone:
             samples = ", ".join(f"{i} ({one[i]!r})" for i in alone[:SAMPLES])
-            return Comparison(len(shared), f"{len(alone)} tokens are {whose} alone, such as {samples}")
+            return Comparison(len(shared), f"{len(alone)} tokens are only in {whose} vocabulary, such as {samples}")
     return Comparison(len(shared), "")
 
 
@@ -53,7 +53,7 @@ def require_same(target: TextCodec, draft: TextCodec) -> None:
     if difference:
         raise ModelError(
             f"the vocabularies of {target.model.name} and {draft.model.name} differ: {difference};"
-            " expected a draft of the target's own family (`outrider pairs` lists some)"
+            " use a draft model of the target's family (`outrider pairs` lists some)"
         )
 
 

@@ -165,7 +165,7 @@ class Run:
         except OutriderError as error:
             self._line.put(failed := error)
         except TimeoutError:
-            late = f"the answer was not complete after {min(limits):g} s, and was given up; expected a longer timeout"
+            late = f"the answer was not complete after {min(limits):g} s and was cancelled; set a longer timeout"
             self._line.put(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
             self._line.put(failed := error)  # so that nobody waits for the rest

@@ -65,9 +65,9 @@ async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) ->
 
 def _refuse(asked: CompletionRequest) -> None:
     if asked.echo and asked.logprobs is not None:
-        raise Refused("logprobs: a prompt's own are not known here; leave echo or logprobs out", "logprobs")
+        raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
     if asked.suffix:
-        raise Refused("suffix: no text is filled in before another here; leave it out", "suffix")
+        raise Refused("suffix: fill-in-the-middle is not supported; leave it out", "suffix")
 
 
 def _tried(asked: CompletionRequest) -> int:
@@ -76,9 +76,9 @@ def _tried(asked: CompletionRequest) -> int:
     if asked.best_of is None or asked.best_of == each:
         return each
     if asked.best_of < each:
-        raise Refused(f"best_of is {asked.best_of}, less than n, which is {each}; expected more", "best_of")
+        raise Refused(f"best_of is {asked.best_of}, less than n ({each}); expected at least n", "best_of")
     if asked.stream:
-        raise Refused("best_of: which text is best is known in the end; expected no stream", "best_of")
+        raise Refused("best_of can't be streamed; leave out best_of or stream", "best_of")
     return asked.best_of
 
 

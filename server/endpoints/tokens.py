@@ -49,7 +49,7 @@ async def detokenize(asked: DetokenizeRequest, desk: TheDesk) -> Response:
     size = desk.model.codec.tokenizer.get_vocab_size(with_added_tokens=True)
     wrong = next((token for token in asked.tokens if not 0 <= token < size), None)
     if wrong is not None:
-        raise Refused(f"tokens: {wrong} is no token; expected ids from 0 to {size - 1}", "tokens")
+        raise Refused(f"tokens: {wrong} is not a token id; expected ids from 0 to {size - 1}", "tokens")
     text = await asyncio.to_thread(desk.model.codec.decode, tuple(asked.tokens))
     return as_json(Detokenized(content=text, prompt=text))
 
@@ -68,7 +68,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:
 def _tokens(asked: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     given = [one for one in (asked.content, asked.prompt, asked.messages) if one is not None]
     if len(given) != 1:
-        raise Refused("expected content, prompt or messages, and one of them only")
+        raise Refused("expected exactly one of content, prompt and messages")
     if asked.messages is not None:
         return model.prompt(_talk(asked, asked.messages, model)).tokens
     special = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens

@@ -15,5 +15,5 @@ def usage_wanted(asked: Sampling) -> bool:
     if asked.stream_options is None:
         return False
     if not asked.stream:
-        raise Refused("stream_options: nothing is streamed; expected stream to be true", "stream_options")
+        raise Refused("stream_options needs stream: true", "stream_options")
     return bool(asked.stream_options.include_usage)

@@ -11,10 +11,10 @@ from outrider.server.problems import Refused
 from outrider.server.shapes.chat import ChatMessage, ChatRequest, Part, Tool, ToolChosen, ToolsAllowed
 
 _REFUSED = {
-    "audio": "no sound is made here",
+    "audio": "audio output is not supported",
     "functions": "it is deprecated; use tools",
     "function_call": "it is deprecated; use tool_choice",
-    "web_search_options": "nothing is searched here",
+    "web_search_options": "web search is not supported",
 }
 
 
@@ -24,13 +24,15 @@ def refuse(asked: ChatRequest) -> None:
         if getattr(asked, name) is not None:
             raise Refused(f"{name}: {why}", name)
     if asked.modalities is not None and asked.modalities != ["text"]:
-        raise Refused("modalities: only text is made here; expected ['text'] or nothing", "modalities")
+        raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
     if asked.continue_final_message and asked.add_generation_prompt:
-        raise Refused("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+        raise Refused(
+            "continue_final_message and add_generation_prompt can't be used together", "continue_final_message"
+        )
     if asked.continue_final_message:
         check_own_turn(asked.messages)
     if asked.top_logprobs and not asked.logprobs:
-        raise Refused("top_logprobs: none are wanted; expected logprobs to be true", "top_logprobs")
+        raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
 
 
 def check_own_turn(said: list[ChatMessage]) -> None:
@@ -84,7 +86,7 @@ def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
     found = []
     for place, tool in enumerate(given or ()):
         if tool.type != "function" or tool.function is None:
-            raise Refused(f"tools.{place}: only functions can be called here", f"tools.{place}")
+            raise Refused(f"tools.{place}: only function tools are supported", f"tools.{place}")
         found.append(function(tool.function.name, tool.function.description, tool.function.parameters))
     return found
 

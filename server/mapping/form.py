@@ -56,7 +56,7 @@ def form_of(asked: Sampling) -> Form | None:
         forms.insert(0, form)
     if len(forms) > 1:
         names = " and ".join(form.param for form in forms)
-        raise Refused(f"{names} each say what the text is to be; expected one of them", forms[1].param)
+        raise Refused(f"{names} each set the output format; expected one of them", forms[1].param)
     return forms[0] if forms else None
 
 
@@ -74,9 +74,9 @@ def by_format(given: Mapping[str, Any] | None, name: str, may_be_loose: bool = F
     if kind == "json_object":
         return _form("json_schema", schema if schema is not None else {"type": "object"}, name)
     if kind != "json_schema":
-        raise Refused(f"{name}: {str(kind)[:40]!r} is unknown here; expected text, json_object or json_schema", name)
+        raise Refused(f"{name}: {str(kind)[:40]!r} is not supported; expected text, json_object or json_schema", name)
     if schema is None:
-        raise Refused(f"{name}: there is no schema in it; expected a JSON schema as 'schema'", name)
+        raise Refused(f"{name}: the schema is missing; expected a JSON schema as 'schema'", name)
     strict = inner if isinstance(inner, Mapping) else given
     loose = may_be_loose and isinstance(schema, Mapping) and strict.get("strict") is not True
     return replace(_form(kind, schema, name), loose=loose)
@@ -91,7 +91,7 @@ def _form(kind: str, given: object, name: str) -> Form:
         if kind != "json_schema":
             return Form(Grammar(kind, str(given)), name)
         if not isinstance(given, Mapping | str | bool):
-            raise Refused(f"{name}: the schema is no object; expected a JSON schema", name)
+            raise Refused(f"{name}: the schema is not an object; expected a JSON schema", name)
         return Form(Grammar.json_schema(given), name)
     except InvalidRequest as error:
         raise Refused(f"{name}: {error}", name) from None

@@ -125,5 +125,5 @@ def room(model: ServedModel, prompt_tokens: int, asked: int | None) -> int:
 def _bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
     wrong = ", ".join(repr(key[:40]) for key in given or {} if not (key.isascii() and key.isdigit()))
     if wrong:
-        raise Refused(f"logit_bias: {wrong[:200]} is no token id; expected whole numbers as text", "logit_bias")
+        raise Refused(f"logit_bias: {wrong[:200]} is not a token id; expected whole numbers as strings", "logit_bias")
     return tuple((int(token), bias) for token, bias in (given or {}).items())

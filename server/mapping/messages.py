@@ -19,15 +19,15 @@ _CHOICES = {"auto": ANY, "any": MUST, "none": NONE}
 def refuse(asked: Counted) -> None:
     """Raises Refused for what would change the answer and can't be done."""
     if asked.mcp_servers:
-        raise Refused("mcp_servers: no MCP server is called from here; expected tools of your own", "mcp_servers")
+        raise Refused("mcp_servers: this server does not call MCP servers; expected client tools", "mcp_servers")
     if asked.thread is not None:
         raise Refused(
-            "thread: no conversation is stored here; send all of its messages without thread",
+            "thread: conversations are not stored; send all messages, without thread",
             "thread",
             details="thread_unsupported_request",
         )
     if asked.compaction is not None:
-        raise Refused("compaction: no conversation is shortened here; leave it out", "compaction")
+        raise Refused("compaction: conversations are not shortened; leave it out", "compaction")
 
 
 def form(asked: Counted) -> Form | None:
@@ -44,7 +44,9 @@ def box(model: ServedModel, asked: Counted) -> Toolbox:
     given = []
     for place, tool in enumerate(asked.tools or ()):
         if tool.type not in (None, "custom"):
-            raise Refused(f"tools.{place}: {tool.type[:40]} runs at Anthropic; expected tools of your own", "tools")
+            raise Refused(
+                f"tools.{place}: {tool.type[:40]} runs only on Anthropic's servers; expected client tools", "tools"
+            )
         given.append(function(tool.name, tool.description, tool.input_schema))
     strict = [tool.name for tool in asked.tools or () if tool.strict]
     return toolbox(model, given, _choice(asked), strict)
@@ -58,7 +60,7 @@ def _choice(asked: Counted) -> Choice:
     if choice.type != "tool":
         return Choice(_CHOICES[choice.type], one=one)
     if choice.name is None:
-        raise Refused("tool_choice: it is to be a tool, and names none; expected its name", "tool_choice")
+        raise Refused("tool_choice: type tool needs the tool's name", "tool_choice")
     return Choice(MUST, (choice.name,), one=True)
 
 

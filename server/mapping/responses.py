@@ -14,10 +14,10 @@ from outrider.server.shapes.responses import Content, FunctionChosen, FunctionsA
 _LOGPROBS = "message.output_text.logprobs"
 _READABLE = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _REFUSED = {
-    "previous_response_id": "no response is stored here; send the whole input",
-    "conversation": "no conversation is stored here; send the whole input",
-    "prompt": "no prompt is stored here; send instructions and input",
-    "max_tool_calls": "tools are called by you, not here",
+    "previous_response_id": "responses are not stored; send the whole input",
+    "conversation": "conversations are not stored; send the whole input",
+    "prompt": "prompts are not stored; send instructions and input",
+    "max_tool_calls": "tools are called by the client",
 }
 
 
@@ -29,7 +29,7 @@ def refuse(asked: ResponsesRequest) -> None:
         if getattr(asked, name) is not None:
             raise Refused(f"{name}: {why}", name)
     if asked.background:
-        raise Refused("background: answers are given at once here; leave it out", "background")
+        raise Refused("background: responses can't run in the background; leave it out", "background")
 
 
 def logprobs(asked: ResponsesRequest) -> int | None:
@@ -51,7 +51,7 @@ def box(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
         if tool.type != "function":
             continue  # an offer that nobody here can keep; `notes` says so
         if not tool.name:
-            raise Refused(f"tools.{place}: a function without a name; expected one", f"tools.{place}")
+            raise Refused(f"tools.{place}: the function has no name", f"tools.{place}")
         given.append(function(tool.name, tool.description, tool.parameters))
     strict = [tool.name for tool in asked.tools or () if tool.strict and tool.name]
     return toolbox(model, given, _choice(asked), strict)
@@ -71,7 +71,7 @@ def _choice(asked: ResponsesRequest) -> Choice:
 def notes(asked: ResponsesRequest) -> list[str]:
     """What was left out: coding agents offer tools that run at OpenAI beside their own."""
     others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
-    return [f"tools: {', '.join(others)} left out; only functions can be called here"] if others else []
+    return [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
 
 
 def conversation(asked: ResponsesRequest, box: Toolbox) -> Conversation:

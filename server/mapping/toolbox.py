@@ -61,13 +61,13 @@ def toolbox(model: ServedModel, tools: Sequence[dict[str, Any]], choice: Choice,
     """
     by_name = {tool["function"]["name"]: tool for tool in tools}
     if len(by_name) < len(tools):
-        raise Refused("tools: two have the same name; expected a name for each", "tools")
+        raise Refused("tools: two have the same name; expected different names", "tools")
     for name in choice.names or ():
         if name not in by_name:
             raise Refused(f"tool_choice names {name[:80]!r}, which is not among the tools", "tool_choice")
     allowed = tools if choice.names is None else [by_name[name] for name in dict.fromkeys(choice.names)]
     if choice.kind == MUST and not allowed:
-        raise Refused("tool_choice requires a call, and there are no tools", "tool_choice")
+        raise Refused("tool_choice requires a call, but there are no tools", "tool_choice")
     if choice.kind == NONE or not allowed:
         return Toolbox()
     if model.tools is None:

@@ -155,9 +155,9 @@ class ServedModel:
 
     def _without_template(self, talk: Conversation) -> Prompt:
         if talk.tools:
-            raise InvalidRequest(f"{self.id} has no chat template, so it can't be told of tools; leave tools out")
+            raise InvalidRequest(f"{self.id} has no chat template, so it can't use tools; leave out tools")
         if talk.keywords:
-            raise InvalidRequest(f"{self.id} has no chat template; leave out what is meant for one")
+            raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
         return self.plain(as_text(talk.messages))
 
     def _thoughts(self, text: str, talk: Conversation) -> Thoughts:

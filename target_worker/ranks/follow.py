@@ -104,4 +104,4 @@ def _serve(member: Member, model: LoadedModel, texts: Texts) -> None:
                 case Shutdown():
                     return
                 case _:
-                    log.warning("a rank has no use for %s", type(message).__name__)
+                    log.warning("a rank can't handle %s", type(message).__name__)

@@ -73,7 +73,7 @@ class Leader(Line):
         hosts = [own.host]
         for message in self._from_all():
             if not isinstance(message, RankHello):
-                raise WorkerError(f"a rank began with {type(message).__name__}; expected RankHello: start all anew")
+                raise WorkerError(f"a rank began with {type(message).__name__}; expected RankHello: restart all ranks")
             why = unlike(own, message)
             if why is not None:
                 raise WorkerError(why)
@@ -86,8 +86,8 @@ class Leader(Line):
         for message in self._from_all():
             if not isinstance(message, Hello) or what_it_is(message) != what_it_is(own):
                 raise ModelError(
-                    f"the ranks found different things in the same model ({message} and {own}); expected machines of"
-                    " one kind"
+                    f"the ranks measured different abilities of the same model ({message} and {own}); expected"
+                    " machines of one kind"
                 )
 
     def tell(self, *messages: Message) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tools import messages
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "docs/log", "models", "bench", "packaging", "tests")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
@@ -39,3 +41,22 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 def test_a_month_of_the_log_lists_its_entries_once(log: Path) -> None:
     listed = [link[1:] for link in links(log) if link.startswith("#")]
     assert sorted(listed) == sorted(anchors(log)[1:])
+
+
+def test_the_page_of_messages_is_up_to_date() -> None:
+    """Written by `python -m tools.messages --write docs/messages.md`."""
+    assert (ROOT / "docs" / "messages.md").read_text() == messages.page()
+
+
+def test_errors_help_and_notes_are_among_the_messages() -> None:
+    """One of each kind: raised here, made elsewhere and raised, a flag's help, a log line, a note, the page."""
+    found = {(message.kind, message.text) for message in messages.messages()}
+    for kind, words in (
+        ("errors", "{name} is {_shown(value)}; expected True or False"),
+        ("help", "print the version and exit"),
+        ("log", "dropped a heartbeat frame: %s"),
+        ("other", "speculation is off: there is no drafter"),
+        ("other", "The colour of each token shows where it came from:"),
+    ):
+        assert (kind, words) in found
+    assert not [text for _, text in found if text.startswith("The Python client")]  # a docstring

@@ -44,8 +44,8 @@ def complaint(captured: Captured, *arguments: str) -> tuple[int, str]:
     [
         (["--prompts", "0"], "prompts is 0; the class code has 1 to 24 beside"),
         (["--prompts", "999"], "prompts is 999; the class code has 1 to 24 beside"),
-        (["--classes", "poems"], "no prompts are called 'poems'; expected one of code, repeated, prose, json"),
-        (["--classes", ""], "no prompts are called ''"),
+        (["--classes", "poems"], "unknown prompts 'poems'; expected one of code, repeated, prose, json"),
+        (["--classes", ""], "unknown prompts ''"),
         (["--depths", "0"], "num_draft_tokens is 0; expected a whole number from 1 to 32"),
         (["--depths", "two"], "depths is 'two'; expected numbers with commas between"),
         (["--temps", "hot"], "temps is 'hot'; expected numbers with commas between"),

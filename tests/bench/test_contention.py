@@ -79,5 +79,5 @@ def test_a_target_that_was_left_free_comes_to_the_core_of_the_others_with_all_it
 
 def test_one_that_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.helper.python", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
-    with pytest.raises(WorkerError, match="ended; its message"), Contention(ServeSettings()):
+    with pytest.raises(WorkerError, match="ended; see its message"), Contention(ServeSettings()):
         os.kill(os.getpid(), signal.SIGTERM)  # never reached

@@ -100,10 +100,10 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["--concurrency", "4,0"], "concurrency is 0; expected a whole number from 1 to 256"),
         (["--concurrency", "4", "--modes", "ar,fast"], "modes is 'fast'; expected"),
         (["--concurrency", "4", "--rounds", "1"], "rounds is 1; expected a whole number from 2"),
-        (["--concurrency", "4", "--classes", "poems"], "no prompts are called 'poems'"),
+        (["--concurrency", "4", "--classes", "poems"], "unknown prompts 'poems'"),
         (["--concurrency", "4", "--depths", "2"], "depths is for one request at a time"),
         (["--concurrency", "4", "--both-cores"], "both-cores is for one request at a time"),
-        (["--rounds", "4"], "rounds is for several requests at once"),
+        (["--rounds", "4"], "rounds needs concurrency"),
     ],
 )
 def test_a_bench_of_requests_at_once_refuses_in_a_sentence(

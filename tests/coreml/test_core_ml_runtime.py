@@ -126,7 +126,7 @@ def test_what_core_ml_raises_becomes_one_sentence(fake: FakeCoreML, bench: Calla
     with pytest.raises(RuntimeFault) as failed:
         runtime.call("q1", inputs, None)
     assert str(failed.value) == (
-        "Core ML on CPU_AND_NE failed: ANECCompile() failed (-14); no drafting for this request"
+        "Core ML on CPU_AND_NE failed: ANECCompile() failed (-14); drafting is off for this request"
     )
     with pytest.raises(ModelError, match=r"Core ML can't load .* on CPU_ONLY: ANECCompile"):
         CoreMLRuntime(package, "CPU_ONLY")
@@ -173,7 +173,7 @@ def test_on_a_mac_the_probe_decides(
         fake.error = Exception("out of memory")  # on another day than the trial's
         assert isinstance(load.load(str(made.model_path), told.append), MlxDrafter)
         assert any("out of memory, drafting with MLX instead" in sentence for sentence in told)
-    with pytest.raises(ModelError, match="name the model this package was made from"):
+    with pytest.raises(ModelError, match="give the model that this package was converted from"):
         load.load(str(made.package.path), told.append)
 
 

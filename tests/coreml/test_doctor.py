@@ -72,11 +72,11 @@ def test_placements_of_a_draft(
     assert set(after) == {
         "MLX on the CPU", "Core ML on the Neural Engine", "reference interpreter", "prompts of a draft on MLX"
     }  # fmt: skip
-    assert "MLX, which is quicker" in after["prompts of a draft on MLX"].note
+    assert "MLX reads prompts" in after["prompts of a draft on MLX"].note
     for name in ("MLX on the CPU", "reference interpreter"):
         assert after[name].usable and (after[name].one_ms or 0) > 0 and (after[name].eight_ms or 0) > 0
     assert not after["Core ML on the Neural Engine"].usable
-    assert after["reference interpreter"].note == "for checking only"
+    assert after["reference interpreter"].note == "for tests only"
 
 
 def test_a_draft_that_core_ml_can_not_have_still_has_its_other_places(

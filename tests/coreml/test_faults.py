@@ -36,7 +36,7 @@ class Failing:
         outputs = self._inner.call(function, inputs, state)
         if self.calls > self._after:
             if self._how == "dies":
-                raise RuntimeFault("the failing device is gone; no drafting for this request")
+                raise RuntimeFault("the failing device is gone; drafting is off for this request")
             outputs["logits_0"][:] = np.inf if self._how == "says infinity" else np.nan
         return outputs
 
@@ -59,4 +59,4 @@ def test_the_request_goes_on_without_it(
     drafter.close()
     assert found.tokens == alone.tokens and len(found.tokens) == 40
     assert runtime.calls == after + 1  # it was asked no more
-    assert any("no drafting for this request" in note for note in found.notes)
+    assert any("drafting is off for this request" in note for note in found.notes)

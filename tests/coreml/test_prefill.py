@@ -142,9 +142,13 @@ def test_where_the_device_fails_the_model_reads_on(
     found, expected = (t.candidates([t.root], VOCAB)[0] for t in (tree, alone))
     assert [c.token for c in found[:5]] == [c.token for c in expected[:5]]
     assert max(abs(a.gap - b.gap) for a, b in zip(found, expected, strict=True)) < 1e-3
-    (record,) = [r.getMessage() for r in caplog.records if "reads on" in r.getMessage()]
-    expected_reason = "is gone" if how == "dies" else "gave keys that are no finite numbers"
-    assert expected_reason in record and record.endswith("the model reads on from token 64") and "\n" not in record
+    (record,) = [r.getMessage() for r in caplog.records if "the model reads" in r.getMessage()]
+    expected_reason = "is gone" if how == "dies" else "returned keys that are NaN or infinite"
+    assert (
+        expected_reason in record
+        and record.endswith("the model reads the prompt from token 64 on")
+        and "\n" not in record
+    )
     with pytest.raises(ReadingFault):
         list(reader.read(text[:10]))
 
@@ -195,7 +199,7 @@ def test_the_package_reads_from_where_it_is_quicker(
     for _ in range(2):
         found = prompts.found(made.model_path, made.package, "CPU_AND_NE", tmp_path)
         assert found.least == least and prompts.recall(made.package, tmp_path) == found
-        assert ("by MLX" in found.sentence) == (least is None) and "\n" not in found.sentence
+        assert ("MLX reads" in found.sentence) == (least is None) and "\n" not in found.sentence
     assert asked == ["CPU_AND_NE"]
     assert prompts.recall(bench("qwen2").package, tmp_path) is None
     prompts.found(made.model_path, made.package, "CPU_ONLY", tmp_path)

@@ -134,7 +134,7 @@ def test_weights_beyond_float16(tiny_model: Model, tmp_path: Path, bad: float) -
 
 
 def test_a_directory_without_a_model(tmp_path: Path) -> None:
-    assert "is no model directory; expected config.json" in refused(tmp_path / "nowhere", tmp_path)
+    assert "is not a model folder; expected config.json" in refused(tmp_path / "nowhere", tmp_path)
 
 
 def test_a_config_that_is_not_json_or_not_whole(tiny_model: Model, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_int4_of_a_width_that_has_no_groups(tiny_model: Model, tmp_path: Path) -
 
 def test_a_destination_that_is_there_already(tiny_model: Model, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    with pytest.raises(InvalidRequest, match="is there already"):
+    with pytest.raises(InvalidRequest, match="already exists"):
         convert(tiny_model("llama", **SIZES), tmp_path / "mine", SHORT)
 
 
@@ -187,7 +187,7 @@ def test_a_disk_that_is_too_small_from_the_start(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     message = refused(tiny_model("llama", **SIZES), tmp_path)
-    assert "can't be written (0 MiB free, about" in message and "nothing was left there" in message
+    assert "can't be written (0 MiB free, but about" in message and "free some space" in message
 
 
 @pytest.mark.parametrize("step", ["weights", "package"])
@@ -278,8 +278,8 @@ def test_manifests_that_are_none(copied: Path, tmp_path: Path) -> None:
     file.write_text("[]")
     assert "has format None" in opening(copied)
     file.write_text("{")
-    assert "is no converted model" in opening(copied)
-    assert "is no converted model" in opening(tmp_path / "nowhere")
+    assert "is not a converted model" in opening(copied)
+    assert "is not a converted model" in opening(tmp_path / "nowhere")
 
 
 def test_a_model_is_converted_once_and_found_again(

@@ -99,7 +99,9 @@ def test_then_the_cpu_with_a_sentence(bench: Callable[..., Bench], tmp_path: Pat
 def test_without_a_good_trial_mlx_drafts(bench: Callable[..., Bench], tmp_path: Path) -> None:
     chosen, _ = choose(Made(bench), tmp_path, Scripted({}))
     assert chosen.units is None and chosen.package is None
-    assert chosen.sentence.startswith("Core ML is of no use for this draft here, drafting with MLX instead (CPU_AND")
+    assert chosen.sentence.startswith(
+        "Core ML does not help this draft on this machine; drafting with MLX instead (CPU_AND"
+    )
     assert len(chosen.tried) == 12
 
 

@@ -198,5 +198,5 @@ def test_who_was_not_trained_for_known_beginnings_works_ahead_with_a_sentence(tm
 
 
 def test_a_link_that_remembers_the_chain_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CannotDraft, match="by a memory that begins with the block"):
+    with pytest.raises(CannotDraft, match="memory starts with each block"):
         AheadHead(head_of(write(tmp_path, "SpecForge, rnn")), "dflash", V)

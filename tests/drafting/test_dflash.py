@@ -140,17 +140,22 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "target", "sentence"),
     [
-        ("z-lab", {}, {**TARGET, "hidden_size": 64}, "reads rows of 48 numbers and this target's have 64"),
+        ("z-lab", {}, {**TARGET, "hidden_size": 64}, "expects a hidden size of 48, but this target has 64"),
         ("z-lab", {}, {**TARGET, "num_hidden_layers": 6}, r"layers \(1, 3, 6\), and this one has 6"),
         ("z-lab", {}, {**TARGET, "num_hidden_layers": 9}, "made for a target of 8 layers and this one has 9"),
-        ("z-lab", {"dflash_config": {"mask_token_id": 300}}, TARGET, "masks by token 300 and this target has 258"),
+        (
+            "z-lab",
+            {"dflash_config": {"mask_token_id": 300}},
+            TARGET,
+            "has mask token 300, but this target has 258 tokens",
+        ),
         ("z-lab", {"dflash_config": {}}, TARGET, "config.json lacks 'mask_token_id'"),
         ("z-lab", {"model_type": "gemma4"}, TARGET, "is built of gemma4 layers"),
         ("z-lab", {"block_size": 1}, TARGET, "has blocks of 1 tokens"),
-        ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantised"),
-        ("z-lab", {"architectures": ["LlamaForCausalLM"]}, TARGET, "is no DFlash head"),
+        ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantized"),
+        ("z-lab", {"architectures": ["LlamaForCausalLM"]}, TARGET, "is not a DFlash head"),
         ("DeepSpec", {"markov_head_type": "odd"}, TARGET, "links its tokens by 'odd'"),
-        ("DFlash2", {"sliding_window_non_causal": False}, TARGET, "windows whose blocks look back only"),
+        ("DFlash2", {"sliding_window_non_causal": False}, TARGET, "sliding windows of causal blocks"),
     ],
 )
 def test_a_head_of_another_target_is_refused(
@@ -165,7 +170,7 @@ def test_a_head_of_another_target_is_refused(
     [
         ("z-lab", {"layers.1.mlp.up_proj.weight": None}, "lacks layers.1.mlp.up_proj.weight"),
         ("z-lab", {"fc.weight": np.ones((H, H))}, r"fc.weight is \(48, 48\), expected \(48, 144\)"),
-        ("z-lab", {"fc.scales": np.ones(3)}, "is quantised"),
+        ("z-lab", {"fc.scales": np.ones(3)}, "is quantized"),
         ("z-lab", {"norm.weight": np.full(H, np.nan, np.float32)}, "not numbers"),
         ("z-lab", {"layers.0.self_attn.g_proj.weight": np.ones(3)}, "has layers.0.self_attn.g_proj.weight, too"),
         ("DeepSpec", {"markov_head.markov_w1.weight": None}, "lacks markov_head.markov_w1.weight"),

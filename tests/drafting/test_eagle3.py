@@ -79,14 +79,14 @@ def test_a_mask_that_nobody_has_is_refused(tmp_path: Path, token: int | None) ->
     folder = write(tmp_path, "SpecForge, P-EAGLE")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": token}))
-    with pytest.raises(CannotDraft, match=f"masks by token {token} and this target has 258"):
+    with pytest.raises(CannotDraft, match=f"has mask token {token} and this target has 258"):
         head_of(folder)
 
 
 @pytest.mark.parametrize(
     ("layout", "target", "vocab_size", "sentence"),
     [
-        ("SafeAI", {**TARGET, "hidden_size": 64}, V, "reads rows of 48 numbers and this target's have 64"),
+        ("SafeAI", {**TARGET, "hidden_size": 64}, V, "expects a hidden size of 48, but this target has 64"),
         (
             "SafeAI",
             {**TARGET, "num_hidden_layers": 3},
@@ -112,7 +112,7 @@ def test_a_head_of_another_target_is_refused(
         ({"fc.weight": None}, "lacks fc.weight"),
         ({"norm.weight": np.ones(7)}, r"norm.weight is \(7,\), expected \(48,\)"),
         ({"d2t": np.zeros(3, np.int64)}, r"maps \(3,\) tokens"),
-        ({"fc.scales": np.ones(3)}, "is quantised"),
+        ({"fc.scales": np.ones(3)}, "is quantized"),
         ({"norm.weight": np.full(H, np.inf, np.float32)}, "not numbers"),
     ],
 )
@@ -125,16 +125,16 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotDraft, match="can't be read"):
         head_of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(CannotDraft, match=r"no weights; expected those of a head$"):
+    with pytest.raises(CannotDraft, match=r"no weights; expected those of a draft head$"):
         head_of(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CannotDraft, match="has to be converted"):
         head_of(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CannotDraft, match="fetch the head again"):
+    with pytest.raises(CannotDraft, match="download the head again"):
         head_of(tmp_path)
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.zeros(1)})
-    with pytest.raises(CannotDraft, match="no EAGLE-3 head"):
+    with pytest.raises(CannotDraft, match="not an EAGLE-3 head"):
         head_of(tmp_path)
 
 

@@ -115,12 +115,12 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(target: Callable[[str], Lo
     for other, sentence in (
         ({"mtp.fc.weight": None}, "lacks fc.weight"),
         ({"mtp.norm.weight": np.ones(3)}, r"norm.weight is \(3,\), expected \(64,\)"),
-        ({"mtp.head.weight": np.ones(3)}, "has head.weight, too, which is not known"),
-        ({"mtp.fc.scales": np.ones(3)}, "is quantised"),
+        ({"mtp.head.weight": np.ones(3)}, "has head.weight, too, which is not supported"),
+        ({"mtp.fc.scales": np.ones(3)}, "is quantized"),
     ):
         with pytest.raises(CannotDraft, match=sentence):
             read(written(tmp_path, "qwen3_5", **other), model)
-    with pytest.raises(CannotDraft, match="expected no shards, or eagle3"):
+    with pytest.raises(CannotDraft, match="use it without shards, or use eagle3"):
         load_head("mtp", str(tmp_path), model, lambda stage: None, alone=False)
-    with pytest.raises(CannotDraft, match="heads of qwen2 models are not known here"):
+    with pytest.raises(CannotDraft, match="MTP heads of qwen2 models are not supported"):
         read(tmp_path, target("qwen2"))

@@ -103,12 +103,12 @@ def test_a_head_computes_what_an_independent_forward_does(target: LoadedModel, t
 @pytest.mark.parametrize(
     ("config", "other", "sentence"),
     [
-        ({"hidden_size": 48}, {}, "reads rows of 48 numbers and this target's have 64"),
+        ({"hidden_size": 48}, {}, "expects a hidden size of 48, but this target has 64"),
         ({"vocab_size": 300}, {}, "has 300 tokens and this target 258"),
         ({"exit_dim": 80}, {}, r"input_proj.weight is \(96, 128\), expected \(80, 128\)"),
         ({"exit_dim": None}, {}, "expected a head's sizes"),
-        ({"model_type": "llama"}, {}, "is no ReDrafter by its config.json"),
-        ({"quantization": {"bits": 4}}, {}, "is quantised"),
+        ({"model_type": "llama"}, {}, "is not a ReDrafter"),
+        ({"quantization": {"bits": 4}}, {}, "is quantized"),
         ({}, {"rnn_u.bias": None}, "lacks rnn_u.bias"),
         ({}, {"rnn_u.bias": np.full(H, np.inf)}, "are not numbers"),
     ],

@@ -77,8 +77,8 @@ def test_quantised_weights_become_dense_float32_for_mlx_on_a_cpu(
         ("./nowhere", "no model at nowhere"),
         ("/nowhere/at/all", "no model at /nowhere/at/all"),
         ("nowhere", "no model at nowhere"),
-        ("someone/nothing-of-that-name", "neither a directory here nor"),
-        ("bad id/ x", "neither a directory here nor"),
+        ("someone/nothing-of-that-name", "neither a local folder nor"),
+        ("bad id/ x", "neither a local folder nor"),
     ],
 )
 def test_missing_models(where: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def broken(source: Path, tmp_path: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("no-config", "holds no model"),
+        ("no-config", "is not a model folder"),
         ("no-weights", "holds no weights"),
         ("bad-json", "is not JSON"),
         ("no-type", "names no model_type"),

@@ -156,8 +156,8 @@ class Among:
 @pytest.mark.parametrize(
     ("family", "size", "why"),
     [
-        ("gemma2", 2, "mlx-lm can't share a gemma2 model out among ranks"),
-        ("llama", 3, "this llama model can't be shared out among 3 ranks"),
+        ("gemma2", 2, "mlx-lm can't shard a gemma2 model"),
+        ("llama", 3, "this llama model can't be sharded over 3 ranks"),
     ],
 )
 def test_a_model_that_can_t_be_shared_out_is_refused(

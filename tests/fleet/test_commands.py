@@ -84,7 +84,7 @@ def test_help_is_there_without_ray_and_fits_80_columns(run: Run, arguments: list
         (["status"], 2, 'pip install "outrider[fleet]"'),
         (["run", "no-such.yaml"], 2, "no-such.yaml can't be read"),
         (["unit", "ipc:///tmp/x"], 2, "expected tcp://HOST:PORT"),
-        (["unit", "tcp://*:7777"], 4, "can be served but not reached"),
+        (["unit", "tcp://*:7777"], 4, "is an address to listen on, not to connect to"),
         (["unit", "tcp://10.0.0.1:7777", "--max-active", "0"], 2, "max_active is 0"),
     ],
 )
@@ -146,7 +146,7 @@ def test_only_the_owner_reads_the_token(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(file.read_text()) == 64
     assert made_token(tmp_path / "fleet").read_text() == file.read_text(), "it is made once"
     file.chmod(0o644)
-    with pytest.raises(KeyFault, match="is open to others"):
+    with pytest.raises(KeyFault, match="can be read by other users"):
         checked_token(tmp_path / "fleet")
     file.chmod(0o600)
     file.write_text("\n")
@@ -172,7 +172,7 @@ def test_what_runs_is_known_to_the_next_command(family: Running, tmp_path: Path,
     assert host.running() == family
     _, _, err = run("down", "--folder", str(tmp_path))
     assert "This host has left the fleet." in err and host.running() is None and family.process() is None
-    assert "Nothing of a fleet runs here." in run("down", "--folder", str(tmp_path))[2]
+    assert "No fleet runs on this host." in run("down", "--folder", str(tmp_path))[2]
 
 
 def test_a_host_has_one_head(family: Running, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,9 +106,9 @@ def test_resources_in_rays_words():
         ({"placed": {}, "scale": {"min": 3, "max": 2}}, "scale: min is 3 and max 2"),
         ({"placed": {}, "scale": {"upscale_delay_s": -1}}, "scale: upscale_delay_s is -1; expected a number from 0"),
         ({**ONE, "scale": {}}, "expected placed beside it"),
-        ({"attached": "tcp://a:1"}, "attached is no list"),
+        ({"attached": "tcp://a:1"}, "attached is not a list"),
         ({"attached": ["tcp://a"]}, "attached: 'tcp://a' has no port"),
-        ({"attached": ["tcp://a:0"]}, "attached: tcp://a:0 can be served but not reached"),
+        ({"attached": ["tcp://a:0"]}, "attached: tcp://a:0 is an address to listen on, not to connect to"),
         ({"attached": ["tcp://a:1", "tcp://a:1"]}, "attached names tcp://a:1 twice"),
         ({**ONE, "gate": {"host": "0.0.0.0"}}, "expected gate.api_keys, gate.api_key_file"),
         ({**ONE, "gate": {"api_keys": [12]}}, "gate.api_keys is [12]; expected a list of texts"),
@@ -126,10 +126,10 @@ def test_what_is_wrong_is_named(found, sentence, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("placed: {\n", "is no YAML"),
+        ("placed: {\n", "is not YAML"),
         ("placed: {}\nplaced: {}\n", "the key 'placed' comes twice"),
         ("modle: a\n", "fleet.yaml: the fleet has the key 'modle'"),
-        ("!!python/object/apply:os.getcwd []\n", "is no YAML"),
+        ("!!python/object/apply:os.getcwd []\n", "is not YAML"),
     ],
 )
 def test_the_file_is_named(file, text, sentence):

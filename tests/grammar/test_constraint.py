@@ -244,7 +244,7 @@ def test_behind_its_end_a_text_is_nobodys_business() -> None:
 
 
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"tokenizer\.json can't serve a grammar"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json can't be used for grammars"):
         Compiler(tmp_path).constraint(CHOICE, (END,), 0)
 
 

@@ -12,7 +12,7 @@ from tests.orchestrator.cluster_in_process import Cluster
 pytestmark = pytest.mark.usefixtures("counted_clock")
 
 TEXT = tuple(range(1, 90))
-WHY = "a plamo3 model can't verify several tokens at once, so it decodes one by one"
+WHY = "a plamo3 model can't verify several tokens at once, so it decodes token by token"
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])

@@ -79,7 +79,7 @@ def test_without_mlx_s_library_the_remedy_is_told_before_anything_imports_it(run
     monkeypatch.setattr(mlx_library, "LIBRARY", Path("lib", "libnone.so"))
     code, out, err = run(command, *(["bash"] if command == "completion" else []))
     assert (code, out) == (InvalidRequest.exit_code, "") and err.count("\n") == 1
-    assert err.startswith(f"outrider {command}: MLX has nothing") and "pip install 'outrider[cpu]'" in err
+    assert err.startswith(f"outrider {command}: MLX has no backend installed") and "pip install 'outrider[cpu]'" in err
 
 
 def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folder, endpoint):
@@ -174,9 +174,9 @@ def test_the_version_is_told(run):
         (["--version", "generate"], 2, "the command comes first: outrider generate --version"),
         (["generate", "-p"], 2, "expected one argument"),
         (["generate", "-p", "--json"], 2, "expected one argument"),
-        (["worker", "draft", "--connect", "ipc:///tmp/no/such"], 4, "nobody serves ipc:///tmp/no/such"),
-        (["generate", "-p", "x", "--connect", "ipc:///tmp/no/such"], 4, "nobody serves ipc:///tmp/no/such"),
-        (["generate"], 2, "expected a prompt, or --chat"),
+        (["worker", "draft", "--connect", "ipc:///tmp/no/such"], 4, "no server at ipc:///tmp/no/such"),
+        (["generate", "-p", "x", "--connect", "ipc:///tmp/no/such"], 4, "no server at ipc:///tmp/no/such"),
+        (["generate"], 2, "no prompt; give one, or --chat"),
         (["generate", "-p", "x", "--temp", "hot"], 2, "invalid float value"),
         (["generate", "-p", "x", "--tem", "1"], 2, "unknown flag --tem (did you mean --temp?)"),
         (["generate", "x", "--max_tokens", "1"], 2, "unknown flag --max_tokens (did you mean --max-tokens?)"),
@@ -200,10 +200,14 @@ def test_the_version_is_told(run):
         (["generate", "-p", "x", "--connect", "nowhere"], 4, "not an endpoint"),
         (["generate", "-p", "x", "--connect", "http://127.0.0.1:8080"], 4, "is an HTTP address"),
         (["chat", "--connect", "https://studio.local/v1"], 4, "which `outrider serve` prints as `clients:`"),
-        (["generate", "-p", "x", "--connect", "ipc:///tmp/x", "--model", "m"], 2, "--model is the running"),
+        (
+            ["generate", "-p", "x", "--connect", "ipc:///tmp/x", "--model", "m"],
+            2,
+            "--model can't be used with --connect",
+        ),
         (["serve", "--model", "/no/such"], 3, "no such path"),
         (["serve", "--mode", "fast"], 2, "mode is 'fast'"),
-        (["serve", "--host", "0.0.0.0"], 2, "there is no API key"),
+        (["serve", "--host", "0.0.0.0"], 2, "needs an API key"),
         (["serve", "--api-key-file", "/no/such"], 2, "/no/such can't be read"),
         (["serve", "--simulate", "/no/such.json"], 2, "profile /no/such.json can't be read"),
         (["worker", "cook", "--connect", "ipc:///x"], 2, "invalid choice"),
@@ -227,10 +231,10 @@ def test_the_version_is_told(run):
         (["serve", "--drafter", "ngram"], 2, "unknown flag --drafter"),
         (["overlap", "--draft-backend", "mtp"], 2, "a head (mtp) takes turns with it"),
         (["overlap", "--draft-backend", "ngram"], 2, "overlap times a draft model"),
-        (["pairs", "one"], 2, "only one model"),
+        (["pairs", "one"], 2, "expected two models"),
         (["pairs", "/no/such", "/no/such"], 3, "no such path"),
         (["verify", "-p", "x", "--json-file", "/no/such"], 2, "No such file or directory); expected the output"),
-        (["verify", "--json-file", str(PACKAGE / "__init__.py")], 2, "is no JSON (Extra data"),
+        (["verify", "--json-file", str(PACKAGE / "__init__.py")], 2, "is not JSON (Extra data"),
         (["verify"], 2, "nothing to verify; expected --json-file, or --prompt"),
     ],
 )
@@ -379,7 +383,7 @@ def test_every_sampling_flag_reaches_the_core(run, stand, codec):
     )  # fmt: skip
     told, usual = admit.sampling, SamplingParams()
     alike = [f.name for f in fields(told) if getattr(told, f.name) == getattr(usual, f.name)]
-    assert alike == ["grammar"], "which excludes ignore_eos, and has a test of its own"
+    assert alike == ["grammar", "min_tokens"], "no flag; and that which excludes ignore_eos, and has a test of its own"
     assert (admit.mode, admit.num_draft_tokens, admit.branches) == ("sd", 2, 6)
 
 
@@ -470,15 +474,15 @@ def test_flags_beside_the_file_take_its_place(run, codec, output, claims):
     [
         ({"text": "x = 'e'"}, "not what its tokens spell"),
         ({"text": ""}, "not what its tokens spell"),
-        ({"token_ids": []}, "cut short after 0 tokens"),
-        ({"finish_reason": "eos"}, "ended by length and says eos"),
+        ({"token_ids": []}, "stops after 0 tokens"),
+        ({"finish_reason": "eos"}, "ended with length but claims eos"),
     ],
 )
 def test_verify_finds_a_file_that_was_changed(run, output, claims, changes, fault):
     found, file = output
     file.write_text(json.dumps({**found, **changes}))
     code, out, _ = run("verify", "--json-file", str(file))
-    assert code == 1 and "NOT the target's own" in out and fault in out
+    assert code == 1 and "NOT the target's output" in out and fault in out
     code, out, _ = run("verify", "--json-file", str(file), "--json")
     told = json.loads(out)
     assert (code, told["certified"], told["mismatches"]) == (1, False, []) and fault in " ".join(told["faults"])
@@ -518,7 +522,10 @@ def test_verify_reads_a_prompt_on_stdin_once(run, stand, codec, claims, monkeypa
 def test_a_residual_text_cannot_be_proved_and_verify_says_so(run):
     code, out, err = run("verify", "--prompt", "x", "--temp", "1", "--sampling", "residual")
     assert (code, out) == (InvalidRequest.exit_code, "")
-    assert err == ("outrider verify: residual sampling may give another text each time; expected coupled sampling\n")
+    assert err == (
+        "outrider verify: residual sampling can't be replayed: the text may differ each"
+        " time; expected coupled sampling\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -526,7 +533,7 @@ def test_a_residual_text_cannot_be_proved_and_verify_says_so(run):
     [
         (("--sampling", "exact"), "sampling rule is 'exact'; expected coupled or residual"),
         (("--sampling", "residual", "--saguaro", "0"), "saguaro is 0.0; expected a number from 0.01 to 1"),
-        (("--saguaro", "0.5"), "saguaro is 0.5; without residual sampling expected 1"),
+        (("--saguaro", "0.5"), "saguaro is 0.5; it needs rule residual, or must be 1"),
         (("--sampling", "residual", "--q-width", "0"), "q_width is 0; expected a whole number from 1 to 1024"),
     ],
 )

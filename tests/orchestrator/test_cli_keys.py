@@ -79,12 +79,12 @@ def test_two_folders_are_two_identities(run: Run, tmp_path: Path) -> None:
         (["keys"], 2, "required"),
         (["keys", "sign"], 2, "invalid choice"),
         (["keys", "allow", KEY], 2, "expected outrider keys allow KEY NAME"),
-        (["keys", "allow", "x", "mini"], 8, "'x' is no key"),
-        (["keys", "allow", KEY, "my mini"], 2, "is no name; expected one word"),
+        (["keys", "allow", "x", "mini"], 8, "'x' is not a key"),
+        (["keys", "allow", KEY, "my mini"], 2, "is not a valid name; expected one word"),
         (["keys", "allow", KEY, "mini", "--as", "root"], 2, "invalid choice"),
-        (["keys", "revoke", "mini"], 8, "nobody is allowed by the key or name 'mini'"),
-        (["keys", "forget", "studio"], 8, "no key of a server at 'studio'"),
-        (["keys", "show"], 8, "make one with `outrider keys make`"),
+        (["keys", "revoke", "mini"], 8, "no allowed key is called 'mini'"),
+        (["keys", "forget", "studio"], 8, "no trusted key for a server at 'studio'"),
+        (["keys", "show"], 8, "create one with `outrider keys make`"),
         (
             ["serve", "--endpoint", "tcp://0.0.0.0:0"],
             8,
@@ -93,7 +93,7 @@ def test_two_folders_are_two_identities(run: Run, tmp_path: Path) -> None:
         (["serve", "--workers-endpoint", "tcp://*:0"], 8, "tcp://*:0 can't be served without keys: there is no key"),
         (["serve", "--endpoint", "tcp://127.0.0.1:0", "--keyed"], 8, "can't be served without keys"),
         (["generate", "-p", "x", "--connect", "tcp://192.0.2.1:5"], 8, "`outrider keys trust 192.0.2.1 KEY`"),
-        (["generate", "-p", "x", "--connect", "tcp://192.0.2.1:5", "--server-key", "x"], 8, "'x' is no key"),
+        (["generate", "-p", "x", "--connect", "tcp://192.0.2.1:5", "--server-key", "x"], 8, "'x' is not a key"),
         (["generate", "-p", "x", "--connect", "tcp://192.0.2.1:5", "--server-key", KEY], 8, "outrider keys make"),
         (["worker", "draft", "--connect", "tcp://192.0.2.1:5"], 8, "`outrider keys trust 192.0.2.1 KEY`"),
         (["worker", "draft", "--connect", "tcp://no-such-host.invalid:5"], 4, "the host no-such-host.invalid can't be"),
@@ -129,7 +129,7 @@ def test_a_drafter_knocks_before_it_loads_and_is_handed_its_keys(run: Run, tmp_p
         assert (code, out) == (8, "") and f"refuses this side's key {own}" in err and "`outrider keys allow`" in err
         served.ring.allow(Allowed(DRAFTER, own, "mini"))
         code, out, err = run(*join, "--server-key", KEY)
-        assert (code, out) == (8, "") and f"is no server with the key {KEY}" in err
+        assert (code, out) == (8, "") and f"has a server with another key than {KEY}" in err
         code, out, err = run(*join, "--server-key", served.gate.own.public)
         assert code == 99 and f"--server-key={served.gate.own.public}" in out and "--vocabulary" in out
         run("keys", "trust", "127.0.0.1", served.gate.own.public)

@@ -336,7 +336,7 @@ def test_a_line_that_is_full_refuses_in_a_sentence_and_takes_again_when_it_is_sh
         refused = [client.hear_until(Failed)[-1] for _ in range(2)]
         assert [failed.request for failed in refused] == ["q5", "q6"]
         assert isinstance(as_error(refused[0].kind, refused[0].message), ServerBusy)
-        assert "3 requests wait already" in refused[0].message and "ask again later" in refused[0].message
+        assert "3 requests are already waiting" in refused[0].message and "try again later" in refused[0].message
         client.say(Cancel("q4"))
         client.say(ask("q7"))
         client.say(StatsQuery("s"))
@@ -350,7 +350,7 @@ def test_a_server_with_nearly_all_its_connections_takes_no_new_request_and_ends_
         admit = stand.core.wait_for(Admit)[0]
         stand.sockets.door.doors[0].most = 1
         client.say(ask("late"))
-        assert "nearly as many connections" in client.hear_until(Failed)[-1].message
+        assert "almost reached its connection limit" in client.hear_until(Failed)[-1].message
         for event in says(codec, "fine")(admit):
             stand.core.outbox.put(event)
         assert client.hear_until(Done)[-1].request == "runs"
@@ -465,7 +465,7 @@ def test_the_last_prompt_that_fits_gets_the_room_that_is_left(stand, codec):
     stand.core.play = says(codec, "x", "length")
     result = stand.client().generate([5] * 1023, SamplingParams(max_tokens=50))
     assert stand.core.wait_for(Admit)[0].sampling.max_tokens == 1
-    assert any("context ends there" in note for note in result.notes)
+    assert any("the context is full then" in note for note in result.notes)
 
 
 def test_modes_that_need_a_drafter_are_refused_without_one(make_stand, codec):
@@ -521,7 +521,7 @@ def test_a_name_in_use_is_refused_and_its_request_goes_on(stand, codec):
         client.say(ask("same"))
         admit = stand.core.wait_for(Admit)[0]
         client.say(ask("same"))
-        assert "running already" in client.hear_until(Failed)[-1].message
+        assert "already running" in client.hear_until(Failed)[-1].message
         stand.core.outbox.put(Committed(admit.request, codec.encode("on", special=False)))
         stand.core.outbox.put(Ended(admit.request, "length", Timings()))
         assert "".join(m.text for m in client.hear_until(Done) if isinstance(m, Chunk)) == "on"
@@ -563,4 +563,4 @@ def test_a_client_that_floods_is_told_so_and_others_are_not(make_stand, monkeypa
     refused = [answer for answer in answers if isinstance(answer, Failed)]
     assert len(refused) in (150, 151) and {answer.kind for answer in refused} == {"ServerBusy"}
     assert "more slowly" in refused[0].message
-    assert sum("says too much" in record.getMessage() for record in caplog.records) == 1
+    assert sum("sends too many messages" in record.getMessage() for record in caplog.records) == 1

@@ -112,8 +112,8 @@ def test_whose_key_is_revoked_is_sent_away_and_stays_out(door: Door) -> None:
     assert not door.tick(100)
     door.ring.revoke("mini")
     (why,) = door.tick(200)
-    assert "mini may stay no longer: its key is not allowed" in why
-    assert "may stay no longer" in reason(decode(far.recv_multipart()[-1:]) if far.poll(WAIT_MS) else Welcome(""))
+    assert "mini is dismissed: its key is not allowed" in why
+    assert "is dismissed" in reason(decode(far.recv_multipart()[-1:]) if far.poll(WAIT_MS) else Welcome(""))
     assert "its key is not allowed" in reason(door.hello(far, 7, name="mini"))  # by its old connection
     with pytest.raises(KeyFault, match="refuses this side's key"):
         knock(door.pool.joining_endpoint, door.keys(MINI))

@@ -44,7 +44,7 @@ def test_what_cannot_be_joined_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(EndpointError, match=r"no server is announced here .* `outrider serve --advertise`"):
         find({OWN})
     heard(monkeypatch, Found("tcp://10.0.0.1:1", OWN, "1"), Found("tcp://10.0.0.2:1", OTHER, "1"))
-    with pytest.raises(EndpointError, match=r"several servers .* tcp://10.0.0.1:1 .* choose one by --connect"):
+    with pytest.raises(EndpointError, match=r"found several servers .* tcp://10.0.0.1:1 .* choose one with --connect"):
         find({OWN, OTHER})
     heard(monkeypatch, Found("tcp://10.0.0.1:1", OWN, "999"))
     with pytest.raises(EndpointError, match=r"version 999, this side version 1; run the same release"):

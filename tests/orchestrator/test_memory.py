@@ -124,7 +124,7 @@ def test_where_nothing_can_be_written_nothing_is_and_that_is_said_once(
         memory.write((RECORD,), minute)
     assert (tmp_path / "file").read_text() == ""
     [told] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "can't be kept" in told and told.endswith("the next server starts without it")
+    assert "can't be saved" in told and told.endswith("the next server starts without it")
 
 
 def test_who_has_no_home_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_the_pause_teaches_nothing_about_verifies_and_is_told() -> None:
     ended = cluster.end("r0")
     assert estimates.tokens_per_ms() not in (before, 0.0)
     assert isinstance(ended, Ended) and ended.timings.resumed == 1
-    assert ended.notes == ("the text goes on after a pause: target worker target-0 ended with code -9",)
+    assert ended.notes == ("the text continued after a pause: target worker target-0 ended with code -9",)
 
 
 def test_who_comes_while_there_is_no_target_begins_with_the_next() -> None:

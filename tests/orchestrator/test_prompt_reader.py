@@ -32,7 +32,7 @@ def test_the_measurement_is_asked_about_the_draft_and_speaks_for_itself(monkeypa
 
 def test_a_measurement_that_fails_leaves_prompts_with_mlx_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, 3, "", "warming up\nthere is no room on the disk\n")
-    assert measured("d") == "prompts stay with MLX: there is no room on the disk"
+    assert measured("d") == "MLX reads prompts: there is no room on the disk"
 
 
 def test_elsewhere_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

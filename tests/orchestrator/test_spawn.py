@@ -163,7 +163,7 @@ def test_the_library_can_be_chosen_or_left_out(monkeypatch, tmp_path):
     monkeypatch.setattr(blas, "needs_openblas", lambda: True)
     mine = tmp_path / "libopenblas.so.0"
     monkeypatch.setenv(blas.CHOICE, str(mine))
-    with pytest.raises(InvalidRequest, match="which is no file"):
+    with pytest.raises(InvalidRequest, match="which is not a file"):
         blas.openblas()
     mine.touch()
     assert blas.openblas() == mine

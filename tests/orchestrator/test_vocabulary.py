@@ -44,10 +44,10 @@ def test_padding_alone_is_no_difference(with_words, draft):
 @pytest.mark.parametrize(
     ("draft", "words"),
     [
-        (["a", "c", "b", "<|end|>"], "2 of 4 tokens stand for something else, such as 1 is 'b' and 'c'"),
-        ([*WORDS, "d"], r"1 tokens are the draft's alone, such as 4 \('d'\)"),
-        (["a", "b", None, "<|end|>"], r"1 tokens are the target's alone, such as 2 \('c'\)"),
-        ([*WORDS[:3], "<|other|>"], "stand for something else"),
+        (["a", "c", "b", "<|end|>"], "2 of 4 tokens differ, such as 1 is 'b' and 'c'"),
+        ([*WORDS, "d"], r"1 tokens are only in the draft's vocabulary, such as 4 \('d'\)"),
+        (["a", "b", None, "<|end|>"], r"1 tokens are only in the target's vocabulary, such as 2 \('c'\)"),
+        ([*WORDS[:3], "<|other|>"], "differ"),
     ],
 )
 def test_any_other_difference_is_refused_with_what_it_is(with_words, draft, words):

@@ -16,7 +16,7 @@ def test_other_weights_have_another_digest(tiny_model: Callable[..., Path], tmp_
     assert len(found) == 3
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(ModelError, match="is no safetensors file"):
+    with pytest.raises(ModelError, match="is not a safetensors file"):
         digest(tmp_path)
     with pytest.raises(ModelError, match=r"has no config\.json"):
         digest(tmp_path / "nowhere")

@@ -76,5 +76,9 @@ def test_without_room_for_it_a_sentence_says_where_and_what_to_do(temporary, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
-    with pytest.raises(EndpointError, match=r"can be made in .*: No space left on device; make room, .* TMPDIR"):
+    with pytest.raises(
+        EndpointError,
+        match=r"create a directory for sockets in .*: No space left on device; free"
+        r" some space, .* TMPDIR",
+    ):
         private_directory()

@@ -228,7 +228,7 @@ def test_another_programs_live_socket_is_not_taken(sockets, ipc, short):
 
 def test_a_file_that_is_no_socket_is_never_replaced(sockets, ipc, short):
     (short / "s").write_text("thesis")
-    with pytest.raises(EndpointError, match="exists and is no socket"):
+    with pytest.raises(EndpointError, match="exists and is not a socket"):
         bind(sockets(), ipc)
     assert (short / "s").read_text() == "thesis" and len(list(short.iterdir())) == 1
 

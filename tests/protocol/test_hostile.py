@@ -108,7 +108,7 @@ def test_a_field_too_few_or_too_many_is_refused_with_the_names_of_all(cls, rando
 
 
 def test_a_map_is_refused():
-    with pytest.raises(ProtocolError, match="no msgpack"):
+    with pytest.raises(ProtocolError, match="not msgpack"):
         decode(framed("Close", {"request": "r"}))
 
 

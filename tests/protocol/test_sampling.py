@@ -81,7 +81,7 @@ def test_one_stop_text_needs_no_list() -> None:
         ({"grammar": "[0-9]"}, "grammar is '.0-9.'; expected a Grammar"),
         ({"grammar": {"kind": "regex"}}, "expected a Grammar"),
         ({"grammar": {"kind": "regex", "text": ""}}, "the regular expression is empty"),
-        ({"grammar": Grammar("regex", "a"), "ignore_eos": True}, "says where the text ends"),
+        ({"grammar": Grammar("regex", "a"), "ignore_eos": True}, "decides where the text ends"),
     ],
 )
 def test_what_is_none_of_these_is_a_sentence(given, words) -> None:

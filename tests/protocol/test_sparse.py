@@ -52,7 +52,7 @@ def test_it_crosses_the_wire_as_two_raw_frames() -> None:
         ({"rule": "exact"}, "sampling rule is 'exact'; expected coupled or residual"),
         ({"rule": "residual", "saguaro": 0.0}, "saguaro is 0.0; expected a number from 0.01 to 1"),
         ({"rule": "residual", "saguaro": 1.5}, "saguaro is 1.5"),
-        ({"saguaro": 0.5}, "saguaro is 0.5; without residual sampling expected 1"),
+        ({"saguaro": 0.5}, "saguaro is 0.5; it needs rule residual, or must be 1"),
         ({"rule": "residual", "q_width": 0}, "q_width is 0; expected a whole number from 1 to 1024"),
     ],
 )

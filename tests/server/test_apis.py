@@ -548,7 +548,7 @@ def test_a_template_that_refuses_is_told(claude: anthropic.Anthropic, chat: Hous
     from anthropic import NotFoundError
 
     answer = post(chat, "/v1/chat/completions", messages=HELLO, chat_template_kwargs={"messages": []})
-    assert answer.status_code == 400 and "keyword of the chat template" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "the chat template keyword" in answer.json()["error"]["message"]
     with pytest.raises(NotFoundError, match="'other' is not served here"):
         claude.messages.create(model="other", max_tokens=5, messages=HELLO)
 
@@ -578,5 +578,5 @@ def test_a_process_that_is_lost_is_started_again_at_the_same_place(
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(chat: House) -> None:
-    with pytest.raises(EndpointError, match="the port is taken; choose another with --port, or --no-http"):
+    with pytest.raises(EndpointError, match="the port is in use; choose another with --port, or --no-http"):
         Listener(HttpSettings(port=int(chat.url.rpartition(":")[2])))

@@ -155,18 +155,18 @@ WRONG_OF_TWO = [
     ({"n": 0}, "n: "),
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 5000}, "stop"),
-    ({"logit_bias": {"a": 1, "7": 2, "b": 3}}, "logit_bias: 'a', 'b' is no token id"),
+    ({"logit_bias": {"a": 1, "7": 2, "b": 3}}, "logit_bias: 'a', 'b' is not a token id"),
     ({"logit_bias": {"5": 1e9}}, "logit_bias"),
     ({"guided_choice": []}, "guided_choice"),
     ({"structured_outputs": {"choice": ["x"]}, "json_schema": {}}, "expected one of them"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"response_format": {"type": "yaml"}}, "response_format: 'yaml' is unknown"),
-    ({"response_format": {"type": "json_schema"}}, "response_format: there is no schema"),
+    ({"response_format": {"type": "yaml"}}, "response_format: 'yaml' is not supported"),
+    ({"response_format": {"type": "json_schema"}}, "response_format: the schema is missing"),
     ({"response_format": schema({"type": "nonsense"})}, "response_format: the JSON schema can't be used: Invalid type"),
     ({"response_format": schema(False)}, "response_format: the JSON schema can't be used: Unsatisfiable"),
-    ({"response_format": schema([1])}, "response_format: the schema is no object"),
-    ({"response_format": schema({}), "ignore_eos": True}, "ignore_eos is True and there is a grammar"),
+    ({"response_format": schema([1])}, "response_format: the schema is not an object"),
+    ({"response_format": schema({}), "ignore_eos": True}, "ignore_eos and a grammar can't be used together"),
     ({"grammar": "root ::= x"}, "grammar: the grammar can't be used"),
     ({"grammar": ""}, "grammar: the grammar is empty"),
     ({"guided_regex": "(?=a)b"}, "guided_regex: the regular expression can't be used"),
@@ -215,35 +215,35 @@ def test_a_field_of_the_older_apis_that_cannot_be(ask: Ask, path: str, wrong: di
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "'image_url' can't be read here"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-        (CHAT, {**SAID, "tool_choice": "required"}, "requires a call, and there are no tools"),
+        (CHAT, {**SAID, "tool_choice": "required"}, "requires a call, but there are no tools"),
         (CHAT, {**SAID, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "'g'"),
-        (CHAT, {**SAID, "tools": [{"type": "web_search"}]}, "only functions"),
+        (CHAT, {**SAID, "tools": [{"type": "web_search"}]}, "only function tools"),
         (CHAT, {**SAID, "max_tokens": 5, "max_completion_tokens": 6}, "expected one of them"),
-        (CHAT, {**SAID, "top_logprobs": 2}, "expected logprobs to be true"),
+        (CHAT, {**SAID, "top_logprobs": 2}, "needs logprobs: true"),
         (CHAT, {**SAID, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {**SAID, "tools": [TOOL], "response_format": schema(False)}, "Unsatisfiable"),
         (CHAT, {**SAID, "tools": [TOOL, TOOL]}, "two have the same name"),
-        (TEXT, {"prompt": "x", "logprobs": 1, "echo": True}, "a prompt's own are not known"),
+        (TEXT, {"prompt": "x", "logprobs": 1, "echo": True}, "logprobs of the prompt are not supported"),
         (CHAT, {**SAID, "continue_final_message": True}, "not the assistant's"),
-        (CHAT, {**SAID, "chat_template_kwargs": {"tools": 1}}, "keyword of the chat template"),
+        (CHAT, {**SAID, "chat_template_kwargs": {"tools": 1}}, "the chat template keyword"),
         (TEXT, {"prompt": ""}, "the prompt is empty"),
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": [-1]}, "out of range"),
-        (TEXT, {"prompt": "x", "best_of": 3, "stream": True}, "expected no stream"),
+        (TEXT, {"prompt": "x", "best_of": 3, "stream": True}, "can't be streamed"),
         (TEXT, {"prompt": "x", "best_of": 1, "n": 2}, "less than n"),
         (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
         (TEXT, {"prompt": ["x"] * 100, "n": 2}, "100 prompts"),
-        (RESPOND, {"input": "x", "previous_response_id": "resp_1"}, "no response is stored"),
-        (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format: there is no schema"),
+        (RESPOND, {"input": "x", "previous_response_id": "resp_1"}, "responses are not stored"),
+        (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format: the schema is missing"),
         (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema", "schema": False}}}, "Unsatisfiable"),
         (RESPOND, {"input": "x", "top_logprobs": 2}, "top_logprobs"),
         (RESPOND, {"input": [{"type": "computer_call"}]}, "'computer_call'"),
         (CLAUDE, SAID, "max_tokens"),
-        (CLAUDE, {**SAID, "max_tokens": 5, "tools": [{"type": "web_search_1", "name": "w"}]}, "runs at Anthropic"),
+        (CLAUDE, {**SAID, "max_tokens": 5, "tools": [{"type": "web_search_1", "name": "w"}]}, "runs only on Anthropic"),
         (CLAUDE, {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5}, "'image'"),
         (CLAUDE, {**SAID, "max_tokens": 5, "output_config": {"format": schema(False)}}, "Unsatisfiable"),
-        ("/tokenize", {}, "one of them only"),
-        ("/detokenize", {"tokens": [999999]}, "999999 is no token"),
+        ("/tokenize", {}, "exactly one of content"),
+        ("/detokenize", {"tokens": [999999]}, "999999 is not a token id"),
     ],
 )
 def test_what_this_api_cannot_do(ask: Ask, path: str, body: dict[str, Any], words: str) -> None:
@@ -282,7 +282,7 @@ def test_the_description_has_the_names_of_the_model(ask: Ask) -> None:
 
 def test_a_path_or_a_method_that_there_is_not_is_told(ask: Ask) -> None:
     nowhere, wrong = ask("/v1/v1/models", "GET"), ask(CHAT, "GET")
-    assert nowhere.status_code == 404 and "expected one of those in /openapi.json" in complaint(nowhere)
+    assert nowhere.status_code == 404 and "/openapi.json lists them" in complaint(nowhere)
     assert wrong.headers["allow"] == "POST" and "expected POST" in complaint(wrong)
 
 
@@ -345,7 +345,7 @@ def test_a_thread_is_refused_in_the_word_that_anthropics_clients_wait_for(ask: A
     """They go on without one."""
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
         refused = ask(CLAUDE, json={**PATHS[CLAUDE], "thread": thread})
-        assert refused.status_code == 400 and "no conversation is stored here" in refused.text
+        assert refused.status_code == 400 and "conversations are not stored" in refused.text
         assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
@@ -509,12 +509,12 @@ def test_the_description_is_openapi(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"host": "0.0.0.0"}, "there is no API key"),
-        ({"host": "example.com"}, "there is no API key"),
+        ({"host": "0.0.0.0"}, "needs an API key"),
+        ({"host": "example.com"}, "needs an API key"),
         ({"port": 70000}, "port is 70000"),
         ({"request_timeout": 0}, "request_timeout is 0"),
         ({"max_streams_per_key": 0}, "max_streams_per_key is 0"),
-        ({"api_keys": ("a b",)}, "one word in ASCII"),
+        ({"api_keys": ("a b",)}, "one ASCII word"),
         ({"tls_cert": "x"}, "both --tls-cert and --tls-key"),
         ({"tls_cert": "/no/such", "tls_key": "/no/such"}, "no such file"),
         ({"tls_cert": __file__, "tls_key": __file__}, "expected a certificate and its own key"),

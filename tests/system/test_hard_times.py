@@ -67,7 +67,7 @@ def test_full_disks_no_home_and_a_jumping_clock_change_no_token(jumping: dict[st
     told = json.loads(said.stdout)
     prompt = embedded_codec().encode(PROMPT)
     assert told["token_ids"] == alone(prompt, SamplingParams(max_tokens=TOKENS, temp=0.8, seed=5))
-    assert said.stderr.count("can't be kept in") == 1
+    assert said.stderr.count("can't be saved in") == 1
     assert "Traceback" not in said.stderr and "started again" not in said.stderr, said.stderr
 
 

@@ -193,7 +193,7 @@ def test_generate_json_can_be_verified(tmp_path: Path) -> None:
     file.write_text(json.dumps(changed))
     process = outrider("verify", "--json-file", str(file))
     out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 1 and "NOT the target's own" in out and "MISMATCH at" in out, err
+    assert process.returncode == 1 and "NOT the target's output" in out and "MISMATCH at" in out, err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -225,7 +225,7 @@ def test_sigterm_lets_what_runs_come_to_its_end_and_takes_nothing_new(serve: Cal
         try:
             other.generate(PROMPT, SamplingParams(max_tokens=1))
         except WorkerError as error:
-            return "takes no new requests" in str(error)
+            return "accepts no new requests" in str(error)
         return False
 
     with in_the_middle(other, lambda: client.stream(PROMPT, LONG)) as (stream, chunks):
@@ -325,7 +325,7 @@ def test_what_was_stopped_for_a_while_goes_on(served: Pair) -> None:
         until_something_prepared_is_served(client, sampling)
 
 
-@pytest.mark.parametrize(("role", "words"), [("target", "takes no other"), ("draft", "the name target-0 is taken")])
+@pytest.mark.parametrize(("role", "words"), [("target", "accepts no other"), ("draft", "the name target-0 is taken")])
 def test_a_worker_by_the_targets_name_is_turned_away(cluster: LocalCluster, role: str, words: str) -> None:
     client, workers = cluster.client(), f"ipc://{run_dir(cluster.endpoint)}/workers"
     known, text = _workers(client), client.generate(PROMPT, SamplingParams(max_tokens=8)).text

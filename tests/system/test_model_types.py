@@ -17,7 +17,7 @@ def model(folder: Path, name: str) -> str:
 
 
 def test_a_draft_that_cannot_draft_leaves_a_server_without_one(tmp_path: Path) -> None:
-    """Shared keys and values as the target; a chunked cache, which can't be branched, as the draft."""
+    """Shared keys and values as the target; a chunked cache, which can't be copied for branches, as the draft."""
     with LocalCluster(model=model(tmp_path, "gemma3n"), draft_model=model(tmp_path, "llama4")) as cluster:
         assert any("a llama4 model can't draft" in note for note in cluster.notes)
         client = cluster.client()

@@ -30,7 +30,7 @@ def test_the_examples_run(capfd: pytest.CaptureFixture[str]) -> None:
         if "cluster" in names:
             names["cluster"].close()
     out, err = capfd.readouterr()
-    assert "Generation: 40 tokens" in out and "top_p is 2" in out and "nobody serves" in out
+    assert "Generation: 40 tokens" in out and "top_p is 2" in out and "no server at" in out
     assert err == ""
 
 

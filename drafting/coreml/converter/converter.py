@@ -70,7 +70,7 @@ def convert(
     progress = progress or (lambda stage, done, total: None)
     for path in (destination, mlx_out):
         if path is not None and path.exists():
-            raise InvalidRequest(f"{path} is there already; name another directory or remove it")
+            raise InvalidRequest(f"{path} already exists; remove it, or choose another folder")
     progress("reading", 0, 1)
     opened = source.open_source(model)
     layout = _layout(opened, options)
@@ -137,9 +137,9 @@ def _check_space(directory: Path, layout: Layout, copies: int) -> None:
     needed = int(matrices * _BYTES[layout.weights] * (1 + copies)) + table * copies + _MARGIN
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"{free >> 20} MiB free, about {needed >> 20} MiB needed")
+        raise OSError(errno.ENOSPC, f"{free >> 20} MiB free, but about {needed >> 20} MiB are needed")
 
 
 def _disk_error(destination: Path, error: OSError) -> ModelError:
     what = error.strerror or str(error)
-    return ModelError(f"{destination} can't be written ({what}); nothing was left there: free some space and try again")
+    return ModelError(f"{destination} can't be written ({what}); free some space and try again")

@@ -138,7 +138,7 @@ class Host:
             logits = np.concatenate([outputs[f"logits_{chunk}"][0, :, 0, :count] for chunk in chunks]).T
             if not np.isfinite(logits).all():
                 raise DrafterFault(
-                    f"{self._runtime.name} gave logits that are no finite numbers; no drafting for this request"
+                    f"{self._runtime.name} returned logits that are NaN or infinite; drafting is off for this request"
                 )
         return Fresh(
             logits,

@@ -44,7 +44,7 @@ class PackageReader:
                 if fresh.keys is None or fresh.values is None:
                     raise ReadingFault(f"{prefill.name} hands out no keys")
                 if not (np.isfinite(fresh.keys).all() and np.isfinite(fresh.values).all()):
-                    raise ReadingFault(f"{self._name} gave keys that are no finite numbers")
+                    raise ReadingFault(f"{self._name} returned keys that are NaN or infinite")
                 yield KeysValues(fresh.keys, fresh.values)
         except OutriderError as error:
             raise ReadingFault(f"the prompt can't be read by the package: {error}") from error

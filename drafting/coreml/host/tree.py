@@ -172,7 +172,9 @@ class CoreMLTree:
     def _grown(self, parent: int, token: int | None) -> Node:
         above = self._node(parent)
         if above.position + 1 >= self._layout.context:
-            raise DrafterFault(f"the draft's context of {self._layout.context} tokens is full; no drafting beyond it")
+            raise DrafterFault(
+                f"the draft's context of {self._layout.context} tokens is full; drafting is off beyond it"
+            )
         position = above.position + 1
         node = Node(self.next_node, above, position, token, above.fork if token is None else position)
         above.children.append(node)

@@ -52,7 +52,9 @@ class Manifest:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ModelError(f"{directory} is no converted model ({error}); make one with outrider convert") from error
+            raise ModelError(
+                f"{directory} is not a converted model ({error}); create one with `outrider convert`"
+            ) from error
         found = fields.get("format") if isinstance(fields, dict) else None
         if found != FORMAT:
             raise ModelError(f"{path} has format {found!r}; this version reads {FORMAT}: convert the model again")

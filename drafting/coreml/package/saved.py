@@ -82,7 +82,7 @@ def read(package: Path) -> SavedModel:
         ModelError: `package` is not one.
     """
     if not (package / MODEL).is_file() or not (package / WEIGHTS).is_file():
-        raise ModelError(f"{package} is no CoreML package; expected {MODEL} and {WEIGHTS} in it")
+        raise ModelError(f"{package} is not a Core ML package; expected {MODEL} and {WEIGHTS} in it")
     return _Reader(package).read()
 
 

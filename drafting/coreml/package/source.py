@@ -71,7 +71,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 def _config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file() or not _weight_files(path):
-        raise ModelError(f"{path} is no model directory; expected config.json and model*.safetensors in it")
+        raise ModelError(f"{path} is not a model folder; expected config.json and model*.safetensors in it")
     try:
         return dict(load_config(path))
     except ValueError as error:

@@ -74,7 +74,7 @@ class CoreMLRuntime:
         try:
             return task()
         except Exception as error:  # coremltools raises it bare
-            raise RuntimeFault(f"{self.name} failed: {first_line(error)}; no drafting for this request") from error
+            raise RuntimeFault(f"{self.name} failed: {first_line(error)}; drafting is off for this request") from error
 
 
 def compiled_path(package: Package) -> Path:

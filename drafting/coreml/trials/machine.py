@@ -72,7 +72,7 @@ def blas_of(mapped: str, system: str) -> tuple[str, str]:
     preloaded = re.search(r"/\S*libopenblas[^/\s]*\.so\S*", mapped)
     if preloaded and ".libs/" not in preloaded.group():  # numpy carries one of its own, under other names
         return "OpenBLAS", f"preloaded from {preloaded.group()}"
-    return "reference", "MLX's wheel brings the reference BLAS; preload OpenBLAS, or verifying costs M times one token"
+    return "reference", "MLX uses the reference BLAS; preload OpenBLAS, otherwise verifying M tokens costs M times one"
 
 
 def _blas() -> Blas:

@@ -112,7 +112,7 @@ class _Selector:
             f"{row.verdict.units}, {row.variant}: {row.verdict.reason}" for row in self._rows if not row.verdict.good
         )
         if chosen is None or chosen.verdict.trial is None:
-            sentence = f"Core ML is of no use for this draft here, drafting with MLX instead ({bad})"
+            sentence = f"Core ML does not help this draft on this machine; drafting with MLX instead ({bad})"
             return Selection(None, None, sentence, tuple(self._rows))
         units, ms = chosen.verdict.units, chosen.verdict.trial.ms["q1"]
         sentence = f"drafting with Core ML on {units}, {chosen.variant}, {ms:.2f} ms a token"

@@ -91,7 +91,7 @@ def _check_engine(units: str) -> None:
     except ModelError:
         return
     if not there:
-        raise DeviceAbsent("this machine has no Neural Engine that Core ML can use")
+        raise DeviceAbsent("Core ML can't use a Neural Engine on this machine")
 
 
 def _engine_share(package: Package, units: str) -> dict[str, float]:

@@ -27,9 +27,9 @@ class Drift:
         self.silent = 0 if drafted else self.silent + 1
         self.drafted, self.held = self.drafted + drafted, self.held + held
         if self.silent >= SILENT_ROUNDS:
-            return f"it had nothing to say in {self.silent} rounds"
+            return f"it proposed nothing in {self.silent} rounds"
         if self.drafted >= TOKENS:
             if self.held < LEAST * self.drafted:
-                return f"of its last {self.drafted} tokens {self.held} held"
+                return f"{self.held} of its last {self.drafted} tokens were accepted"
             self.drafted, self.held = self.drafted // 2, self.held // 2
         return ""

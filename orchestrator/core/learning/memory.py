@@ -52,5 +52,5 @@ class Memory:
         except OSError as error:
             level = logging.INFO if self._complained else logging.WARNING
             self._complained = True
-            told = "what auto learned can't be kept in %s: %s; the next server starts without it"
+            told = "what auto learned can't be saved in %s: %s; the next server starts without it"
             log.log(level, told, self._path, error.strerror)

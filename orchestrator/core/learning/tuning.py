@@ -161,7 +161,7 @@ def load(path: Path) -> tuple[Tuning, ...]:
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        log.warning("%s can't be used (%s): it counts as none", path, error)
+        log.warning("ignoring %s: %s", path, error)
         return ()
 
 
@@ -220,5 +220,5 @@ def _shares(given: Sequence[Any]) -> tuple[float, ...]:
 def _number(value: Any, least: float = 0.0) -> float:
     """A finite one from `least`. Raises ValueError or TypeError."""
     if not least <= float(value) < math.inf:
-        raise ValueError(f"{value!r} is no time and no share")
+        raise ValueError(f"{value!r} is neither a time nor a share")
     return float(value)

@@ -14,7 +14,7 @@ from outrider.protocol.keyring import DRAFTER, PREFILL
 from outrider.protocol.keys import ServerKeys, key_shown
 from outrider.protocol.messages import Hello
 
-NOT_ALLOWED = "its key is not allowed, or no longer; `outrider keys allow` on the server's side lets it in"
+NOT_ALLOWED = "its key is not allowed (any more); allow it on the server with `outrider keys allow`"
 
 
 class Entry:
@@ -50,11 +50,11 @@ class Entry:
         if key and hello.role == "target":
             return "its key is for drafters; expected a target's rank 0 on the server's machine, by its local endpoint"
         if not all(text.isprintable() for text in (hello.backend, hello.model, hello.note, hello.files)):
-            return "it says of itself what can't be shown; expected printable text"
+            return "its description is not printable text"
         ours, theirs = self.language, hello.vocabulary
         if theirs and ours.vocabulary and theirs != ours.vocabulary:
             return (
-                f"its model {hello.model} means other things by its tokens than this cluster's {ours.model}; expected a"
+                f"its model {hello.model} has another vocabulary than this cluster's {ours.model}; expected a"
                 " draft of the target's own family (`outrider pairs` lists some)"
             )
         return self._places.refusal(identity, hello)

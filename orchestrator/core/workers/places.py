@@ -70,7 +70,7 @@ class Places:
         if identity != routing_id(hello.incarnation):
             return "its routing id is not that of its incarnation; run the same release of outrider on both sides"
         if hello.incarnation in self._shut_out:
-            return "it said what cannot be too often, and this cluster does not listen to it any more"
+            return "it sent too many invalid messages, so this cluster ignores it"
         if hello.role == "target":
             return self._target_refusal(hello)
         if hello.role == "prefill" and (why := self._prefill_refusal(hello)) is not None:
@@ -78,7 +78,10 @@ class Places:
         if hello.role == "draft" and not self._drafters_may_join:
             return "the target of this cluster drafts for itself; start it without colocate for drafters to join"
         if len(hello.name) > MAX_NAME or not hello.name.isprintable():
-            return f"the name {hello.name[:MAX_NAME]!r} is no name; expected at most {MAX_NAME} printable characters"
+            return (
+                f"the name {hello.name[:MAX_NAME]!r} is not a valid name; expected at most"
+                f" {MAX_NAME} printable characters"
+            )
         holder = self._named.get(hello.name)
         if holder is not None and (holder.spawned is not None or holder.entered):
             theirs = _shown(holder.hello) if holder.hello is not None else f"a {holder.role} worker that starts"
@@ -87,16 +90,19 @@ class Places:
                 " another, or leave it out to be given one"
             )
         if sum(worker.state != "lost" for worker in self.all()) >= MAX_WORKERS:
-            return f"the cluster has {MAX_WORKERS} workers, as many as it takes; end one first"
+            return f"the cluster has {MAX_WORKERS} workers, the maximum; stop one first"
         return None
 
     def _target_refusal(self, hello: Hello) -> str | None:
         """Why this target may not join. One that was there before must have been the same."""
         before = self._named.get(TARGET)
         if self._awaited is None:
-            return "a cluster starts its own target and takes no other; expected a draft worker, or await_target there"
+            return (
+                "this cluster starts its own target and accepts no other; join as a draft worker,"
+                " or start the cluster with await_target"
+            )
         if before is not None and before.entered:
-            return "the cluster has its target; end that one first"
+            return "the cluster already has a target; stop that one first"
         if not fits(self._awaited, hello.files):
             return (
                 f"its model {hello.model} is another ({hello.files}) than the server was started with"
@@ -110,7 +116,7 @@ class Places:
         if target is None or target.hello is None:
             return None  # it is asked for nothing that does not fit
         if not target.hello.abilities.takes_kv:
-            return "the target of this cluster reads its prompts itself: what it remembers can't be handed over"
+            return "the target of this cluster must read its prompts itself: its state can't be transferred"
         if hello.files != target.hello.files:
             return (
                 f"its model {hello.model} is another ({hello.files}) than the target's ({target.hello.files}); expected"

@@ -103,7 +103,7 @@ class WorkerPool(Roster):
         self.news = True
         self._router.warn("%s said %s", worker, LIES[kind])
         if worker.trust.is_lost and worker.role == "draft":
-            why = f"{worker} says what cannot be: {worker.trust.told(LIES)}; it is not listened to any more"
+            why = f"{worker} sent invalid messages: {worker.trust.told(LIES)}; disconnected"
             self._supervisor.dismiss(worker, why)
             self.refuse_key(name, why)
 
@@ -149,7 +149,7 @@ class WorkerPool(Roster):
                         self._hello(identity, message, key_shown(first))
                     case _ if worker is None:
                         self.rejected += 1
-                        log.info("dropped a stranger's %s", type(message).__name__)
+                        log.info("dropped a %s from an unknown peer", type(message).__name__)
                     case CacheReport(use=use):
                         worker.cache, self.news = use, True
                     case Pong():
@@ -225,7 +225,7 @@ class WorkerPool(Roster):
         why = self.entry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
-            self._router.warn("turned %r, a %s worker, away: %s", hello.name[:MAX_NAME], hello.role, why)
+            self._router.warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME], hello.role, why)
             self._router.send(identity, Shutdown(why))
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will tell
@@ -272,7 +272,7 @@ class WorkerPool(Roster):
             self.lied(worker.name, "flood")
         elif allowance.is_first(identity):
             self._router.warn(
-                "a stranger says too much on the workers' socket; what is more than %d a second is dropped",
+                "an unknown peer sends too many messages to the workers' socket; dropping more than %d a second",
                 STRANGERS.a_second,
             )
         return False

@@ -49,11 +49,11 @@ class Pulse:
         if self.unanswered >= SILENT:
             return f"has not answered for {self.unanswered * seconds_a_ping:.0f} s"
         if self.still >= self.most(seconds_a_ping):
-            return f"has not moved for {self.still * seconds_a_ping:.0f} s"
+            return f"has made no progress for {self.still * seconds_a_ping:.0f} s"
         return None
 
     def stuck(self, seconds_a_ping: float) -> str | None:
         """Why a worker that loads is given up: no news of it for too long, by what it should take, if that is known."""
         if self.expected_s and self.unanswered >= self.most(seconds_a_ping):
-            return f"has not come further with its start for {self.unanswered * seconds_a_ping:.0f} s"
+            return f"has made no progress in starting for {self.unanswered * seconds_a_ping:.0f} s"
         return None

@@ -53,7 +53,7 @@ class WorkerRouter:
             self.socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno == zmq.EAGAIN:
-                self.warn("a worker has %d messages unread, as many as are kept; what follows is lost", MOST_WAITING)
+                self.warn("a worker has %d unread messages, the maximum; later ones are lost", MOST_WAITING)
             return
         for frame in frames[:-1]:
             self.socket.send(frame, zmq.SNDMORE)

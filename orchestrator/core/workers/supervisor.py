@@ -69,7 +69,7 @@ class Supervisor:
                 worker.state = "frozen"
                 log.warning("%s does not answer", worker)
                 if worker.role != "target":
-                    lost.append(Loss(worker, f"{worker} does not answer; requests go on without it"))
+                    lost.append(Loss(worker, f"{worker} does not answer; requests continue without it"))
         return lost
 
     def thawed(self) -> list[Worker]:
@@ -89,7 +89,7 @@ class Supervisor:
             if before is None or not restarts.is_due(now_ns) or before.runs:
                 continue
             restarts.begun()
-            log.warning("%s is started again", before)
+            log.warning("restarting %s", before)
             try:
                 self._spawn(before.role, name, before, restarts.done)
             except WorkerError as error:

@@ -59,7 +59,7 @@ class Worker:
         known = self.hello
         if known is None or _what_runs(known) == _what_runs(hello):
             return None
-        return f"{self} came back with another model ({hello.model}) than it had ({known.model}); start the server anew"
+        return f"{self} came back with another model ({hello.model}) than before ({known.model}); restart the server"
 
     @property
     def load_s(self) -> float:
@@ -78,7 +78,7 @@ class Worker:
             ended = f"{self} ended with code {code}" + (f", {cause}" if cause else "")
             return self.fault or ended + (f": {tail}" if tail else "")
         if self.unwelcome:
-            return f"{self} may stay no longer: {self.unwelcome}"
+            return f"{self} is dismissed: {self.unwelcome}"
         silence = self.pulse.gone(seconds_a_ping) if self.entered else self.pulse.stuck(seconds_a_ping)
         return f"{self} {silence}" if silence else None
 
@@ -143,7 +143,7 @@ def misfit(drafter: Hello, target: Hello) -> str:
     """Why this drafter can't read what this target tells, in a sentence; empty: it can, or reads nothing of it."""
     if not drafter.features or drafter.features == target.features:
         return ""
-    made = f"makes those of {target.features}" if target.features else "makes none"
+    made = f"provides those of {target.features}" if target.features else "makes none"
     why = f" ({target.note})" if target.note and not target.features else ""
     return (
         f"{drafter.model} reads features of {drafter.features}, and the target {made}{why}; expected the same head and"

@@ -110,7 +110,7 @@ def _(at: Servers) -> None:
     at.chat.whole(CHAT, messages=HELLO, **dict.fromkeys(names.split()), frequency_penalty=None, stream_options=None)
 
 
-@cases.add("OpenAI's reference", why="no sound is made here")
+@cases.add("OpenAI's reference", why="audio output is not supported")
 def _(at: Servers) -> None:
     """modalities with audio."""
     at.chat.whole(CHAT, messages=HELLO, modalities=["text", "audio"])

@@ -1,0 +1,143 @@
+"""Every sentence that the product can say to a user, on one page, to be read from top to bottom: docs/messages.md.
+
+    python -m tools.messages --write docs/messages.md
+
+Gathered from the source by its syntax, without running it: string literals of at least three words that are no
+docstrings. What is raised is an error, what `add_argument` and its like take is help, what a logger takes is the log;
+all else (notes, labels, parts of sentences) is the rest. `{...}` stands for a value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+from outrider.orchestrator.cli import run_as_program
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (
+    "outrider", "protocol", "grammar", "engine", "drafting", "target_worker", "draft_worker", "prefill_worker",
+    "orchestrator", "server", "fleet", "bench",
+)  # fmt: skip
+KINDS = ("errors", "help", "log", "other")
+HELP_KEYWORDS = ("help", "description", "epilog", "usage", "title")
+LOG_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+SENTENCE = re.compile(r"[A-Za-z]{2,}[^A-Za-z]+ [^\n]*\b[a-z]{2,}|[A-Za-z]{2,} [^\n]*\b[a-z]+ ")
+HEAD = """# What Outrider says
+
+Errors, help texts, log lines and notes, gathered from the source by `python -m tools.messages --write
+docs/messages.md`; a test compares this page with the source. It is for review: each sentence should say what happened,
+why, and what to do, in plain English. `{...}` stands for a value.
+"""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Message:
+    """One sentence, or a part of one."""
+
+    file: str
+    line: int
+    kind: str
+    text: str
+
+
+def messages() -> list[Message]:
+    """All, in the order of the source."""
+    found: list[Message] = []
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if not any(parent.is_symlink() for parent in path.parents):  # in a checkout `outrider/` links to the rooms
+                found += _of_module(path)
+    return found + sorted(_of_page(ROOT / "server" / "page" / "index.html"))
+
+
+def page() -> str:
+    """The document."""
+    found, lines = messages(), [HEAD]
+    for kind in KINDS:
+        lines.append(f"\n## {kind.capitalize()}\n")
+        last = ""
+        for message in (one for one in found if one.kind == kind):
+            if message.file != last:
+                lines.append(f"\n`{message.file}`\n" if last else f"`{message.file}`\n")
+                last = message.file
+            lines.append(f"- {message.text}")
+    return "\n".join(lines) + "\n"
+
+
+def _of_module(path: Path) -> Iterator[Message]:
+    tree = ast.parse(path.read_text())
+    name = str(path.relative_to(ROOT))
+    yield from sorted({Message(name, line, kind, text) for line, kind, text in _walk(tree, "other")})
+
+
+def _walk(node: ast.AST, kind: str) -> Iterator[tuple[int, str, str]]:
+    if isinstance(node, ast.Constant | ast.JoinedStr):
+        text = _text(node)
+        if SENTENCE.search(text):
+            yield node.lineno, kind, " ".join(text.split())
+        return
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)):  # a docstring
+            yield from _walk(child, _kind(child, kind))
+
+
+def _kind(node: ast.AST, outer: str) -> str:
+    match node:
+        case ast.Raise():
+            return "errors"
+        case ast.keyword(arg=name) if name in HELP_KEYWORDS:
+            return "help"
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "logger"), attr=name)) if name in LOG_METHODS:
+            return "log"
+        case ast.Call(func=ast.Name(id=name)) if name.endswith(("Error", "Fault", "Busy", "Request", "Stopped")):
+            return "errors"
+    return outer
+
+
+def _text(node: ast.Constant | ast.JoinedStr) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(
+        str(part.value) if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
+        for part in node.values
+        if isinstance(part, ast.Constant | ast.FormattedValue)
+    )
+
+
+class _Words(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, str]] = []
+
+    def handle_data(self, data: str) -> None:
+        if " " in data.strip():
+            self.found.append((self.getpos()[0], " ".join(data.split())))
+
+
+def _of_page(path: Path) -> Iterator[Message]:
+    reader = _Words()
+    reader.feed(path.read_text())
+    for line, text in reader.found:
+        yield Message(str(path.relative_to(ROOT)), line, "other", text)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--write", type=Path, metavar="PATH", help="write the page there (default: print it)")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.write is None:
+        print(page(), end="")
+    else:
+        options.write.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_program())
