@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from outrider.engine.head import ReducedHead, unwrapped
-from outrider.engine.ort.graph import Array, Graph, build, host, output_of
+from outrider.engine.ort.graph import Array, Graph, build, host, levels, output_of
 from outrider.engine.parts import backbone_of, embedding
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import ModelError
@@ -64,10 +64,12 @@ class Embedding:
 
     def __init__(self, layer: nn.Module, factor: float) -> None:
         self._factor = np.float32(factor)
-        self._bits = int(layer.bits) if isinstance(layer, nn.QuantizedEmbedding) else 0
-        self._weight = np.array(layer.weight if self._bits else layer.weight.astype(mx.float32))
+        self._bits = 0
+        if isinstance(layer, nn.QuantizedEmbedding):
+            self._weight, self._bits = levels(layer)
+        else:
+            self._weight = np.array(layer.weight.astype(mx.float32))
         if self._bits:
-            self._weight = self._weight.view(np.uint8)
             self._scales, self._biases = host(layer.scales), host(layer.biases)
 
     def __call__(self, tokens: Ints) -> Array:

@@ -73,10 +73,10 @@ class Affine:
 
     @classmethod
     def of(cls, layer: nn.Module) -> Affine:
-        if getattr(layer, "mode", "affine") != "affine" or layer.bits not in (4, 8):
-            raise TypeError(f"weights of {layer.bits} bits ({getattr(layer, 'mode', 'affine')}) are not served")
-        q = np.array(layer.weight).view(np.uint8)
-        return cls(q.reshape(len(q), -1), host(layer.scales), host(layer.biases), int(layer.bits))
+        if getattr(layer, "mode", "affine") != "affine":
+            raise TypeError(f"weights of {layer.bits} bits ({layer.mode}) are not served")
+        q, bits = levels(layer)
+        return cls(q, host(layer.scales), host(layer.biases), bits)
 
     @property
     def group(self) -> int:
@@ -93,6 +93,16 @@ class Affine:
         whole = np.rint(points)
         fits = (np.abs(points - whole) <= _WHOLE) & (whole >= 0) & (whole < 2**self.bits)
         return whole.astype(np.uint8) if (fits | (self.scales == 0) & (self.biases == 0)).all() else None
+
+
+def levels(layer: nn.Module) -> tuple[Array, int]:
+    """A quantised layer's rows of packed levels, in 4 or 8 bits: other widths become 8, with the same numbers."""
+    q, bits = np.array(layer.weight).view(np.uint8), int(layer.bits)
+    q = q.reshape(len(q), -1)
+    if bits in (4, 8):
+        return q, bits
+    single = np.unpackbits(q, axis=-1, bitorder="little").reshape(len(q), -1, bits)
+    return np.packbits(single, axis=-1, bitorder="little")[..., 0], 8
 
 
 @dataclass

@@ -38,7 +38,7 @@ from tests.tiny import FAMILIES
 Loaded = Callable[..., LoadedModel]
 Quantised = Callable[..., LoadedModel]
 SERVED = ["llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
-SETTINGS = [(4, 32, "native"), (4, 64, "native"), (8, 32, "native"), (4, 32, "uneven")]
+SETTINGS = [(4, 32, "native"), (4, 64, "native"), (8, 32, "native"), (4, 32, "uneven"), (5, 32, "native")]
 
 
 @pytest.fixture(scope="session")
