@@ -95,6 +95,10 @@ class MirroredTexts:
         return self._own.together
 
     @property
+    def is_lazy(self) -> bool:
+        return self._own.is_lazy
+
+    @property
     def trees(self) -> bool:
         """A path through a tree is no length, and nothing else is told to the other ranks."""
         return False

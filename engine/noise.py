@@ -37,6 +37,10 @@ _LOG1P = (
 )
 
 
+GREATEST = 17.4
+"""No noise is greater."""
+
+
 class Purpose(IntEnum):
     """What residual sampling draws for. No draw may know of another, so each has its own noise at a position."""
 

@@ -21,7 +21,7 @@ import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from outrider.engine.mask import masked
-from outrider.engine.noise import gumbel, gumbel_numpy
+from outrider.engine.noise import GREATEST, gumbel, gumbel_at, gumbel_numpy
 from outrider.grammar.constraint import Constraint, Words
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -29,6 +29,9 @@ from outrider.protocol.sampling import SamplingParams
 History = mx.array | Sequence[int]
 """The tokens before a row's own choice: a sequence of ints, or a 1-axis integer array that may be lazy."""
 
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+_ROUNDING, _ULPS = 1e-4, 2e-6
+"""What the steps of float32 between logits and scores may add up to: at least, and of the numbers' size."""
 _BLOCK = 8  # positions whose noise is made at once
 _BLOCKS_KEPT = 4
 
@@ -150,6 +153,31 @@ class Sampler:
             words = joint_words([(self, histories)])
         return penalised if words is None else masked(penalised, words)
 
+    def choose(self, penalised: Floats, positions: Sequence[int]) -> list[int] | None:
+        """The argmax of `scores` for each row of float32 logits [R, V] that `penalise` has made, by numpy alone.
+
+        Noise is made only where it can decide: at tokens whose score can still be the best with all the noise there is.
+        None where the exact steps have to decide: filters, no numbers, or two tokens closer than rounding is.
+        """
+        best = penalised.max(axis=-1, keepdims=True)
+        if self.filters or not np.isfinite(best).all():
+            return None
+        if not self.noisy:
+            return _only_bests(penalised, best)
+        scaled = penalised * np.float32(1.0 / self.params.temp)
+        seeds = [self._noise_seed] * len(positions)
+        likeliest = scaled.argmax(axis=-1)[:, None]
+        floor = np.take_along_axis(scaled, likeliest, -1) + gumbel_at(np, seeds, positions, likeliest) - GREATEST
+        rows, tokens = np.nonzero(scaled >= floor)
+        counts = np.bincount(rows, minlength=len(positions))
+        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        few = np.zeros((len(positions), counts.max()), np.int64)
+        scores = np.full(few.shape, -np.inf, np.float32)
+        few[rows, places], scores[rows, places] = tokens, scaled[rows, tokens]
+        scores += gumbel_at(np, seeds, positions, few)
+        chosen = _only_bests(scores, scores.max(axis=-1, keepdims=True), float(abs(best).max()) / self.params.temp)
+        return None if chosen is None else few[np.arange(len(positions)), chosen].tolist()
+
     def noise(self, positions: Sequence[int]) -> mx.array:
         """G at these positions, float32 [P, V]; made once a position and kept a while."""
         return joint_noise([(self, positions)])
@@ -177,6 +205,14 @@ class Sampler:
             positions = range(block * _BLOCK, (block + 1) * _BLOCK)
             self._blocks[block] = make(self._noise_seed, positions, self.vocab_size)
         return self._blocks[block]
+
+
+def _only_bests(scores: Floats, best: Floats, largest: float = 0.0) -> list[int] | None:
+    """The place of each row's best score; None where a second one is as good but for rounding."""
+    near = best - (_ROUNDING + _ULPS * np.maximum(abs(best), largest))
+    if (np.count_nonzero(scores >= near, axis=-1) > 1).any():
+        return None
+    return cast("list[int]", scores.argmax(axis=-1).tolist())
 
 
 def joint_words(own: Sequence[tuple[Sampler, Sequence[History] | None]]) -> Words | None:

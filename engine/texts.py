@@ -81,6 +81,11 @@ class Texts(Protocol):
         """Whether feeds may be trees of drafts."""
         ...
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether a forward's logits are made when they are waited for, and not by `forward` itself."""
+        ...
+
     def open(self) -> Text:
         """A place for one more text, empty."""
         ...
@@ -190,6 +195,7 @@ class SeparateTexts:
 
     together = False
     trees = False
+    is_lazy = True
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
         """`own_caches`: see `protocol.abilities`."""

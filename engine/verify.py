@@ -162,11 +162,27 @@ class Forward:
             histories, words = [h for _, own in each for h in own], joint_words(each)
         logits = sampler.penalise(logits, histories, words)
         self._note(members, logits)
+        if not self._texts.is_lazy and logits.dtype == mx.float32:
+            chosen = self._chosen_on_host(members, logits)
+            if chosen is not None:
+                return mx.array(chosen, mx.int32)
         scores = sampler.filtered(logits)
         if sampler.noisy:
             own = [(self.asks[i].slot.sampler, self._places(i)) for i in members]
             scores = scores + joint_noise(own)
         return _choices(scores)
+
+    def _chosen_on_host(self, members: Sequence[int], logits: mx.array) -> list[int] | None:
+        """The same without MLX, whose operations over a vocabulary cost a CPU as much as layers of the model."""
+        rows, begin, found = np.array(logits, copy=False), 0, []
+        for index in members:
+            end = begin + len(self._rows(index))
+            chosen = self.asks[index].slot.sampler.choose(rows[begin:end], self._places(index))
+            if chosen is None:
+                return None
+            found += chosen
+            begin = end
+        return found
 
     def _note(self, members: Sequence[int], logits: mx.array) -> None:
         """Queues the log-probabilities of those members' rows that ask for them; the rows of `logits` are theirs."""

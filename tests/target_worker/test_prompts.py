@@ -129,7 +129,7 @@ def test_memory_is_given_back_and_accounted_for(model: LoadedModel) -> None:
 def test_what_failed_is_not_remembered(model: LoadedModel, bonus: Bonus, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, prompt = Bench(model, ROOM), [*SYSTEM[:60], 5]
     with monkeypatch.context() as broken:
-        broken.setattr("outrider.engine.verify._choices", lambda scores: mx.full(scores.shape[:1], -1, mx.int32))
+        broken.setattr("outrider.engine.verify.Forward._scored", lambda *_: mx.full((1,), -1, mx.int32))
         bench.say(asked("bad", prompt))
     assert "not numbers" in bench.told(Fault)["bad"].message
     bench.say(asked("good", prompt))

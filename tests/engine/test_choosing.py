@@ -1,0 +1,86 @@
+"""Choosing by numpy where logits are there at once: the token that the contract's scores choose, or nothing."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.engine.noise import GREATEST, gumbel_numpy
+from outrider.engine.sampling import Sampler
+from outrider.protocol.sampling import SamplingParams
+from tests.covering import matrix
+
+WIDTH = 49_152
+POSITIONS = [100, 101, 102, 4000]
+
+
+def logits(seed: int, spread: float, width: int = WIDTH) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(len(POSITIONS), width)) * spread).astype(np.float32)
+
+
+@matrix(temp=[0.0, 0.3, 0.8, 1.0, 2.0], spread=[0.0, 0.5, 2.0, 4.0, 30.0], seed=range(6))
+def test_the_choice_is_the_argmax_of_the_scores(temp: float, spread: float, seed: int) -> None:
+    sampler = Sampler(SamplingParams(temp=temp, seed=seed), WIDTH)
+    rows = logits(seed, spread)
+    expected = mx.argmax(sampler.scores(mx.array(rows), POSITIONS), axis=-1).tolist()
+    chosen = sampler.choose(rows, POSITIONS)
+    if temp == 0 and spread == 0:
+        assert chosen is None  # all are equal
+    else:
+        assert chosen == expected
+
+
+def test_an_unlikely_token_is_chosen_by_the_greatest_noise() -> None:
+    """A token is found as far below the best one as noise can lift it."""
+    sampler = Sampler(SamplingParams(temp=1.0, seed=3), WIDTH)
+    noise = gumbel_numpy(3, range(400), WIDTH)
+    position, token = np.unravel_index(noise.argmax(), noise.shape)
+    other = int(noise[position].argmin())
+    gap = noise[position, token] - noise[position, other]
+    assert gap > 14
+    rows = np.full((1, WIDTH), -100, np.float32)
+    rows[0, other] = 0
+    for below, expected in ((0.01, int(token)), (-0.01, other)):
+        rows[0, token] = below - gap
+        assert sampler.choose(rows, [int(position)]) == [expected]
+
+
+def test_no_noise_is_greater_than_the_greatest() -> None:
+    nothing = np.float32(2.0**-25)  # what stands for 1 - u at most, see `noise`
+    assert 17.3 < -np.log(nothing) < GREATEST
+    assert gumbel_numpy(0, range(64), 4096).max() < GREATEST
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_what_rounding_could_decide_is_left_to_the_exact_steps(temp: float) -> None:
+    sampler = Sampler(SamplingParams(temp=temp, seed=1), WIDTH)
+    noise = gumbel_numpy(1, [7], WIDTH)[0] * np.float32(temp)
+    rows = np.full((1, WIDTH), -200, np.float32)
+    rows[0, 5], rows[0, 9] = 10 - noise[5], 10 - noise[9]
+    assert sampler.choose(rows, [7]) is None
+    rows[0, 9] += 0.01
+    assert sampler.choose(rows, [7]) == [9]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_left_to_the_exact_steps(bad: float) -> None:
+    rows = np.zeros((1, 64), np.float32)
+    rows[:] = bad
+    assert Sampler(SamplingParams(temp=0.8, seed=1), 64).choose(rows, [3]) is None
+    assert Sampler(SamplingParams(), 64).choose(rows, [3]) is None
+
+
+def test_filters_are_left_to_the_exact_steps() -> None:
+    sampler = Sampler(SamplingParams(temp=0.8, seed=1, top_p=0.9), WIDTH)
+    assert sampler.choose(logits(0, 2.0), POSITIONS) is None
+
+
+def test_forbidden_tokens_are_never_chosen() -> None:
+    rows = np.full((1, WIDTH), -np.inf, np.float32)
+    rows[0, 17] = -3
+    sampler = Sampler(SamplingParams(temp=2.0, seed=1), WIDTH)
+    assert sampler.choose(rows, [3]) == [17]
+    rows[0, 40:60] = -4
+    assert sampler.choose(rows, [3]) == mx.argmax(sampler.scores(mx.array(rows), [3]), axis=-1).tolist()
