@@ -20,6 +20,8 @@ from outrider.bench.contest.contest import Run
 from outrider.bench.contest.statistics import Timed
 from outrider.bench.helper import Helper
 from outrider.orchestrator.machine import cores
+from outrider.orchestrator.pair.model_files import default_model, is_gguf
+from outrider.orchestrator.pair.pulled import PULLED, pull
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -27,7 +29,6 @@ from outrider.protocol.sampling import SamplingParams
 MLX_LM, LLAMA_CPP = "mlx-lm", "llama.cpp"
 PEERS = {MLX_LM: "mlx_lm", LLAMA_CPP: "xllamacpp"}
 """By name the module that it needs."""
-GGUF = b"GGUF"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,29 +132,29 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
     names = list(PEERS) if wanted is None else wanted.split(",")
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or of {', '.join(PEERS)} with commas between")
-    why = {name: reason for name in names if (reason := _missing(name, model)) is not None}
+    file = gguf_of(model)
+    why = {name: reason for name in names if (reason := _missing(name, file)) is not None}
     if wanted is not None and why:
         raise InvalidRequest(next(iter(why.values())))
     return Chosen(
         mlx_lm=MLX_LM in names and MLX_LM not in why,
-        gguf=Path(str(model)).expanduser() if LLAMA_CPP in names and LLAMA_CPP not in why else None,
-        draft=Path(draft).expanduser() if draft is not None and is_gguf(draft) else None,
+        gguf=file if LLAMA_CPP in names and LLAMA_CPP not in why else None,
+        draft=Path(draft).expanduser() if draft is not None and is_gguf(Path(draft).expanduser()) else None,
         left_out=tuple(why.values()),
     )
 
 
-def is_gguf(name: str) -> bool:
-    try:
-        with Path(name).expanduser().open("rb") as file:
-            return file.read(len(GGUF)) == GGUF
-    except OSError:
-        return False
+def gguf_of(model: str | None) -> Path | None:
+    """The GGUF file that a model is made of: the file itself, or the one that its name stands for; None: neither."""
+    name = model or default_model()[0]
+    path = pull(PULLED[name]) if name in PULLED else Path(name).expanduser()
+    return path if is_gguf(path) else None
 
 
-def _missing(name: str, model: str | None) -> str | None:
+def _missing(name: str, file: Path | None) -> str | None:
     """Why a peer can't take part; None: it can."""
     if find_spec(PEERS[name]) is None:
         return f"{name} takes no part: {PEERS[name]} is not installed; pip install 'outrider[bench]'"
-    if name == LLAMA_CPP and (model is None or not is_gguf(model)):
+    if name == LLAMA_CPP and file is None:
         return f"{name} takes no part: it reads GGUF files; expected --model FILE.gguf"
     return None

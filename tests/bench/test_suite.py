@@ -94,11 +94,13 @@ def test_a_suites_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
 def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: True)
     (tmp_path / "model").write_bytes(b"GGUF\x03")
-    (tmp_path / "text.gguf").write_bytes(b"hello")
-    found = choose(None, ServeSettings(), str(tmp_path / "model"), str(tmp_path / "text.gguf"))
+    (tmp_path / "text").write_bytes(b"hello")
+    found = choose(None, ServeSettings(), str(tmp_path / "model"), str(tmp_path / "text"))
     assert (found.mlx_lm, found.gguf, found.draft, found.left_out) == (True, tmp_path / "model", None, ())
     with pytest.raises(InvalidRequest, match="it reads GGUF files"):
-        choose("llama.cpp", ServeSettings(), str(tmp_path / "text.gguf"), None)
+        choose("llama.cpp", ServeSettings(), str(tmp_path / "text"), None)
+    monkeypatch.setattr("outrider.bench.contest.peers.pull", lambda model: tmp_path / "model")
+    assert choose(None, ServeSettings(), "smollm2", None).gguf == tmp_path / "model"
 
 
 def test_what_is_not_installed_is_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
