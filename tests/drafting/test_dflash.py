@@ -141,8 +141,8 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
     ("name", "config", "target", "sentence"),
     [
         ("z-lab", {}, {**TARGET, "hidden_size": 64}, "expects a hidden size of 48, but this target has 64"),
-        ("z-lab", {}, {**TARGET, "num_hidden_layers": 6}, r"layers \(1, 3, 6\), and this one has 6"),
-        ("z-lab", {}, {**TARGET, "num_hidden_layers": 9}, "made for a target of 8 layers and this one has 9"),
+        ("z-lab", {}, {**TARGET, "num_hidden_layers": 6}, r"layers \(1, 3, 6\), but this target has 6"),
+        ("z-lab", {}, {**TARGET, "num_hidden_layers": 9}, "trained for a target of 8 layers, but this one has 9"),
         (
             "z-lab",
             {"dflash_config": {"mask_token_id": 300}},
@@ -171,8 +171,8 @@ def test_a_head_of_another_target_is_refused(
         ("z-lab", {"layers.1.mlp.up_proj.weight": None}, "lacks layers.1.mlp.up_proj.weight"),
         ("z-lab", {"fc.weight": np.ones((H, H))}, r"fc.weight is \(48, 48\), expected \(48, 144\)"),
         ("z-lab", {"fc.scales": np.ones(3)}, "is quantized"),
-        ("z-lab", {"norm.weight": np.full(H, np.nan, np.float32)}, "not numbers"),
-        ("z-lab", {"layers.0.self_attn.g_proj.weight": np.ones(3)}, "has layers.0.self_attn.g_proj.weight, too"),
+        ("z-lab", {"norm.weight": np.full(H, np.nan, np.float32)}, "NaN or infinite"),
+        ("z-lab", {"layers.0.self_attn.g_proj.weight": np.ones(3)}, "layers.0.self_attn.g_proj.weight, which is not"),
         ("DeepSpec", {"markov_head.markov_w1.weight": None}, "lacks markov_head.markov_w1.weight"),
         ("speculators", {"d2t": np.zeros(3, np.int64)}, r"maps \(3,\) tokens"),
     ],

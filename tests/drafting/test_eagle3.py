@@ -79,7 +79,7 @@ def test_a_mask_that_nobody_has_is_refused(tmp_path: Path, token: int | None) ->
     folder = write(tmp_path, "SpecForge, P-EAGLE")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": token}))
-    with pytest.raises(CannotDraft, match=f"has mask token {token} and this target has 258"):
+    with pytest.raises(CannotDraft, match=f"has mask token {token}, but this target has 258 tokens"):
         head_of(folder)
 
 
@@ -91,9 +91,9 @@ def test_a_mask_that_nobody_has_is_refused(tmp_path: Path, token: int | None) ->
             "SafeAI",
             {**TARGET, "num_hidden_layers": 3},
             V,
-            r"reads the target's layers \(1, 0, -1\), and this one has 3",
+            r"reads the target's layers \(1, 0, -1\), but this target has 3",
         ),
-        ("SpecForge", {**TARGET, "num_hidden_layers": 5}, V, r"layers \(0, 3, 5\), and this one has 5"),
+        ("SpecForge", {**TARGET, "num_hidden_layers": 5}, V, r"layers \(0, 3, 5\), but this target has 5"),
         ("SafeAI", TARGET, 200, "knows tokens beyond this target's 200"),
         ("whole vocabulary", TARGET, 200, "has 258 tokens and this target 200"),
     ],
@@ -113,7 +113,7 @@ def test_a_head_of_another_target_is_refused(
         ({"norm.weight": np.ones(7)}, r"norm.weight is \(7,\), expected \(48,\)"),
         ({"d2t": np.zeros(3, np.int64)}, r"maps \(3,\) tokens"),
         ({"fc.scales": np.ones(3)}, "is quantized"),
-        ({"norm.weight": np.full(H, np.inf, np.float32)}, "not numbers"),
+        ({"norm.weight": np.full(H, np.inf, np.float32)}, "NaN or infinite"),
     ],
 )
 def test_a_head_that_is_not_whole_is_refused(tmp_path: Path, other: dict[str, Any], sentence: str) -> None:

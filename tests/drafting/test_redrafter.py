@@ -110,7 +110,7 @@ def test_a_head_computes_what_an_independent_forward_does(target: LoadedModel, t
         ({"model_type": "llama"}, {}, "is not a ReDrafter"),
         ({"quantization": {"bits": 4}}, {}, "is quantized"),
         ({}, {"rnn_u.bias": None}, "lacks rnn_u.bias"),
-        ({}, {"rnn_u.bias": np.full(H, np.inf)}, "are not numbers"),
+        ({}, {"rnn_u.bias": np.full(H, np.inf)}, "NaN or infinite"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_a_sentence(

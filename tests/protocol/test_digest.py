@@ -18,7 +18,7 @@ def test_other_weights_have_another_digest(tiny_model: Callable[..., Path], tmp_
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ModelError, match="is not a safetensors file"):
         digest(tmp_path)
-    with pytest.raises(ModelError, match=r"has no config\.json"):
+    with pytest.raises(ModelError, match=r"has no readable config\.json"):
         digest(tmp_path / "nowhere")
 
 
