@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +35,11 @@ def give_back() -> None:
 
 
 class Held:
-    """What this process holds: the most bytes that MLX has held since `restart`, weights included, and what is free."""
+    """The most memory that this process has held, weights included.
+
+    On a GPU: what MLX has held since `restart`. On a CPU: the process's own peak since it started, for ONNX Runtime and
+    numpy hold what MLX knows nothing of.
+    """
 
     def __init__(self) -> None:
         self._ended = 0
@@ -42,6 +48,9 @@ class Held:
         mx.reset_peak_memory()
 
     def bytes(self) -> int:
+        if mx.default_device().type == mx.cpu:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
         return mx.get_peak_memory()
 
     def ended(self, idle: bool) -> None:

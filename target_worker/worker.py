@@ -203,7 +203,7 @@ class TargetWorker:
         self._close(message.request)
         self._forget_silent()
         if not self._running:
-            mx.reset_peak_memory()
+            self._held.restart()
         tokens = message.tokens.tolist()
         slot = Slot(self._model, self._texts, tokens, message.sampling, self._constraint(message))
         ear = None
@@ -344,7 +344,7 @@ class TargetWorker:
         if running.ended:
             running.forget(settled.verdict)
             return None
-        return running.settled(settled.verdict, settled.work, settled.rows, mx.get_peak_memory())
+        return running.settled(settled.verdict, settled.work, settled.rows, self._held.bytes())
 
 
 def _how_far(readers: Iterable[Running]) -> list[Message]:

@@ -39,3 +39,11 @@ def test_it_is_given_back_after_some_texts_once_none_runs_and_after_many_in_any_
     for number in range(200):
         held.ended(idle=number % 100 == 99)
     assert given == [63, 99, 163, 199]
+
+
+@pytest.mark.skipif(memory.mx.default_device().type != memory.mx.cpu, reason="on a GPU it is MLX's own count")
+def test_on_a_cpu_the_peak_counts_what_mlx_does_not_hold() -> None:
+    held = Held()
+    held.restart()
+    block = np.ones(16 * 2**20, np.float32)
+    assert held.bytes() >= block.nbytes
