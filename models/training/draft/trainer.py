@@ -33,6 +33,7 @@ _CLIP = 1.0
 _WARMUP_STEPS = 20
 _FALL = 0.3  # of the minutes, in which the rate falls to nothing; in its second half with weights as they are stored
 _MEAN_STEPS = 150  # that the running mean looks back
+_LONGEST = 4  # times `judge_s`, at most
 _JUDGING = 8  # times as long as a look at held-out answers takes, at least, are between two
 _TOP = 12  # tokens by which agreement is learnt
 
@@ -99,7 +100,7 @@ class Trainer:
             grow()
             done = 0.0 if minutes is None else self.progress.seconds / (60 * minutes)
             loss = self._step(done)
-            if self.progress.seconds - self.progress.judged >= max(self._form.judge_s, _JUDGING * self._judging_s):
+            if self.progress.seconds - self.progress.judged >= self._judging_period_s():
                 self._judge(loss)
             if time.monotonic() - saved >= self._form.save_s:
                 self._save()
@@ -146,6 +147,11 @@ class Trainer:
             picked.append(answers[at])
             at += 1 + int(draws.integers(max(1, len(answers) // 500)))
         return Batch.of(picked or [answers[-1 if at >= len(answers) else at]], self._device, self._form.length)
+
+    def _judging_period_s(self) -> float:
+        """Longer where judging takes long, but not without end: a process may have been stopped meanwhile."""
+        least = self._form.judge_s
+        return max(least, min(_JUDGING * self._judging_s, _LONGEST * least))
 
     def _judge(self, loss: float) -> None:
         progress = self.progress
