@@ -140,7 +140,7 @@ class Forward:
             x = np.concatenate([x, np.repeat(x[:1], flat - len(tokens), axis=0)])
         asked = np.zeros(max(len(wanted), self.least if len(wanted) else 0), np.int64)
         asked[: len(wanted)] = wanted
-        binding = self._binding(layers, first, stop)
+        binding = self._binding(layers, first, stop, tuple(tapped))
         inputs = {
             "x": x,
             "take": take.reshape(-1),
@@ -168,10 +168,14 @@ class Forward:
             found["logits"] = whole
         return found
 
-    def _binding(self, layers: Layers, first: int, stop: int) -> Any:
-        """With keys and values of these rows bound; made anew where they have moved in memory."""
+    def _binding(self, layers: Layers, first: int, stop: int, tapped: tuple[int, ...]) -> Any:
+        """With keys and values of these rows bound; made anew where one has moved in memory or changed its size.
+
+        One that had other layers tapped is another: it would go on writing their rows to where they were wanted then.
+        """
         pairs = [buffer[first:stop] for pair in layers for buffer in pair]
-        key = (pairs[0].shape, *(own.__array_interface__["data"][0] for own in pairs))
+        places = [(own.shape, own.__array_interface__["data"][0]) for own in pairs]
+        key = (tapped, *places)
         binding = self._bound.get(key)
         if binding is None:
             if len(self._bound) >= _BOUND:
@@ -179,8 +183,8 @@ class Forward:
             binding = self._bound[key] = self._session.io_binding()
             for number, own in enumerate(pairs):
                 name = f"{'kv'[number % 2]}{number // 2}"
-                binding.bind_input(name, "cpu", 0, np.float32, own.shape, key[1 + number])
-                binding.bind_output(f"new_{name}", "cpu", 0, np.float32, own.shape, key[1 + number])
+                binding.bind_input(name, "cpu", 0, np.float32, *places[number])
+                binding.bind_output(f"new_{name}", "cpu", 0, np.float32, *places[number])
             for number, (cos, sin) in enumerate(self._angles):
                 binding.bind_input(f"cos{number}", "cpu", 0, np.float32, cos.shape, cos.ctypes.data)
                 binding.bind_input(f"sin{number}", "cpu", 0, np.float32, sin.shape, sin.ctypes.data)

@@ -23,6 +23,7 @@ from outrider.engine.open_tree import tree_form
 from outrider.engine.ort import forward as ort_forward
 from outrider.engine.ort import serve
 from outrider.engine.ort.columns import OrtRow
+from outrider.engine.ort.forward import Forward, Part
 from outrider.engine.ort.graph import Affine, build
 from outrider.engine.prompt_cache import Start
 from outrider.engine.sampling import Sampler
@@ -213,6 +214,43 @@ def test_hidden_rows_are_the_model_s(loaded: Loaded, points: TapPoints) -> None:
         found.append(np.concatenate([np.array(rows) for rows in heard]))
     assert found[0].shape == (13, points.count * 64)
     assert np.abs(found[0] - found[1]).max() < 1e-4
+
+
+def test_rows_that_were_wanted_once_are_not_written_again(loaded: Loaded) -> None:
+    """What a forward returned is its reader's, whatever the next one over the same buffers is asked for."""
+    model = loaded("llama")
+    forward = Forward(model.model, model.model_type, masked=False)
+    layers = [
+        tuple(np.zeros((1, shape.kv_heads, 64, shape.width), np.float32) for _ in range(2)) for shape in forward.shapes
+    ]
+    part, wanted = Part(0, 0, np.arange(4)), np.arange(4)
+    rows = forward(np.array([1, 2, 3, 4]), [part], layers, wanted, (1,))["layer1"]
+    before = rows.copy()
+    forward(np.array([9, 8, 7, 6]), [part], layers, wanted)
+    assert np.array_equal(rows, before)
+
+
+def test_buffers_that_grew_apart_are_bound_as_they_are(loaded: Loaded) -> None:
+    """Layers' buffers grow one after the other, so one may lie where a smaller one lay."""
+    model = loaded("llama")
+    forward = Forward(model.model, model.model_type, masked=False)
+    memory = [np.zeros(2 * 64 * shape.kv_heads * shape.width, np.float32) for shape in forward.shapes for _ in range(2)]
+
+    def layers(columns: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The first layer's as ever, the others' with so many columns, in the same places."""
+        found = []
+        for number, shape in enumerate(forward.shapes):
+            laid = (1, shape.kv_heads, columns if number else 64, shape.width)
+            pair = [memory[2 * number + i][: int(np.prod(laid))].reshape(laid) for i in range(2)]
+            found.append((pair[0], pair[1]))
+        return found
+
+    tokens, part, wanted = np.array([1, 2, 3, 4]), Part(0, 0, np.arange(4)), np.arange(4)
+    for columns in (64, 128):
+        forward(tokens, [part], layers(columns), wanted)
+    shape = forward.shapes[1]
+    grown = memory[2][: 128 * shape.kv_heads * shape.width].reshape(shape.kv_heads, 128, shape.width)
+    assert np.abs(grown[:, :4]).min() > 0
 
 
 @pytest.mark.parametrize("family", SERVED)
