@@ -73,7 +73,7 @@ def test_one_request_fails_and_the_other_goes_on(
     found = answered(worker, link, [chain])
     assert list(faults(found)) == ["doomed"]
     assert ("doomed", 1) in {(vars(record).get("request"), vars(record).get("round")) for record in caplog.records}
-    assert "not numbers" in found[-1].message if fault is None else type(fault).__name__ in found[-1].message
+    assert "NaN or infinite" in found[-1].message if fault is None else type(fault).__name__ in found[-1].message
 
     onward = [Verify("sound", 0, 1, 3, (), going_on=True, room=3)]
     assert [type(answer) for answer in answered(worker, link, onward)] == [Outcome] * 3

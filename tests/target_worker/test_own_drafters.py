@@ -126,8 +126,8 @@ def test_one_that_cannot_be_used_is_left_out_with_a_sentence_and_ends_nothing(
     assert list(loaded.drafters) == ["eagle3-2"] == [one.name for one in loaded.told]
     assert loaded.told[0].is_head and loaded.told[0].agreement > 0.1 and 0 < loaded.told[0].weight < 1
     assert [words.split(" is not used: ")[0] for words in loaded.left_out] == [
-        "the drafter eagle3",
-        "the drafter draft",
+        "drafter eagle3",
+        "drafter draft",
     ]
 
 

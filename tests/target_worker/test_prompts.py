@@ -131,7 +131,7 @@ def test_what_failed_is_not_remembered(model: LoadedModel, bonus: Bonus, monkeyp
     with monkeypatch.context() as broken:
         broken.setattr("outrider.engine.verify.Forward._scored", lambda *_: mx.full((1,), -1, mx.int32))
         bench.say(asked("bad", prompt))
-    assert "not numbers" in bench.told(Fault)["bad"].message
+    assert "NaN or infinite" in bench.told(Fault)["bad"].message
     bench.say(asked("good", prompt))
     assert not bench.cached and bench.told(Outcome)["good"].bonus == bonus(prompt)
 
