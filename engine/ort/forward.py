@@ -181,10 +181,10 @@ class Forward:
             if len(self._bound) >= _BOUND:
                 self._bound.clear()
             binding = self._bound[key] = self._session.io_binding()
-            for number, own in enumerate(pairs):
+            for number, place in enumerate(places):
                 name = f"{'kv'[number % 2]}{number // 2}"
-                binding.bind_input(name, "cpu", 0, np.float32, *places[number])
-                binding.bind_output(f"new_{name}", "cpu", 0, np.float32, *places[number])
+                binding.bind_input(name, "cpu", 0, np.float32, *place)
+                binding.bind_output(f"new_{name}", "cpu", 0, np.float32, *place)
             for number, (cos, sin) in enumerate(self._angles):
                 binding.bind_input(f"cos{number}", "cpu", 0, np.float32, cos.shape, cos.ctypes.data)
                 binding.bind_input(f"sin{number}", "cpu", 0, np.float32, sin.shape, sin.ctypes.data)
