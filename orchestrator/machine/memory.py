@@ -19,13 +19,18 @@ def physical(bound: Path = _CGROUP) -> int:
         return whole
 
 
-def likely_cause(code: int, bound: Path = _CGROUP) -> str:
+_REFUSED = ("MemoryError", "bad_alloc", "Cannot allocate memory", "Resource temporarily unavailable")
+
+
+def likely_cause(code: int, last_words: str = "", bound: Path = _CGROUP) -> str:
     """What a process that ended with this code most likely died of, where its memory has a limit; empty: unknown.
 
-    Beyond a limit of its address space allocations fail, which libraries answer by a crash; a container's kernel kills.
+    Beyond a limit of its address space allocations fail, and threads can't be started, which libraries answer by a
+    crash or an error in the process's `last_words`; a container's kernel kills.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY and -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGKILL):
+    crashed = -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGKILL)
+    if limit != resource.RLIM_INFINITY and (crashed or any(words in last_words for words in _REFUSED)):
         return f"most likely out of memory (ulimit -v allows a process {limit / 2**30:.1f} GiB)"
     whole, allowed = physical(Path(os.devnull)), physical(bound)
     if allowed < whole and code == -signal.SIGKILL:

@@ -74,7 +74,8 @@ class Worker:
         """Why it must be given up: its process ended, or nothing is heard of it for too long."""
         code = self.spawned.exit_code() if self.spawned else None
         if self.spawned and code is not None:
-            cause, tail = memory.likely_cause(code), self.spawned.log_tail()
+            tail = self.spawned.log_tail()
+            cause = memory.likely_cause(code, tail)
             ended = f"{self} ended with code {code}" + (f", {cause}" if cause else "")
             return self.fault or ended + (f": {tail}" if tail else "")
         if self.unwelcome:
