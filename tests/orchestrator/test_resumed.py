@@ -201,6 +201,7 @@ class Moved(AsyncMoving):
     """As a fleet asks: one engine, then the next."""
 
     def __init__(self, clients: list[AsyncClient]) -> None:
+        super().__init__()
         self._clients = cycle(clients)
         self.sources = len(clients)
 

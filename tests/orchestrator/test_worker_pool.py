@@ -224,7 +224,8 @@ def make_hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hall]]:
         directory = stack.enter_context(private_directory())
         halls.append(Hall(directory.path, ServeSettings(**settings)))
         monkeypatch.setattr(supervisor, "spawn_worker", halls[-1].spawn)
-        monkeypatch.setattr(memory, "likely_cause", lambda code, last_words="": "")  # whatever limits the tests run under
+        # Whatever limits the tests run under.
+        monkeypatch.setattr(memory, "likely_cause", lambda code, last_words="": "")
         halls[-1].pool.start()
         return halls[-1]
 
