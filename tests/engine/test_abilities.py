@@ -23,7 +23,8 @@ from tools.model_types import FAILED, SPECULATES, WRONG, Row, examine, merged
 
 Loaded = Callable[..., LoadedModel]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-ROWS = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+TABLE = PAGE.read_text().partition("<!-- python -m tools.model_types")[2]
+ROWS = [line for line in TABLE.splitlines() if line.startswith("| `")]
 # Plain, shared keys, chunks, compressed keys, two caches a layer, a window that is not mlx-lm's own, recurrent, both.
 SAMPLE = (
     "llama", "gemma3n", "afm7", "llama4", "deepseek_v3", "deepseek_v32", "deepseek_v41", "plamo3", "mamba2",
