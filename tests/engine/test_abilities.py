@@ -143,7 +143,7 @@ def test_a_model_whose_warm_up_fails_is_refused_with_a_sentence(
 
 
 def test_a_draft_that_no_tree_fits_is_refused_as_one(loaded: Loaded) -> None:
-    with pytest.raises(CannotDraft, match="a llama model can't draft"):
+    with pytest.raises(CannotDraft, match="a llama model can't be a draft model"):
         tree_form(replace(loaded("llama"), model=Broken(ValueError("shapes"))))
 
 
