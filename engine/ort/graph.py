@@ -30,6 +30,7 @@ _MICROSOFT = "com.microsoft"
 _OPSET, _IR = 21, 10
 # Zero points that are integers but for the rounding of half-precision scales, in quantisation steps.
 _WHOLE = 2.0**-7
+_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,10 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """w = scales x q + biases, by groups along K: q packed [N, K x bits / 8], low bits first."""
+    """w = scales x q + biases, by groups along K: q packed [N, K x bits / 8], low bits first.
+
+    Wider groups than 32 are split: with AVX-512 their kernels compute the last of an odd number of rows differently.
+    """
 
     q: Array
     scales: Array
@@ -76,7 +80,8 @@ class Affine:
         if getattr(layer, "mode", "affine") != "affine":
             raise TypeError(f"weights of {layer.bits} bits ({layer.mode}) are not served")
         q, bits = levels(layer)
-        return cls(q, host(layer.scales), host(layer.biases), bits)
+        parts = max(1, int(layer.group_size) // _GROUP)
+        return cls(q, np.repeat(host(layer.scales), parts, 1), np.repeat(host(layer.biases), parts, 1), bits)
 
     @property
     def group(self) -> int:

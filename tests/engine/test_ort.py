@@ -39,7 +39,8 @@ from tests.tiny import FAMILIES
 Loaded = Callable[..., LoadedModel]
 Quantised = Callable[..., LoadedModel]
 SERVED = ["llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
-SETTINGS = [(4, 32, "native"), (4, 64, "native"), (8, 32, "native"), (4, 32, "uneven"), (5, 32, "native")]
+NATIVE = [(4, 32), (4, 64), (4, 128), (5, 32), (8, 32)]
+SETTINGS = [*((bits, group, "native") for bits, group in NATIVE), (4, 32, "uneven")]
 
 
 @pytest.fixture(scope="session")
@@ -135,11 +136,13 @@ def test_every_form_of_affine_weights_is_exact(
         assert np.sqrt(np.square(found - own).mean()) > 0.2 * own.std()
 
 
-@pytest.mark.parametrize(("bits", "kind"), [(4, "native"), (4, "uneven"), (8, "native")])
+@pytest.mark.parametrize(
+    ("bits", "group", "kind"), [(4, 32, "native"), (4, 64, "native"), (4, 32, "uneven"), (8, 64, "native")]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-def test_bits_are_the_same_at_every_width(quantised: Quantised, family: str, bits: int, kind: str) -> None:
+def test_bits_are_the_same_at_every_width(quantised: Quantised, family: str, bits: int, group: int, kind: str) -> None:
     """1 to 32 tokens a forward, chains and pieces of prompts alike."""
-    texts = open_texts(quantised(family, bits, 32, kind))
+    texts = open_texts(quantised(family, bits, group, kind))
     tokens, whole = told(3, 70), texts.open()
     truth = fed(texts, whole, tokens, True)
     for width in range(1, 33):
