@@ -10,10 +10,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outrider.protocol.errors import InvalidRequest
 
@@ -28,6 +29,23 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(path.name + ".new")
     yield temporary
     os.replace(temporary, path)
+
+
+def open_store(folder: Path, form: Mapping[str, Any]) -> None:
+    """Make `folder` a store of this form, or find that it is one.
+
+    Raises:
+        InvalidRequest: it holds something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    said, path = json.dumps(form, indent=1), folder / "store.json"
+    if not path.exists():
+        if any(folder.iterdir()):
+            raise InvalidRequest(f"{folder} holds files of another origin; expected an empty folder or a store")
+        with replacing(path) as temporary:
+            temporary.write_text(said)
+    elif path.read_text() != said:
+        raise InvalidRequest(f"{folder} holds text of another target, or made otherwise; choose another --store")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.training.storage import replacing
+from models.training.storage import open_store, replacing
 from outrider.protocol.errors import InvalidRequest
 
 
@@ -52,15 +52,7 @@ class Store:
         self._folder, self._seen = folder, set[str]()
         self.answers: list[Answer] = []
         self._sorted: list[Answer] = []
-        folder.mkdir(parents=True, exist_ok=True)
-        said, path = json.dumps(asdict(form), indent=1), folder / "store.json"
-        if not path.exists():
-            if any(folder.iterdir()):
-                raise InvalidRequest(f"{folder} holds files of another origin; expected an empty folder or a store")
-            with replacing(path) as temporary:
-                temporary.write_text(said)
-        elif path.read_text() != said:
-            raise InvalidRequest(f"{folder} holds text of another target, or made otherwise; choose another --store")
+        open_store(folder, asdict(form))
         self.refresh()
 
     @property

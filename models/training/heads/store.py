@@ -6,7 +6,6 @@ heads of one target learn from the same. Rows are bfloat16 (numpy holds their bi
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -24,7 +23,7 @@ from models.training.heads.writer import write
 from models.training.llama import Llama
 from models.training.loop import autocast
 from models.training.progress import Progress
-from models.training.storage import replacing
+from models.training.storage import open_store
 from outrider.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -66,15 +65,7 @@ class Store:
     def __init__(self, folder: Path, form: StoreForm) -> None:
         self._folder, self._form = folder, form
         self._parts: list[dict[str, NDArray[np.generic]]] = []
-        folder.mkdir(parents=True, exist_ok=True)
-        said, path = json.dumps(asdict(form), indent=1), folder / "store.json"
-        if not path.exists():
-            if any(folder.iterdir()):
-                raise InvalidRequest(f"{folder} holds files of another origin; expected an empty folder or a store")
-            with replacing(path) as temporary:
-                temporary.write_text(said)
-        elif path.read_text() != said:
-            raise InvalidRequest(f"{folder} holds text of another target, or made otherwise; choose another --store")
+        open_store(folder, asdict(form))
 
     @property
     def count(self) -> int:
