@@ -48,9 +48,7 @@ class Ranks:
             ModelError: mlx-lm can't share such a model out, or not among so many.
         """
         if not hasattr(model, "shard"):
-            raise ModelError(
-                f"mlx-lm can't shard a {model_type} model; use another model, or a single rank"
-            )
+            raise ModelError(f"mlx-lm can't shard a {model_type} model; use another model, or a single rank")
         try:
             model.shard(self.group)
         except Exception as error:

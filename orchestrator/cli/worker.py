@@ -79,9 +79,7 @@ def run(options: argparse.Namespace) -> int:
             knock(endpoint, keys)
     pair = choose_pair(settings)
     if options.role == "draft" and pair.settings.drafts_by_head and not is_head:
-        raise InvalidRequest(
-            f"{options.draft_model} is a draft head; it needs head_in draft-worker, on both sides"
-        )
+        raise InvalidRequest(f"{options.draft_model} is a draft head; it needs head_in draft-worker, on both sides")
     if options.role == "draft" and not pair.settings.has_draft_worker:
         raise InvalidRequest("--draft-model is missing; give it with --model, or neither of them")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"

@@ -88,9 +88,7 @@ class ClientSocket:
             client = client_of(sender)
             if not self._allowance.takes(client, frames, clock.now()):
                 if self._allowance.is_first(client):
-                    log.warning(
-                        "a client sends too many messages: refusing more than %.0f a second", CLIENTS.a_second
-                    )
+                    log.warning("a client sends too many messages: refusing more than %.0f a second", CLIENTS.a_second)
                 self._reject(sender, frames, ServerBusy(TOO_MUCH))
                 continue
             try:

@@ -60,9 +60,7 @@ def render(
     given = {**special, **(keywords or {})}
     taken = OWN.intersection(given)
     if taken:
-        raise InvalidRequest(
-            f"the chat template keyword {min(taken)} is reserved; rename it"
-        )
+        raise InvalidRequest(f"the chat template keyword {min(taken)} is reserved; rename it")
     try:
         return _compiled(template).render(
             messages=messages, add_generation_prompt=answer, tools=tools, documents=None, **given

@@ -221,7 +221,7 @@ def test_rounds_that_are_not_there_cannot_be_drawn(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_one_sentence(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
-    with pytest.raises(InvalidRequest, match="no trace"):
+    with pytest.raises(InvalidRequest, match="is not a trace of Outrider"):
         read(path)
 
 

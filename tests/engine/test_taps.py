@@ -197,7 +197,7 @@ def test_a_tapped_model_says_what_it_said(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize(
     ("points", "sentence"),
-    [(TapPoints((3,)), "no layer 3 to tap: the model has 3"), (TapPoints((-1,)), "no layer -1")],
+    [(TapPoints((3,)), "there is no layer 3: the model has 3"), (TapPoints((-1,)), "there is no layer -1")],
 )
 def test_a_layer_that_is_not_there(loaded: Loaded, points: TapPoints, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):

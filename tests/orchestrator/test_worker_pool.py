@@ -616,10 +616,11 @@ def test_the_wait_doubles_with_each_death_and_the_fifth_is_the_last(hall: Hall) 
 @pytest.mark.parametrize("code", [-9, 1])
 @pytest.mark.parametrize("role", ["draft", "prefill"])
 def test_a_worker_that_requests_can_do_without_is_never_given_up(
-    make_hall: Callable[..., Hall], role: str, code: int
+    make_hall: Callable[..., Hall], monkeypatch: pytest.MonkeyPatch, role: str, code: int
 ) -> None:
     """Whatever kills it, and before it has worked for a request; the wait between two starts has a bound."""
     hall, name = make_hall(prefill_workers=1), f"{role}-0"
+    monkeypatch.setattr("outrider.protocol.clock.now", lambda: int(hall.seconds * SECOND_NS) + 1)
     for each in ("target-0", "draft-0", "prefill-0"):
         hall.worker(each)
     for wait_s in (0.25, 0.5, 1, 2, 4, 8, 16, 32, *[60] * 40):

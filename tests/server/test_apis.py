@@ -568,7 +568,7 @@ def test_a_process_that_is_lost_is_started_again_at_the_same_place(
     assert refused.status_code == 503 and refused.headers["retry-after"]
     monkeypatch.setattr(http_process, "TOO_SOON_SECONDS", math.inf)
     os.kill(before, signal.SIGKILL)
-    with pytest.raises(WorkerError, match="ended with code -9"):  # one that has only just begun would end again
+    with pytest.raises(WorkerError, match="exited with code -9"):  # one that has only just begun would end again
         until(lambda: process.check() is not None)
     monkeypatch.setattr(http_process, "TOO_SOON_SECONDS", 0.0)
     process.check()

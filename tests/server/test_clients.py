@@ -22,7 +22,8 @@ HELLO: Any = [{"role": "user", "content": "hi"}]
 PARIS = {"city": "Paris"}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
-SCHEMA = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+FIELDS = {"sure": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": FIELDS, "required": ["sure"], "additionalProperties": False}
 
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 needs_npm = pytest.mark.skipif(

@@ -222,7 +222,7 @@ def test_too_many_connections_are_turned_away_and_those_that_are_go_on(
     assert healthy()
     monkeypatch.setattr(connection, "most_connections", lambda: 1)
     refused = said(address)
-    assert status(refused) == 503 and b"as many as may be" in refused and b"retry-after" in refused
+    assert status(refused) == 503 and b"the maximum" in refused and b"retry-after" in refused
     assert healthy()
     monkeypatch.undo()
     first.close()

@@ -125,7 +125,7 @@ def test_ends_and_errors_are_counted_by_kind(pair: House) -> None:
     complete(pair, prompt=[5] * 100_000)
     after = samples(pair)
     for name, labels in (("request_success", {"finished_reason": "stop"}),
-                         ("request_failure", {"error": "InvalidRequest"})):  # fmt: skip
+                         ("request_failure", {"error": "PromptTooLong"})):  # fmt: skip
         assert of(after, f"{name}_total", **labels) == of(before, f"{name}_total", **labels) + 1
 
 

@@ -112,7 +112,7 @@ def test_each_choice_has_its_span_and_what_fails_says_how(app: App) -> None:
         "text_completion fib",
         "POST /v1/completions",
     ]
-    assert spans[0].status.status_code is StatusCode.ERROR and attributes(spans[0])["error.type"] == "InvalidRequest"
+    assert spans[0].status.status_code is StatusCode.ERROR and attributes(spans[0])["error.type"] == "PromptTooLong"
     assert spans[1].status.status_code is StatusCode.UNSET, "a caller's error is none of the server's"
     _, spans = app.post("/v1/completions", {"nonsense": True}, TRACED)
     assert [attributes(span)["http.response.status_code"] for span in spans] == [400]

@@ -415,4 +415,4 @@ def test_errors_of_many_clients_stay_their_own(cluster: LocalCluster) -> None:
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
-    assert sorted(outcomes) == ["InvalidRequest", "length", "length"]
+    assert sorted(outcomes) == ["PromptTooLong", "length", "length"]

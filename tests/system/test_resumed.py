@@ -9,6 +9,6 @@ from tests.harness.resume import broken, kills
 
 def test_broken_connections_and_a_killed_server_change_no_text() -> None:
     found, cuts = broken(5, 3, Screen())
-    assert not [str(one) for one in found if one.verdict == DIFFERENT] and cuts > 2
+    assert not [str(one) for one in found if one.verdict == DIFFERENT] and cuts.made > 2
     waits, others = kills(1, 3, Screen())
     assert len(waits) == 1 and others == 0

@@ -23,7 +23,7 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
 from tests.halts import in_the_middle, slowed
 from tests.harness.chaos import AT_ONCE, Course, Strike
-from tests.harness.faults import Faults
+from tests.harness.faults import STARTED, Faults
 from tests.harness.mixed import Load
 from tests.harness.random_identity import DIFFERENT
 from tests.harness.soak import settled
@@ -53,7 +53,7 @@ def worker(client: Client, role: str) -> WorkerStats:
 
 def until_ready(client: Client) -> None:
     deadline = time.monotonic() + LIMIT
-    while {worker.state for worker in client.stats().workers if worker.name != "studio"} != {"ready"}:
+    while {worker.state for worker in client.stats().workers if worker.name in STARTED} != {"ready"}:
         if time.monotonic() > deadline:
             pytest.fail(f"not all came back: {client.stats().workers}")
         time.sleep(0.02)

@@ -48,14 +48,16 @@ _MASK_HIDDEN = {"mask_hidden": np.zeros((1, 1, 3 * H))}
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def markov_llama(folder: Path, scale: float = 3.0) -> LoadedModel:
-    """A Llama in whose layers nothing is added."""
+def markov_llama(folder: Path, scale: float = 3.0, blur: float = 0.0) -> LoadedModel:
+    """A Llama in whose layers nothing is added, and whose output layer is wrong by `blur`."""
     path = write_model(folder, "llama", 5, scale=scale, num_hidden_layers=LAYERS, tie_word_embeddings=False)
     weights = mx.load(str(path / "model.safetensors"))
     assert isinstance(weights, dict)
     for key in weights:
         if key.endswith(("o_proj.weight", "down_proj.weight")):
             weights[key] = mx.zeros_like(weights[key])
+    layer = weights["lm_head.weight"]
+    weights["lm_head.weight"] = layer + blur * mx.random.normal(layer.shape, key=mx.random.key(5))
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     return load(path)
 
