@@ -1,4 +1,5 @@
-"""What of a schema no grammar can hold, such as uniqueItems, is checked when the text is there, and told as a note."""
+"""Checks finished answers against what the grammar could not hold of a schema, such as uniqueItems, and the arguments
+of calls that no grammar held. What does not fit becomes a note of the answer."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 
 from outrider.server.answers.telling import Choice
 from outrider.server.mapping.form import Form
+from outrider.server.mapping.toolbox import Toolbox
+from outrider.server.model.tool_format import ToolCall
 
 Notes = Callable[[Sequence[Choice]], list[str]]
 _LONGEST = 300
@@ -17,16 +20,17 @@ def no_notes(_choices: Sequence[Choice]) -> list[str]:
     return []
 
 
-def checker(form: Form | None) -> Notes:
-    """For answers in this form."""
-    if form is None or not form.loose:
-        return no_notes
-    import jsonschema_rs  # deferred: few schemas need it
+def checker(form: Form | None, box: Toolbox | None = None) -> Notes:
+    """For answers in this form, and for calls of tools that are not strict."""
+    checks = ([_text_checker(form)] if form is not None and form.loose else []) + (
+        [_call_checker(box)] if box is not None and box.tools else []
+    )
+    return (lambda choices: [note for check in checks for note in check(choices)]) if checks else no_notes
 
-    try:  # patterns without look-around take linear time, and nothing is fetched from elsewhere
-        validator = jsonschema_rs.validator_for(
-            json.loads(form.grammar.text), retriever=_nothing, pattern_options=jsonschema_rs.RegexOptions()
-        )
+
+def _text_checker(form: Form) -> Notes:
+    try:
+        validator = _validator(json.loads(form.grammar.text))
     except ValueError as error:
         told = f"{form.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})"
         return lambda _choices: [told]
@@ -45,6 +49,35 @@ def checker(form: Form | None) -> Notes:
         return found
 
     return notes
+
+
+def _call_checker(box: Toolbox) -> Notes:
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in box.tools}
+
+    def wrong(call: ToolCall) -> str | None:
+        if call.name in box.strict or call.name not in schemas:
+            return None
+        try:
+            return _first(_validator(schemas[call.name]), call.arguments)
+        except ValueError as error:
+            return f"the schema can't be checked ({error})"
+
+    def notes(choices: Sequence[Choice]) -> list[str]:
+        calls = [call for choice in choices for call in choice.calls]
+        return [
+            f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why[:_LONGEST]}"
+            for call in calls
+            if (why := wrong(call)) is not None
+        ]
+
+    return notes
+
+
+def _validator(schema: Any) -> Any:
+    """Patterns without look-around take linear time, and nothing is fetched from elsewhere. Raises ValueError."""
+    import jsonschema_rs  # deferred: few schemas need it
+
+    return jsonschema_rs.validator_for(schema, retriever=_nothing, pattern_options=jsonschema_rs.RegexOptions())
 
 
 def _first(validator: Any, text: str) -> str | None:

@@ -40,7 +40,7 @@ async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Respo
     spell = speller(desk.model, manner.sampling)
     thoughts = counter(desk.model, prompt)
     head = chat_events.Head(
-        desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), thoughts, spell, checker(form)
+        desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), thoughts, spell, checker(form, box)
     )
     with_usage = usage_wanted(asked)
     if not asked.stream:

@@ -65,7 +65,7 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         temperature=how.sampling.temp,
         top_p=how.sampling.top_p,
         speller=speller(desk.model, how.sampling),
-        checked=checker(form),
+        checked=checker(form, box),
     )
     jobs = [Job(prompt.tokens, how)]
     splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None)]

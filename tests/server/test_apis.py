@@ -305,6 +305,16 @@ def test_a_conversation_is_read_with_the_models_template(ai: openai.OpenAI, chat
     assert again.usage.prompt_tokens_details.cached_tokens == again.model_extra["timings"]["cache_n"] > 0
 
 
+def test_prompt_tokens_come_from_the_cache_or_are_written_to_it(chat: House) -> None:
+    before = None
+    for _ in range(2):
+        usage = post(chat, "/v1/responses", input="what was read once is held").json()["usage"]
+        details = usage["input_tokens_details"]
+        assert details["cached_tokens"] + details["cache_write_tokens"] == usage["input_tokens"]
+        assert before is None or details["cached_tokens"] > before["cached_tokens"]
+        before = details
+
+
 def test_a_stream_ends_with_its_usage(ai: openai.OpenAI) -> None:
     options = {"include_usage": True}
     told = list(ai.chat.completions.create(model="chatty", messages=HELLO, stream=True, stream_options=options))

@@ -240,6 +240,19 @@ def test_what_no_grammar_holds_is_checked_afterwards_unless_it_is_strict(chat: H
     assert any("text.format: choice 0" in note for note in answer["outrider"]["notes"]) is (ones == 2)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("city", ["Paris", "Rome"])
+def test_arguments_that_no_grammar_held_are_checked_afterwards(chat: House, city: str, strict: bool) -> None:
+    """The scripted model asks for Paris, unless a strict tool's grammar forbids it."""
+    schema = {"type": "object", "properties": {"city": {"const": city}}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema, "strict": strict}}
+    answer = post(chat, messages=HELLO, tools=[tool])
+    assert len(calls(answer)) == 1
+    notes = answer.json().get("outrider", {}).get("notes") or []
+    told = [note for note in notes if note.startswith("tools: the arguments of a call of get_weather do not satisfy")]
+    assert len(told) == (city == "Rome" and not strict)
+
+
 def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
