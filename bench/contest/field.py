@@ -98,18 +98,19 @@ class _Starter:
     tell: Tell
 
     def ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> tuple[Families, int]:
-        """AR and SD from every source, and unless `plain` also SSD and auto; and the size of the target's weights."""
+        """AR and SD from every source, and unless `plain` also SSD and auto; and the size of the target's weights.
+
+        Without a draft model n-grams are the only source, and there is no SSD.
+        """
         copying = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
-        cluster = self._cluster(given)
-        ngram = self._cluster({**copying, "draft_backend": "ngram", "ngrams": True}).client()
+        cluster, drafts = self._cluster(given), self.settings.draft_backend != "ngram"
+        copies = self._cluster({**copying, "draft_backend": "ngram", "ngrams": True}) if drafts else cluster
         if not plain:
             # A target without a drafter is left free; here it shares the core of all other targets.
-            keep_on(_target(ngram).pid, cores.core_of("target", self.settings))
-        clients = {
-            "model": self._cluster({**given, "ngrams": False}).client(),
-            "n-gram": ngram,
-            "both": cluster.client(),
-        }
+            keep_on(_target(copies.client()).pid, cores.core_of("target", self.settings))
+        clients = {"n-gram": copies.client()}
+        if drafts:
+            clients = {"model": self._cluster({**given, "ngrams": False}).client(), **clients, "both": cluster.client()}
         families: Families = [
             [Ours(BASELINE + suffix, cluster.client(), "ar")],
             [
@@ -120,7 +121,8 @@ class _Starter:
         ]
         if not plain:
             families += self._colocated(given)
-            families.append([Ours(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
+            if drafts:
+                families.append([Ours(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
             families.append([Ours("auto", cluster.client(), "auto")])
         return families, _target(cluster.client()).weight_bytes
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from outrider.bench.commands import texts
+from outrider.bench.contest import field as fields
 from outrider.bench.contest import ratios
 from outrider.bench.contest.contest import Run
 from outrider.bench.contest.field import llama_name
-from outrider.bench.contest.peers import SPECULATIONS, WITH_DRAFT, choose
+from outrider.bench.contest.peers import SPECULATIONS, WITH_DRAFT, Chosen, choose
 from outrider.bench.contest.statistics import Timed
 from outrider.bench.crowd import footprint
 from outrider.bench.prompts import SUITE
@@ -73,6 +74,38 @@ def test_a_ratio_without_contestants_is_left_out() -> None:
     found = ratios.ratios({"ar": MADE["ar"], "auto": MADE["auto"]}, CLASSES, 1)
     assert {one.name for one in found} == {"auto over the best mode"}
     assert "| auto over the best mode | 1.92 [1.60, 2.40] | 1.60 | 2.40 | ar |" in ratios.table(found)
+
+
+class ClusterOfSettings:
+    """Accepts what a cluster accepts, and starts nothing."""
+
+    def __init__(self, progress: Any, **settings: Any) -> None:
+        ServeSettings(**settings)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+    def client(self) -> Any:
+        worker = SimpleNamespace(role="target", pid=os.getpid(), weight_bytes=1)
+        return SimpleNamespace(stats=lambda: SimpleNamespace(workers=[worker]))
+
+
+@pytest.mark.parametrize(
+    ("backend", "modes"),
+    [("ngram", ["ar", "sd n-gram K=2", "auto"]), ("mlx", ["ar", "sd model K=2", "sd n-gram K=2", "ssd K=2", "auto"])],
+)
+def test_only_what_the_pair_has_is_compared(backend: str, modes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default model has no draft of its own."""
+    monkeypatch.setattr(fields, "LocalCluster", ClusterOfSettings)
+    monkeypatch.setattr(fields, "keep_on", lambda pid, core: None)
+    drafts = {"draft_model": "draft"} if backend == "mlx" else {}
+    given = {"model": "target", "draft_backend": backend, **drafts}
+    with fields.field(given, ServeSettings(**given), [2], False, Chosen(), lambda said: None) as found:
+        names = [contestant.name for family in found.families for contestant in family]
+    assert [name for name in names if "both" not in name and "colocated" not in name] == modes
 
 
 def test_a_suites_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
