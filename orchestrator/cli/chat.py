@@ -28,12 +28,14 @@ HELP = """\
 /clear      forget the conversation, but for the system prompt
 /undo       remove your last message and its answer
 /save FILE  write the conversation, for `--chat FILE`
-/quit       quit, as Ctrl-D does; Ctrl-C stops an answer
+/quit       quit, as /exit, /bye and Ctrl-D do; Ctrl-C stops an answer
 
 A pasted text is one message. Alt-Enter, or a backslash at the end of a line,
 starts another line; three double quotes start a block, three more end it.
 Tab completes commands; a space before a / makes it text."""
 COMMANDS = ("/clear", "/help", "/quit", "/save ", "/undo")
+QUITS = ("/quit", "/exit", "/bye")
+"""The names that other chats have for it."""
 NO_TEMPLATE = "Note: this model has no chat template: it continues your text instead of answering."
 SHOWN = 60
 """Characters of a message that are enough to know it by."""
@@ -97,7 +99,7 @@ class Chat:
         self._context: int | None = None
 
     def run(self, ask: Ask, colours: bool) -> None:
-        """Until /quit, or nothing more is said.
+        """Until one of `QUITS`, or nothing more is said.
 
         Raises:
             ServerStopped: the server of this chat has ended; with another one it goes on where it was.
@@ -109,7 +111,7 @@ class Chat:
         elif self._unanswered:
             self._guarded(self._answer)
         while (entry := self._heard(self._reader)) is not None:
-            if entry.is_command and entry.text.strip() == "/quit":
+            if entry.is_command and entry.text.strip() in QUITS:
                 return
             self._guarded(partial(self._turn, entry))
 

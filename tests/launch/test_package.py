@@ -88,6 +88,16 @@ def test_every_public_name_is_there_and_no_other():
         outrider.Sampling  # noqa: B018
 
 
+def test_a_program_beside_a_clone_finds_the_package(tmp_path):
+    """In the folder that `git clone` was called in, `outrider` is also the clone's own folder."""
+    (tmp_path / "outrider" / "orchestrator").mkdir(parents=True)
+    (tmp_path / "program.py").write_text("from outrider import LocalCluster")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_checkout_answers_by_its_folders_names_too():
     """From its root, with nothing installed; and they are the same classes."""
     script = "import outrider; from orchestrator import Client; raise SystemExit(Client is not outrider.Client)"

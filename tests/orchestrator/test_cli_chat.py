@@ -87,6 +87,13 @@ def test_every_turn_goes_with_all_that_was_said_before(served, talk, templated):
     assert prompts(served) == expected
 
 
+@pytest.mark.parametrize("name", ["/quit", "/exit", "/bye"])
+def test_it_ends_by_the_name_that_any_chat_has_for_it(served, talk, templated, name):
+    served.core.play = says(served.codec, "yes")
+    code, _, err = talk("one", name, "never said")
+    assert code == 0 and "unknown command" not in err and len(prompts(served)) == 1
+
+
 def test_without_a_template_the_texts_are_one_and_it_is_said_so(served, talk):
     served.core.play = says(served.codec, "    return 1")
     _, _, err = talk("def f(x):", "print(", person=False)
