@@ -24,6 +24,7 @@ from outrider.protocol.heads import head_kind
 log = logging.getLogger(__name__)
 
 _LEAST = 0.1
+_MOST_TRIED = 8  # numbers of layers: each takes a pass of the output layer over the trial's text
 
 
 def load(folder: Path, target: LoadedModel) -> ExitDrafter:
@@ -54,7 +55,8 @@ def _exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) 
 
 
 def _best(target: LoadedModel, count: int) -> ExitDrafter:
-    found = agreements(target, (_exit(target, layers) for layers in range(1, count)))
+    tried = range(1, count, -(-count // _MOST_TRIED))
+    found = agreements(target, (_exit(target, layers) for layers in tried))
     if not found:
         raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
     gains = {layers: speedup(agreement, layers / count) for layers, agreement in found.items()}

@@ -20,13 +20,16 @@ _MOST = 8  # tokens of a chain
 
 def agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, float]:
     """How often each agrees with the target, by its number of layers."""
-    found, text = {}, mx.array([trial_text(target)])
-    for exit in exits:
-        rows: list[mx.array] = []
-        taps = Taps(target.model, TapPoints((exit.layers - 1,)))
-        truth = taps.forward(lambda: target.model(text)[0], [(text.shape[1], rows.append)])
-        same = mx.argmax(exit.logits(rows[0]), axis=-1) == mx.argmax(truth, axis=-1)
-        found[exit.layers] = cast(float, same.mean().item())
+    tried, rows = list(exits), list[mx.array]()
+    if not tried:
+        return {}
+    text = mx.array([trial_text(target)])
+    taps = Taps(target.model, TapPoints(tuple(exit.layers - 1 for exit in tried)))
+    truth = taps.forward(lambda: target.model(text)[0], [(text.shape[1], rows.append)])
+    wanted = mx.argmax(truth, axis=-1)
+    found = {}
+    for exit, own in zip(tried, mx.split(rows[0], len(tried), axis=-1), strict=True):
+        found[exit.layers] = cast(float, (mx.argmax(exit.logits(own), axis=-1) == wanted).mean().item())
     return found
 
 
