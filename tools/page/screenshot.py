@@ -1,4 +1,4 @@
-"""The page's picture for the README: one text in SSD, in a window of a laptop's width.
+"""The page's picture for the README: one text in a window of a laptop's width.
 
 outrider serve &
 python -m tools.page.screenshot docs/page.png
@@ -14,7 +14,7 @@ from tools.page import visit
 from tools.page.agreement import URL
 from tools.page.browser import browser
 
-PROMPT = "def fibonacci(n):"
+PROMPT = "Write a Python function that returns the n-th Fibonacci number, and explain each line."
 WIDTH, HEIGHT = 1180, 900
 
 
@@ -23,7 +23,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=URL, help="of a running `outrider serve`")
     parser.add_argument("--dark", action="store_true", help="as the page is in the dark")
     parser.add_argument("--race", action="store_true", help="AR against SSD")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--mode", default="auto")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-tokens", type=int, default=240)
     parser.add_argument("--seed", type=int, default=7)
 
 
@@ -35,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         page.set_default_timeout(visit.PATIENCE_MS)
         page.goto(options.url)
         visit.ready(page)
-        visit.fill(page, PROMPT, options.max_tokens, "ssd", 0.8, options.seed)
+        visit.fill(page, options.prompt, options.max_tokens, options.mode, options.temperature, options.seed)
         if options.race:
             page.get_by_role("button", name="Race").click()
             visit.done(page, "The same text")

@@ -15,7 +15,7 @@ PATIENCE_MS = 120_000
 
 def fill(page: Page, prompt: str, max_tokens: int, mode: str, temperature: float, seed: int) -> None:
     """What is to be generated."""
-    page.get_by_label("Prompt").fill(prompt)
+    page.locator("#prompt").fill(prompt)  # labelled "Message" in a conversation
     page.get_by_label("Temperature").fill(str(temperature))
     page.get_by_label("Max tokens").fill(str(max_tokens))
     page.get_by_label("Seed").fill(str(seed))
@@ -35,7 +35,7 @@ def done(page: Page, words: str = "Done") -> None:
 def generate(page: Page) -> Response:
     """Returns when the text is complete; the answer is the API's own, as it went over the wire."""
     with page.expect_response("**/v1/chat/completions") as answer:
-        page.get_by_role("button", name="Generate").click()
+        page.locator("#generate").click()
     done(page)
     return answer.value
 
