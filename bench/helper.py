@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import WorkerError
 
@@ -30,7 +30,7 @@ class Helper:
             python(*command) if command[0].endswith(".py") else python("-m", *command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment or blas.environment(child_environment(), threads),
+            env=environment or system.environment(child_environment(), threads),
             text=True,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.protocol import extras
+from outrider.protocol import version
 from outrider.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ LEFT_OUT = "Note: the picture was left out: Matplotlib is not installed (pip ins
 
 def can_draw() -> bool:
     """Whether Matplotlib is installed."""
-    return not extras.missing("bench")
+    return not version.missing("bench")
 
 
 def figure(width: float, height: float) -> Figure:
@@ -26,7 +26,7 @@ def figure(width: float, height: float) -> Figure:
     Raises:
         InvalidRequest: Matplotlib is not installed.
     """
-    extras.require("bench", "a picture")
+    version.require("bench", "a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

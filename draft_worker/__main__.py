@@ -8,19 +8,17 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from outrider.draft_worker.inbox import Link
-from outrider.draft_worker.slow_link import SlowLink
+from outrider.draft_worker.inbox import Link, SlowLink
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.backends import NAMES, make
 from outrider.drafting.drafter import HearingDrafter
 from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.paced import PacedDrafter
-from outrider.drafting.replay import ReplayDrafter
+from outrider.drafting.replay import PacedDrafter, ReplayDrafter
 from outrider.engine.memory import Held
 from outrider.engine.models_only import models_only
 from outrider.engine.pace import Pace
 from outrider.grammar.compiler import TOKENIZER, Compiler
-from outrider.protocol import logs, worker_process
+from outrider.protocol import logs, worker_link
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink
@@ -31,7 +29,7 @@ def main() -> int:
     logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
     if options.device == "cpu":
         mx.set_default_device(mx.cpu)
-    return worker_process.run(options, lambda link: _load(options, link))
+    return worker_link.run(options, lambda link: _load(options, link))
 
 
 def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWorker]:
@@ -73,7 +71,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWo
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="draft_worker", description=__doc__)
-    worker_process.add_flags(parser, "draft-0")
+    worker_link.add_flags(parser, "draft-0")
     parser.add_argument("--backend", choices=NAMES, default="mlx")
     parser.add_argument("--model", required=True, help="a model directory; for replay, its script")
     parser.add_argument("--target", default="", help="the model whose hidden rows a head reads")

@@ -1,7 +1,11 @@
 """The draft worker's loop: OPEN and COMMIT in, BRANCHES and DRAFTED out, one forward at a time.
 
-Between two forwards it looks for news, so an outcome that arrives early redirects the work at once. Owns one token tree
-a request; acts only on the newest commit; says RESYNC when it missed one. Knows nothing of models.
+Between two forwards it looks for news, so an outcome that arrives early redirects the work at once. Owns one token
+tree a request; acts only on the newest commit; says RESYNC when it missed one. Knows nothing of models.
+
+`Usual`: how long a drafter's operations take of late, so that whoever watches it knows how long the next should take.
+
+`Running`: a request on this drafter: its work ahead, the commit that this belongs to, and how what came of it is told.
 """
 
 from __future__ import annotations
@@ -9,26 +13,28 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from outrider.draft_worker.inbox import Inbox, Link, Unwanted
-from outrider.draft_worker.running import Running
-from outrider.draft_worker.usual import Operation, Usual
-from outrider.drafting.begin import begin, check_known
-from outrider.drafting.calibration import Calibration
+from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import Drafter
-from outrider.drafting.fan_out import FanOut
+from outrider.drafting.fan_out import Calibration, FanOut
+from outrider.drafting.growth import Ready, Wanted
 from outrider.drafting.together import Together
+from outrider.drafting.work_ahead import WorkAhead, begin, check_known
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
-from outrider.protocol.errors import OutriderError
-from outrider.protocol.guard import named_errors
-from outrider.protocol.kv import CacheUse
+from outrider.protocol.clock import FORGET_NS
+from outrider.protocol.errors import OutriderError, named_errors
 from outrider.protocol.messages import (
+    Branches,
     CacheReport,
     Close,
     Commit,
+    Drafted,
     Fault,
     Features,
     KvMemory,
@@ -37,8 +43,106 @@ from outrider.protocol.messages import (
     Prefilled,
     Resync,
     Shutdown,
+    Span,
 )
-from outrider.protocol.patience import FORGET_NS
+from outrider.protocol.stats import CacheUse
+
+FADE = 0.95
+
+
+class Operation(Enum):
+    """What a drafter does without a look at its link."""
+
+    READ = "a piece of a prompt"
+    GROW = "a forward of its trees"
+    CHAIN = "a chain that is waited for"
+
+
+class Usual:
+    """The longest of each, fading."""
+
+    def __init__(self) -> None:
+        self._ms: dict[Operation, float] = {}
+
+    def took(self, operation: Operation, milliseconds: float) -> None:
+        self._ms[operation] = max(milliseconds, FADE * self._ms.get(operation, 0.0))
+
+    def expected_ms(self, *operations: Operation) -> float:
+        """These, one after the other; 0: one of them was never made."""
+        known = [self._ms.get(operation, 0.0) for operation in operations]
+        return sum(known) if all(known) else 0.0
+
+
+@dataclass(slots=True)
+class Running:
+    """`newest` is the word that its work belongs to, come at `committed_ns`; `owed`: it awaits DRAFTED."""
+
+    work: WorkAhead
+    newest: Open | Commit
+    committed_ns: int
+    owed: bool = False
+
+    @classmethod
+    def opened(cls, message: Open, work: WorkAhead, now_ns: int) -> Running:
+        """It has read its text, and begins with the chain under verification."""
+        work.commit((), _wanted(message))
+        return cls(work, message, now_ns)
+
+    @property
+    def epoch(self) -> int:
+        return self.newest.epoch
+
+    def is_beyond(self, message: Open | Commit) -> bool:
+        """Whether it works for a later round than this was said in."""
+        return (message.epoch, message.round) < (self.epoch, self.newest.round)
+
+    def gap(self, message: Commit) -> int:
+        """How many tokens before those that it brings were missed; below 0: they are known already."""
+        return message.base_len - len(message.tokens) - self.work.committed_len
+
+    def is_next(self, message: Commit) -> bool:
+        """Whether its round follows on the newest commit's, with chains under verification in both."""
+        both = message.verifying is not None and bool(self.newest.verifying)
+        return both and message.round == self.newest.round + 1
+
+    def commit(self, message: Commit, now_ns: int) -> None:
+        self.work.commit(message.tokens, _wanted(message))
+        self.newest, self.committed_ns = message, now_ns
+        self.owed = message.verifying is None and message.depth > 0
+
+    def drafted(self, found: Continuation, work: Span, peak_bytes: int) -> Drafted:
+        newest = self.newest
+        return Drafted(
+            request=newest.request,
+            epoch=newest.epoch,
+            round=newest.round,
+            base_len=self.work.committed_len,
+            chain=found.line,
+            work=work,
+            q=found.q,
+            peak_bytes=peak_bytes,
+            beside=found.beside,
+        )
+
+    def branches(self, ready: Ready, work: Span, peak_bytes: int) -> Branches:
+        newest = self.newest
+        return Branches(
+            request=newest.request,
+            epoch=newest.epoch,
+            round=newest.round,
+            base_len=self.work.committed_len,
+            depth=ready.depth,
+            entries=ready.entries,
+            work=work,
+            final=ready.final,
+            q=ready.q,
+            peak_bytes=peak_bytes,
+        )
+
+
+def _wanted(message: Open | Commit) -> Wanted:
+    return Wanted(message.verifying, message.depth, message.branches, message.skip, message.least)
+
 
 log = logging.getLogger(__name__)
 

@@ -1,12 +1,21 @@
-"""What a drafter says comes next: a chain, or a tree whose first branch is one."""
+"""What a drafter says comes next: a chain, or a tree with what it thought next best beside its tokens.
+
+`Place`: a chain with what the drafter thought next best beside its tokens: a tree whose first branch is the chain.
+What a token's odds are is `calibration`'s to say; that a guess of outcomes (k, t) is the sibling t of chain token k is
+all that is known here. Pure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
+from outrider.drafting.fan_out import Calibration, Point
+from outrider.engine.tree_feed import Candidate
 from outrider.protocol.messages import Beside
-from outrider.protocol.sparse import SparseQ
-from outrider.protocol.trees import DraftTree, spine
+from outrider.protocol.schema import MAX_BESIDE
+from outrider.protocol.trees import DraftTree, SparseQ, line, spine
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +49,79 @@ class Continuation:
         """Of a tree whose first branch comes first what stands beside that."""
         count = len(spine(self.parents))
         return Beside(self.chain[count:], self.parents[count:], self.odds[count:]) if self.parents else None
+
+
+WIDTH = 3
+"""So many may follow a token: the chain's own and those beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the drafter thinks of one place of a chain: tokens beside the chain's, best first, and how they compare."""
+
+    others: tuple[int, ...]
+    point: Point
+
+    @classmethod
+    def of(cls, token: int, candidates: Sequence[Candidate]) -> Place:
+        """`candidates` of the place, the best first; the chain's `token` may be among them."""
+        others = [candidate for candidate in candidates if candidate.token != token]
+        gaps = tuple(candidate.gap for candidate in others)
+        own = next((candidate.gap for candidate in candidates if candidate.token == token), 0.0)
+        return cls(tuple(candidate.token for candidate in others), Point(gaps[0] - own if gaps else None, gaps))
+
+
+def worthwhile(count: int, calibration: Calibration, least: float) -> int:
+    """Beside how many of a chain's first tokens anything can hold with a probability of more than `least`."""
+    mass, worth = 1.0, 0
+    for place in range(count):
+        holds = calibration.acceptance(place)
+        if mass * (1.0 - holds) > least:
+            worth = place + 1
+        mass *= holds
+    return worth
+
+
+def with_others(chain: Sequence[int], places: Sequence[Place], calibration: Calibration, least: float) -> DraftTree:
+    """The chain, then the tokens beside it that hold with a probability of more than `least`, place by place."""
+    tokens, parents, odds = list(chain), list(line(len(chain))), [0.0] * len(chain)
+    mass = 1.0
+    for index, place in enumerate(places):
+        odds[index] = holds = calibration.acceptance(index, place.point.own_gap)
+        for rank, token in enumerate(place.others[: WIDTH - 1]):
+            share = (1.0 - holds) * calibration.bonus_share(False, rank, place.point)
+            if mass * share > least and len(tokens) - len(chain) < MAX_BESIDE:
+                tokens.append(token)
+                parents.append(index - 1)
+                odds.append(share)
+        mass *= holds
+    return DraftTree(tuple(tokens), tuple(parents) if len(tokens) > len(chain) else (), tuple(odds))
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A chain, and what was thought at each of its places."""
+
+    chain: tuple[int, ...]
+    places: Sequence[Place]
+
+    def tree(self, calibration: Calibration, least: float) -> DraftTree:
+        """See `with_others`."""
+        return with_others(self.chain, self.places, calibration, least)
+
+    def teach(self, calibration: Calibration, tokens: Sequence[int]) -> None:
+        """What became final instead."""
+        accepted = common(self.chain, tokens[:-1])
+        points = [place.point for place in self.places[: accepted + 1]]
+        others = self.places[accepted].others if accepted < len(self.places) else ()
+        calibration.learn(points, len(self.chain), accepted, rank(others, tokens[accepted]))
+
+
+def common(chain: Sequence[int], tokens: Sequence[int]) -> int:
+    """With how many of the same tokens both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, tokens, strict=False)))
+
+
+def rank(tokens: Sequence[int], token: int) -> int | None:
+    """Where it stands among them; None: it is not there."""
+    return tokens.index(token) if token in tokens else None

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from outrider.engine.candidate import Candidate
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.tree_feed import TreeFeed
+from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.fields import Halves
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ
+from outrider.protocol.schema import Halves
+from outrider.protocol.trees import SparseQ
 
 __all__ = [
     "Candidate",
@@ -150,7 +149,7 @@ class Drafter(Protocol):
 class DrawingTree(TokenTree, Protocol):
     """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q.
 
-    By noise of its own wherever a chain begins, which is behind every token that was told (`engine.draws`).
+    By noise of its own wherever a chain begins, which is behind every token that was told (`engine.residual`).
     """
 
     def child(self, node: int, token: int, told: bool | None = None) -> int | None:

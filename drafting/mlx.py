@@ -7,11 +7,11 @@ from typing import cast
 
 from outrider.drafting.coreml.host.prefill import PackageReader
 from outrider.drafting.drafter import DrawingTree, TokenTree, TreeFeed
-from outrider.engine.draws import Draws
+from outrider.engine.handover import PromptReader
+from outrider.engine.load_checks import open_tree, tree_cost, tree_form
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.open_tree import open_tree, tree_cost, tree_form
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.reading import PromptReader
+from outrider.engine.residual import Draws
 from outrider.engine.tree import Tree, feed_together
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams

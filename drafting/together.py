@@ -2,6 +2,9 @@
 
 What each wants fed is collected, fed at once, and handed back. What fails in company is tried alone, so that only the
 request whose own forward fails ends.
+
+`Capacity`: how many branches can be ready when the target is: what a forward takes by its rows, against how long a
+round is. Counts and times only; knows nothing of what is drafted. Old measurements fade.
 """
 
 from __future__ import annotations
@@ -9,17 +12,46 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from outrider.drafting.calibration import Calibration
-from outrider.drafting.capacity import Capacity
 from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import Drafter, JoiningDrafter, TokenTree, TreeFeed
-from outrider.drafting.fan_out import Wish, shares
-from outrider.drafting.growth import Ready
-from outrider.drafting.steps import Result, Steps
+from outrider.drafting.fan_out import Calibration, Wish, shares
+from outrider.drafting.growth import Ready, Result, Steps
 from outrider.drafting.work_ahead import WorkAhead
+from outrider.engine.pace import FADE, ForwardCost
 from outrider.protocol import clock
-from outrider.protocol.errors import OutriderError
-from outrider.protocol.guard import named_errors
+from outrider.protocol.errors import OutriderError, named_errors
+
+# Until so much has been seen nothing is said.
+ENOUGH = 8.0
+
+
+class Capacity:
+    """Live estimates of one drafter beside its target."""
+
+    def __init__(self) -> None:
+        self._cost = ForwardCost()
+        self._rounds = self._round_ms = 0.0
+
+    def forward(self, rows: int, ms: float) -> None:
+        """A forward of so many tokens took `ms`."""
+        self._cost.add(rows, ms)
+
+    def round(self, ms: float) -> None:
+        """From one commit of a request, with a chain to verify, to the next it took `ms`."""
+        self._rounds = self._rounds * FADE + 1.0
+        self._round_ms = self._round_ms * FADE + ms
+
+    def branches(self, depth: int) -> int | None:
+        """How many branches of this depth can grow while a round lasts, all requests' together; None: not known yet.
+
+        Their forwards are one more than they are deep: those of full acceptance begin with the second.
+        """
+        if min(self._rounds, self._cost.seen) < ENOUGH:
+            return None
+        fixed, each = self._cost.line
+        room = self._round_ms / self._rounds / (depth + 1) - fixed
+        return max(int(room / each), 0)
+
 
 Found = TypeVar("Found")
 

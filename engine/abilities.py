@@ -20,8 +20,7 @@ from mlx_lm.models.cache import ArraysCache
 from outrider.engine.cache import KVState, leaves_of
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.abilities import Abilities
-from outrider.protocol.errors import OutriderError
-from outrider.protocol.guard import ModelFault, named_errors
+from outrider.protocol.errors import ModelFault, OutriderError, named_errors
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,10 @@
-"""What a target remembers of a text, with a rollback that either works or raises.
+"""What a target remembers of a text, with a rollback that either works or raises; and buffers that grow seldom.
 
 `LengthCache` holds keys and values of one attention layer and forgets by shortening itself, in O(1). State that can't
-be shortened (a recurrent layer's) is kept by reference at marked lengths and put back; any other cache is copied there.
-Knows nothing of tokens.
+be shortened (a recurrent layer's) is kept by reference at marked lengths and put back; any other cache is copied
+there. Knows nothing of tokens.
+
+`with_room`: buffers of keys and values [rows, H, columns, D] that grow by more than is asked, so that it is seldom.
 """
 
 from __future__ import annotations
@@ -244,3 +246,24 @@ def _suitable(cache: Any) -> Any:
 def leaves_of(cache: Any) -> list[Any]:
     """The caches in a list of caches; one that is none is its own."""
     return [leaf for inner in cache.caches for leaf in leaves_of(inner)] if type(cache) is CacheList else [cache]
+
+
+_BUFFER_STEP = 256  # columns a buffer grows by
+EARLY = 128  # columns over which the layers' buffers grow one after the other
+
+
+def with_room(buffer: mx.array | None, rows: int, columns: int, like: mx.array, early: int = 0) -> mx.array:
+    """`buffer` itself, or a copy of it with place for so many rows and columns.
+
+    It grows so many columns `early`: where each layer has another number, no forward copies them all.
+    """
+    had_rows, had_columns = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
+    columns += early if buffer is not None else 0
+    if rows <= had_rows and columns <= had_columns and buffer is not None:
+        return buffer
+    rows = had_rows if rows <= had_rows else max(rows, 2 * had_rows)
+    columns = had_columns if columns <= had_columns else -(-(columns + columns // 2) // _BUFFER_STEP) * _BUFFER_STEP
+    grown = mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype)
+    if buffer is not None:
+        grown[:had_rows, :, :had_columns] = buffer
+    return grown

@@ -1,21 +1,27 @@
-"""Where a token tree's keys and values live: one row of columns, the committed prefix first, pending nodes behind it.
+"""Where a token tree's keys and values live: one row of columns, the committed prefix first, pending nodes behind
+it.
 
 mlx-lm models run unmodified: their cache objects hand them the columns, the mask that lets a node see its ancestors
 only, and a position for each token (`engine.positions`). Knows columns and positions; nothing of nodes or sampling.
+
+`JointRow`: several trees of an MLX model in one forward: one flat row of all their tokens, attention tree by tree. As
+`engine.flat` for the target's texts: dense layers read the weights once, mlx-lm's common attention function asks the
+cache objects. Each tree keeps columns of its own, so that it may fork, gather and end whatever the others do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.buffers import with_room
-from outrider.engine.cache import first_columns, leaves_of, narrowed, stand_in, window_of
+from outrider.engine.cache import first_columns, leaves_of, narrowed, stand_in, window_of, with_room
+from outrider.engine.flat import Mask, install
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import Saved, Start
 
@@ -209,7 +215,7 @@ class OneRow:
         prefill(self.model, self.frame, self.caches, tokens, progress, total, start)
 
     def adopt(self, start: int, read: KeysValues) -> None:
-        """See `engine.reading.OpenColumns`."""
+        """See `engine.handover.OpenColumns`."""
         if self._dtype is None:
             self._dtype = _dtype_of_keys(self.model)
         self.frame.plain(start, read.count)
@@ -289,3 +295,58 @@ def restore(frame: Frame, caches: Sequence[Any], start: Start) -> None:
     for cache, (keys, values) in zip(attention, start.saved.columns(start.length), strict=True):
         cache.update_and_fetch(keys, values)
     mx.eval([cache.state for cache in attention])
+
+
+class JointRow(OneRow):
+    """`Columns` of a model whose attention is mlx-lm's common one (`engine.load_checks.agrees_in_company` tells)."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        super().__init__(model)
+        install(model.model)
+
+    @staticmethod
+    def forward(texts: Sequence[OneRow], new: Sequence[NewColumns]) -> mx.array:
+        if len(texts) == 1:
+            return OneRow.forward(texts, new)
+        ends = np.cumsum([len(one.parents) for one in new]).tolist()
+        spans = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+        places = mx.array(np.concatenate([one.positions[one.start :] for one in new]))
+        for text, one in zip(texts, new, strict=True):
+            text.frame.tree(one.start, one.positions, one.seen)
+        numbers = count()
+
+        def joint(_: Any) -> JointCache:
+            number = next(numbers)
+            return JointCache([text.leaves[number] for text in texts], spans, places)
+
+        caches = [stand_in(cache, joint) for cache in texts[0].caches]
+        tokens = mx.concatenate([one.lazy_tokens() for one in new])
+        logits: mx.array = texts[0].model(tokens[None], cache=caches)
+        return logits[0]
+
+
+class JointCache:
+    """One attention layer's columns of several trees, for one forward; `spans`: where each one's tokens are in it."""
+
+    def __init__(self, caches: Sequence[ColumnCache], spans: Sequence[slice], places: mx.array) -> None:
+        self._caches, self._spans = caches, spans
+        self.offset = places
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        return Mask(window_size or self._caches[0].window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Remembers keys and values [1, H, T, D], each tree its own; what is returned nobody reads."""
+        for cache, span in zip(self._caches, self._spans, strict=True):
+            cache.update_and_fetch(keys[:, :, span], values[:, :, span])
+        return keys, values
+
+    def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
+        """The attention of flat queries [1, H, T, D], each over its own tree."""
+        found = []
+        for cache, span in zip(self._caches, self._spans, strict=True):
+            keys, values = cache.keys_and_values()
+            mask = cache.frame.mask(span.stop - span.start, False, window)
+            own = queries[:, :, span]
+            found.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
+        return mx.concatenate(found, axis=2)

@@ -4,24 +4,92 @@ Dense layers see the tokens of all texts as one row, so that nothing is padded t
 attention layer keeps one buffer with a row a text; `attend` lays a forward's queries out by text and lets each see its
 own columns only. mlx-lm models run unmodified: their cache objects supply positions and masks, and the attention
 function of their modules is asked here (`install`). Knows rows and columns; nothing of tokens' meaning or requests.
+
+`FlatRows`: the rows of flat buffers, one a text: opened, closed, copied; what is fed into them is another's. Those in
+use stand in front, so that a forward sees a block of rows. Knows rows and lengths; nothing of tokens.
+
+`Piece`: a text's part of a flat row: how many tokens, in which columns, at which positions, and what each of them
+sees. Ordinary text stands in columns one behind the other, each token at its column's position and seeing all before
+it. The nodes of a tree of drafts have a column each, too, but the position of their depth, and see their ancestors
+only. Pure numpy; knows nothing of tokens' meaning.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import create_attention_mask
+from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
 from outrider.engine.blocks import Floats
-from outrider.engine.buffers import with_room
-from outrider.engine.cache import first_columns, narrowed
-from outrider.engine.piece import Ints, Piece
+from outrider.engine.cache import EARLY, first_columns, narrowed, window_of, with_room
+from outrider.engine.prompt_cache import Saved, Start
+from outrider.protocol.trees import depths
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next `count` tokens of the text in `row`, whose first `start` are remembered.
+
+    `long`: part of a prompt. `whole`: they see each other, those ahead, too. With `parents` the last of them are nodes
+    of a tree (`protocol.trees`), behind the last token that is none.
+    """
+
+    row: int
+    start: int
+    count: int
+    long: bool = False
+    whole: bool = False
+    parents: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def trunk(self) -> int:
+        """The first column of the tree's."""
+        return self.end - len(self.parents)
+
+    @property
+    def positions(self) -> Ints:
+        """Each token's, [count]."""
+        places = np.arange(self.start, self.end, dtype=np.int32)
+        if self.parents:
+            places[-len(self.parents) :] = np.array(depths(self.parents)) + self.trunk
+        return places
+
+    def seen(self, end: int, window: int | None) -> Bools:
+        """Which of its row's first `end` columns each token sees, [count, end]; within `window` positions, if any."""
+        seen = np.tri(self.count, end, self.start, dtype=np.bool_)
+        if self.whole:
+            seen[:, : self.end] = True
+        if self.parents:
+            seen[-len(self.parents) :, self.trunk : self.end] = _ancestry(self.parents)
+        if window is not None:
+            places = np.arange(end)
+            places[self.start : self.end] = self.positions
+            seen &= places > self.positions[:, None] - window
+        return seen
+
+
+def _ancestry(parents: tuple[int, ...]) -> Bools:
+    """Which nodes each is or stands behind, [M, M]."""
+    seen = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            seen[node] |= seen[parent]
+    return seen
+
 
 _PATCHED = "scaled_dot_product_attention"
 
@@ -235,3 +303,87 @@ def attention(
         return found
     found = scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     return found
+
+
+Layers = tuple[tuple[mx.array, mx.array], ...]
+
+
+class FlatText:
+    """A row of the flat buffers."""
+
+    exact = True
+
+    def __init__(self, row: int, caches: Sequence[FlatCache], rows: FlatRows) -> None:
+        self.row, self.length, self._caches, self._rows = row, 0, caches, rows
+
+    @property
+    def marks_freely(self) -> bool:
+        """Not where a step that is begun is made at once, as by numpy."""
+        return self._rows.is_lazy
+
+    def mark(self) -> None:
+        """Any length can be returned to."""
+
+    def roll_back(self, length: int) -> None:
+        """What lies behind is overwritten by the next forward."""
+        self.length = min(length, self.length)
+
+    def keep(self, length: int, columns: Sequence[int]) -> None:
+        """Behind the first `length` tokens these columns (ascending) stay, and nothing else."""
+        for cache in self._caches:
+            cache.gather(self.row, length, np.array(columns, np.int32))
+        self.length = length + len(columns)
+
+
+class FlatRows:
+    """One buffer a layer of `model`, for all its texts. `is_lazy`: forwards are made when they are waited for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        install(model)
+        self._frame = Frame()
+        made = make_prompt_cache(model)
+        self._caches = [
+            FlatCache(self._frame, window_of(cache), EARLY * number // len(made)) for number, cache in enumerate(made)
+        ]
+        self._texts: list[FlatText] = []
+        self.is_lazy = True
+
+    def open(self) -> FlatText:
+        self._texts.append(FlatText(len(self._texts), self._caches, self))
+        return self._texts[-1]
+
+    def close(self, text: FlatText) -> None:
+        """The last row moves into the gap; buffers that nobody uses are given back."""
+        last = self._texts.pop()
+        if last is not text:
+            for cache in self._caches:
+                cache.move(last.row, text.row, last.length)
+            last.row = text.row
+            self._texts[text.row] = last
+        if not self._texts:
+            for cache in self._caches:
+                cache.clear()
+
+    def save(self, text: FlatText, length: int) -> Saved:
+        saved = Saved(length, tuple(cache.saved(text.row, length) for cache in self._caches))
+        mx.eval(saved.layers)
+        return saved
+
+    def adopt(self, text: FlatText, start: Start) -> None:
+        self.extend(text, tuple(start.saved.columns(start.length)), start.length)
+
+    def extend(self, text: FlatText, layers: Layers, count: int) -> None:
+        """A text goes on with what another has read of it: keys and values [1, H, count, D] of each layer."""
+        for cache, (keys, values) in zip(self._caches, layers, strict=True):
+            cache.adopt(text.row, keys, values, text.length)
+        text.length += count
+        mx.eval(self.state())
+
+    def piece(self, text: FlatText, start: int, end: int) -> Layers:
+        """Copies of what is remembered of a text's tokens from `start` to `end`, as `extend` takes them; evaluated."""
+        layers = tuple(cache.saved(text.row, end, start) for cache in self._caches)
+        mx.eval(layers)
+        return layers
+
+    def state(self) -> list[Any]:
+        return [cache.state for cache in self._caches]

@@ -18,14 +18,13 @@ from weakref import finalize
 
 import mlx.core as mx
 
+from outrider.engine.hidden_states import Taps
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.ranks import Ranks
-from outrider.engine.taps import Taps
 from outrider.engine.texts import Feed, Text, Texts
-from outrider.protocol.errors import OutriderError
-from outrider.protocol.guard import named_errors
-from outrider.protocol.kv import KvCost
+from outrider.protocol.errors import OutriderError, named_errors
 from outrider.protocol.messages import TextChange, TextFeed, TextForward
+from outrider.protocol.stats import KvCost
 
 log = logging.getLogger(__name__)
 

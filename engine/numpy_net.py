@@ -1,14 +1,19 @@
-"""A small dense model's forward on the CPU by numpy: tokens in, rows of the last layer out, attention text by text.
+"""A small dense model's forward on the CPU by numpy: its layers, its texts, and the buffers of `engine.flat`.
 
 Serves the Llama, Mistral, Qwen2 and Qwen3 families; whatever else a model is, `net_of` refuses, and who uses it holds
 it to the model's own logits at load. MLX copies the weights at each call and makes exponentials one by one; here few
 rows cost half as much (docs/log.md). Knows rows, and where keys and values lie; nothing of requests, trees or buffers.
+
+`spans`: forwards of few tokens by numpy, over the buffers of `engine.flat`: quicker on a CPU than MLX's. Chains of
+unlike length pad nothing here: attention goes text by text. Keys and values are written where MLX keeps them, so that
+a long piece of a prompt, rollback and the prompt cache are `engine.flat`'s as ever. Not lazy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, TypeVar
 
 import mlx.core as mx
@@ -16,11 +21,10 @@ import mlx.nn as nn
 import numpy as np
 
 from outrider.engine.blocks import Dense, Floats, Norm, host
-from outrider.engine.head import ReducedHead, unwrapped
+from outrider.engine.flat import Bools, FlatCache, Piece
+from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM, ReducedHead, unwrapped
 from outrider.engine.loading import LoadedModel
-from outrider.engine.piece import Bools
 from outrider.engine.positions import Ints, RopeTable
-from outrider.engine.taps import AFTER_NORM, BEFORE_NORM
 from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -34,7 +38,7 @@ _FARTHEST = np.float32(-60)
 
 
 class Ear(Protocol):
-    """Who listens to what passes places of a model (`engine.taps`)."""
+    """Who listens to what passes places of a model (`engine.hidden_states`)."""
 
     def hears(self, key: object) -> bool:
         """Whether rows of this place are wanted."""
@@ -243,3 +247,32 @@ def _gated(both: Floats) -> Floats:
     np.divide(gate, out, out=out)
     out *= up
     return out
+
+
+MOST_ROWS = 256  # beyond, MLX is as quick
+
+
+def spans(layers: Sequence[Layer], pieces: Sequence[Piece], caches: Sequence[FlatCache]) -> Iterator[list[Span]]:
+    """Where each layer's attention finds its texts."""
+    ends = np.cumsum([piece.count for piece in pieces]).tolist()
+    reach = max(piece.row for piece in pieces) + 1, max(piece.end for piece in pieces)
+    masks = [hidden(piece.seen(piece.end, None)) for piece in pieces]
+    for layer, own in zip(layers, caches, strict=True):
+        keys, values = own.on_host(*reach, _like(layer.kv_heads, layer.width))
+        yield [
+            Span(
+                slice(end - piece.count, end),
+                keys[piece.row],
+                values[piece.row],
+                slice(piece.start, piece.end),
+                piece.end,
+                mask,
+            )
+            for piece, end, mask in zip(pieces, ends, masks, strict=True)
+        ]
+
+
+@cache
+def _like(kv_heads: int, width: int) -> mx.array:
+    """Keys of one column, for what buffers are to be like."""
+    return mx.zeros((1, kv_heads, 1, width))

@@ -1,9 +1,13 @@
-"""Standing in for a machine that is not here: each forward takes as long as a latency profile says.
+"""How long forwards take: measured by their rows, or prescribed by a latency profile.
 
-A worker with a pace does its real work, then sleeps until the profile's time for that many rows has passed, so that a
-sleeping process stands for a remote accelerator. Work that is slower than the profile makes the times wrong, never a
-text: a hiccup of the system is borne, as the slower machine it then stands for, more than a thirtieth of the time is
+`Pace`: standing in for a machine that is not here: each forward takes as long as a latency profile says. A worker with
+a pace does its real work, then sleeps until the profile's time for that many rows has passed, so that a sleeping
+process stands for a remote accelerator. Work that is slower than the profile makes the times wrong, never a text: a
+hiccup of the system is borne, as the slower machine it then stands for, more than a thirtieth of the time is
 complained of.
+
+`ForwardCost`: what a forward takes by its rows: the straight line through what was measured, in milliseconds; old ones
+fade.
 """
 
 from __future__ import annotations
@@ -97,3 +101,42 @@ def paced(pace: Pace | None, rows: int, ready: float) -> Iterator[None]:
     yield
     pace.end(rows)
     pace.wait()
+
+
+FADE = 0.95
+# A row takes at least this share of what a row of the mean forward does, whatever the noise.
+LEAST_SHARE = 0.1
+
+
+class ForwardCost:
+    """Learned as forwards come; `seen` says how many still count."""
+
+    def __init__(self) -> None:
+        self.seen = 0.0
+        self._rows = self._ms = self._rows_rows = self._rows_ms = 0.0
+
+    def add(self, rows: int, ms: float) -> None:
+        """A forward of so many tokens took `ms`."""
+        self.seen = self.seen * FADE + 1.0
+        self._rows = self._rows * FADE + rows
+        self._ms = self._ms * FADE + ms
+        self._rows_rows = self._rows_rows * FADE + rows * rows
+        self._rows_ms = self._rows_ms * FADE + rows * ms
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Milliseconds of a forward, and of each of its rows. Something must have been seen."""
+        rows, ms = self._rows / self.seen, self._ms / self.seen
+        spread = self._rows_rows / self.seen - rows * rows
+        if spread < 0.01 * rows * rows:  # they were all alike
+            return 0.0, ms / rows
+        slope = (self._rows_ms / self.seen - rows * ms) / spread
+        each = min(max(slope, LEAST_SHARE * ms / rows), ms / rows)  # neither may be negative, whatever the noise
+        return ms - each * rows, each
+
+    def __call__(self, rows: int) -> float:
+        """What so many rows take; 0: nothing was seen yet."""
+        if not self.seen:
+            return 0.0
+        fixed, each = self.line
+        return fixed + each * rows

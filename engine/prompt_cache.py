@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from outrider.protocol.kv import CacheUse, KvCost
+from outrider.protocol.stats import CacheUse, KvCost
 
 LEAST = 16  # a shorter common beginning is not worth a copy
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.protocol.errors import InvalidRequest, ModelError, WorkerError
-from outrider.protocol.guard import first_line
+from outrider.protocol.errors import InvalidRequest, ModelError, WorkerError, first_line
 
 _ROOM = 512  # bytes of what the first rank tells
 

@@ -1,24 +1,41 @@
-"""The target's side of residual sampling: accept a drawn token with min(1, p/q), else draw from max(p - q, 0).
+"""Residual sampling: the draft's draws from a sparse q, and the target's test of them.
+
+The target's side of residual sampling: accept a drawn token with min(1, p/q), else draw from max(p - q, 0).
 
 Leviathan, Kalman and Matias (arXiv 2211.17192), algorithm 1, for any q a chain was drawn from: a sparse one that comes
-with it, or a certain one (one-hot: accept with p(x), else draw from p without x). Log space, float32. The randomness is
-keyed by (seed, position, purpose), so every position is decided once, by noise that no drafter knows.
+with it, or a certain one (one-hot: accept with p(x), else draw from p without x). Log space, float32. The randomness
+is keyed by (seed, position, purpose), so every position is decided once, by noise that no drafter knows.
+
+`Draws`: the draft's side of residual sampling: each node's own continuation is a draw from a sparse q, and q is kept.
+
+q is the warped distribution of the draft cut to its `width` likeliest tokens, with Saguaro's factor on those that work
+ahead will prepare for (SSD paper, Definition 14), normalised. Whatever it is, a chain is verified with the very q it
+was drawn from.
+
+A draw is keyed by (seed, purpose, fork, position), independent of all that the target draws. The fork is where its
+chain begins: the position of the last token above it that was told, not drawn. So no chain is drawn by noise that an
+earlier round has seen. It matters: how a round shares its branches out depends on the whole chain under verification,
+with the part that comes to nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.noise import Purpose, exponential_numpy, gumbel_numpy, stream
+from outrider.engine.noise import Purpose, exponential_numpy, gumbel_at, gumbel_numpy, stream
 from outrider.engine.sampling import History, Sampler
+from outrider.engine.steps import Asked, Step, score
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ
+from outrider.protocol.trees import SparseQ
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -101,3 +118,108 @@ def target_sampler(params: SamplingParams, vocab_size: int, constraint: Constrai
         return ResidualSampler(params, vocab_size, constraint)
     greedy = params.temp == 0  # such choices round as mlx-lm's do
     return Sampler(params, vocab_size, normalised=greedy, constraint=constraint)
+
+
+_WIDE = 32  # a row's best tokens lie in the blocks of this many that have the best maxima
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How one request's chains are drawn. `cached`: of how many best tokens Saguaro's factor lowers the weight."""
+
+    seed: int
+    width: int
+    saguaro: float
+    cached: int
+
+    @classmethod
+    def of(cls, params: SamplingParams, cached: int) -> Draws:
+        return cls(params.seed or 0, params.q_width, params.saguaro, cached)
+
+    def score(self, asked: Asked, logits: mx.array, forks: Sequence[int]) -> Step:
+        """As `engine.steps.score` for one text; the step's best tokens are draws."""
+        seeds = [stream(self.seed, Purpose.DRAFT, fork) for fork in forks]
+        return score([asked], logits, partial(DrawnStep, self, Keys(seeds, asked.positions)))
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What each row's draw is keyed by: a seed of its fork, and the position of the token drawn."""
+
+    seeds: Sequence[int]
+    positions: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """`chosen` [R] was drawn from `ids` [R, m] with probabilities `probs` [R, m]: numpy or MLX arrays."""
+
+    chosen: Any
+    ids: Any
+    probs: Any
+
+
+class DrawnStep(Step):
+    """A `Step` whose best tokens are draws; `candidates` are the likeliest tokens still."""
+
+    def __init__(
+        self,
+        draws: Draws,
+        keys: Keys,
+        scores: mx.array,
+        finish: Callable[[Floats], Floats] | None,
+    ) -> None:
+        super().__init__(scores, finish)
+        self._draws, self._keys = draws, keys
+        self._drawn: Drawn | None = None
+        self._rows: tuple[Any, Any] | None = None
+
+    def q(self, row: int) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
+        """What a row's best token was drawn from: ids [m] and probabilities [m]. Waits."""
+        self.best()
+        if self._rows is None and self._drawn is not None:
+            self._rows = np.array(self._drawn.ids, np.int32), np.array(self._drawn.probs, np.float32)
+        ids, probs = cast(Any, self._rows)
+        return ids[row], probs[row]
+
+    def _choose(self, scores: mx.array) -> mx.array:
+        if self._on_cpu:  # where numpy is quicker, the wait included
+            return mx.array(self.best(), dtype=mx.int32)
+        self._drawn = draw(mx, self._draws, self._keys, scores)
+        return cast(mx.array, self._drawn.chosen)
+
+    def _choose_on_host(self, scores: Floats) -> list[int]:
+        self._drawn = draw(np, self._draws, self._keys, scores)
+        return cast(list[int], self._drawn.chosen.tolist())
+
+
+def draw(xp: Any, draws: Draws, keys: Keys, scores: Any) -> Drawn:
+    """One token a row of `scores` [R, V], float32: log p up to a constant a row. `xp`: numpy, or mlx.core and lazy."""
+    ids = _top(xp, scores, min(draws.width, scores.shape[1]))
+    weights = xp.take_along_axis(scores, ids, -1)
+    if draws.saguaro < 1:
+        least = xp.sort(weights, axis=-1)[:, -min(draws.cached, ids.shape[1])][:, None]
+        weights = xp.where(weights >= least, weights + math.log(draws.saguaro), weights)
+    shares = xp.exp(weights - weights.max(axis=-1, keepdims=True))
+    noise = gumbel_at(xp, keys.seeds, keys.positions, ids)
+    chosen = xp.take_along_axis(ids, xp.argmax(weights + noise, axis=-1)[:, None], -1)[:, 0]
+    return Drawn(chosen.astype(xp.int32), ids, shares / shares.sum(axis=-1, keepdims=True))
+
+
+def _top(xp: Any, scores: Any, count: int) -> Any:
+    """The ids [R, count] of each row's best tokens, in no order."""
+    rows, width = scores.shape
+    whole = width // _WIDE
+    if count * _WIDE >= width or width % _WIDE:
+        return _partition(xp, scores, count)
+    blocks = scores.reshape(rows, whole, _WIDE)
+    best = _partition(xp, blocks.max(axis=-1), count)
+    inside = xp.take_along_axis(blocks, best[:, :, None], 1).reshape(rows, count * _WIDE)
+    at = _partition(xp, inside, count)
+    return xp.take_along_axis(best, at // _WIDE, -1) * _WIDE + at % _WIDE
+
+
+def _partition(xp: Any, scores: Any, count: int) -> Any:
+    if count >= scores.shape[1]:
+        return xp.argsort(-scores, axis=-1)[:, :count]
+    return xp.argpartition(-scores, count - 1, -1)[:, :count]

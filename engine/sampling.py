@@ -5,10 +5,21 @@ steps themselves are mlx-lm's (penalties and bias, log-softmax, top-p, min-p, to
 tokens before the log-softmax. With a temperature all of it is in float32, whatever the logits are in: half precision's
 steps are as large as the noise that decides. Greedy choices are made in the logits' own format and bit-identical with
 `mlx_lm.generate`. Knows nothing of models, caches or where a logit row comes from.
+
+`masked`: what a grammar allows, laid over logits: a bit a token becomes -inf where it is not set. Knows bits and
+logits; what is allowed is `grammar.constraint`'s to say.
+
+`RowLogprobs`: how likely the target finds the tokens of a forward's rows: log-softmax of what the sampler chooses
+from. Before temperature and filters, in float32. Knows logits; nothing of which tokens will hold.
+
+`filtered`: the filters of `engine.sampling.warp` in numpy, for reading a drafter's scores on a CPU. MLX sorts a whole
+vocabulary for top-p: 4 ms for 12 rows of 4,096 there, 0.2 ms here. The same tokens are kept, up to rounding at a
+border; a drafter may differ there, for only the target's choice counts.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,11 +31,18 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
-from outrider.engine.mask import masked
 from outrider.engine.noise import GREATEST, gumbel, gumbel_at, gumbel_numpy
 from outrider.grammar.constraint import Constraint, Words
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import NEVER, Logprobs
+
+
+def masked(logits: mx.array, words: Words) -> mx.array:
+    """Logits [R, V] with -inf where `words` [R, W] have no bit, or are too short to have one. Lazy."""
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    return mx.where(mx.array(bits.view(np.bool_)), logits, mx.array(-mx.inf, logits.dtype))
+
 
 History = mx.array | Sequence[int]
 """The tokens before a row's own choice: a sequence of ints, or a 1-axis integer array that may be lazy."""
@@ -58,7 +76,7 @@ class Sampler:
     by a constant a row (and by rounding), which no argmax and no gap notices. A side makes all its choices in one way.
 
     For residual sampling there is no noise in the scores: a drafter must not know the target's, which is
-    `engine.residual`'s, and draws by its own (`engine.draws`).
+    `engine.residual`'s, and draws by its own (`engine.residual`).
     """
 
     def __init__(
@@ -311,3 +329,59 @@ def _uncompiled() -> Iterator[None]:
     finally:
         if "MLX_DISABLE_COMPILE" not in os.environ:
             mx.enable_compile()
+
+
+class RowLogprobs:
+    """Those of some rows, on the device: each row's whole distribution and its likeliest tokens. Lazy."""
+
+    def __init__(self, logits: mx.array, count: int) -> None:
+        """`logits` [R, V] after penalties, bias and grammar; `count` likeliest tokens are wanted."""
+        logits = logits.astype(mx.float32)
+        self._all = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        width = logits.shape[1]
+        self._top = mx.argpartition(-self._all, kth=min(count, width - 1), axis=-1)[:, :count] if count else None
+
+    @property
+    def pending(self) -> list[mx.array]:
+        """What to evaluate so that `of` need not wait."""
+        return [self._all] if self._top is None else [self._all, self._top]
+
+    def of(self, tokens: Sequence[int], rows: Sequence[int]) -> Logprobs:
+        """These rows' tokens and what else was likely there. Waits."""
+        every = np.array(self._all, copy=False)[rows]
+        ids = np.asarray(tokens, np.int32)[:, None]
+        if self._top is not None:
+            top = np.array(self._top)[rows].astype(np.int32)
+            order = np.argsort(-np.take_along_axis(every, top, 1), axis=1, kind="stable")
+            ids = np.concatenate([ids, np.take_along_axis(top, order, 1)], axis=1)
+        return Logprobs(ids, np.maximum(np.take_along_axis(every, ids, 1), np.float32(NEVER)))
+
+
+def filtered(logits: Floats, params: SamplingParams) -> Floats:
+    """Logits [R, V], penalised but not normalised, at temperature above 0: filtered ones -inf, then divided by it."""
+    top = logits.max(axis=-1)
+    lowest = np.full(len(logits), -np.inf, dtype=np.float32)
+    if 0 < params.top_p < 1:
+        lowest = _top_p(logits, top, params.top_p)
+    if params.min_p > 0:
+        lowest = np.maximum(lowest, top + math.log(params.min_p))
+    if 0 < params.top_k < logits.shape[1]:
+        lowest = np.maximum(lowest, np.partition(logits, -params.top_k, axis=-1)[:, -params.top_k])
+    kept: Floats = np.where(logits < lowest[:, None], -np.inf, logits * np.float32(1.0 / params.temp))
+    return kept
+
+
+def _top_p(logits: Floats, top: Floats, p: float) -> Floats:
+    """The lowest logit of each row's nucleus: the fewest best tokens whose mass reaches `p`."""
+    mass = np.exp(logits - top[:, None])
+    total = mass.sum(axis=-1)
+    # All tokens below this together weigh less than 1 - p: they can't belong to it.
+    hopeless = (1.0 - p) * total / logits.shape[1]
+    lowest = np.empty_like(top)
+    for row in range(len(logits)):
+        large = mass[row][mass[row] >= hopeless[row]]
+        order = np.sort(large)[::-1]
+        above = np.cumsum(order) - order
+        last = int(np.searchsorted(above, p * total[row], side="left")) - 1
+        lowest[row] = logits[row][mass[row] >= order[last]].min()
+    return lowest

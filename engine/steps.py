@@ -14,10 +14,9 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine import filters
-from outrider.engine.candidate import Candidate
-from outrider.engine.filters import Floats
-from outrider.engine.sampling import History, Sampler, joint_noise, joint_words
+from outrider.engine import sampling
+from outrider.engine.sampling import Floats, History, Sampler, joint_noise, joint_words
+from outrider.engine.tree_feed import Candidate
 
 
 class Step:
@@ -149,7 +148,7 @@ def _finish(asked: Sequence[Asked], penalised: Floats) -> Floats:
     sampler, end = asked[0].sampler, 0
     scores: Floats
     if sampler.filters:
-        scores = filters.apply(penalised, sampler.params)
+        scores = sampling.filtered(penalised, sampler.params)
     else:
         scores = penalised * np.float32(1.0 / sampler.params.temp)
     for one in asked if sampler.noisy else ():

@@ -1,8 +1,12 @@
 """A token tree: committed tokens, and the drafted tokens that grow from them.
 
-Nodes and what is known of them are here; where their columns are is `engine.layout`'s matter, the model's side is
+Nodes and what is known of them are here; where their columns are is `engine.tree`'s matter, the model's side is
 `engine.columns`', choices are `engine.steps`'. Satisfies `drafting.drafter.TokenTree`, whose docstrings are the
 contract.
+
+`Layout`: which token stands in which column of a tree's row, where in the text it is, and what it may see. Pure numpy.
+Columns below `prefix` hold committed text, column i the token at position i, and every token sees them. Behind them is
+the window: tokens in feeding order, each seeing the prefix, its ancestors and itself.
 """
 
 from __future__ import annotations
@@ -14,17 +18,80 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.candidate import Candidate
-from outrider.engine.columns import Columns, NewColumns
-from outrider.engine.draws import DrawnStep, Draws
-from outrider.engine.layout import Layout
+from outrider.engine.columns import Bools, Columns, Ints, NewColumns
 from outrider.engine.prompt_cache import PromptCache, Saved
+from outrider.engine.residual import DrawnStep, Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import Asked, Step, score
-from outrider.engine.tree_feed import TreeFeed
+from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.kv import KvCost
-from outrider.protocol.sparse import SparseQ
+from outrider.protocol.stats import KvCost
+from outrider.protocol.trees import SparseQ
+
+_ROOM = 256  # columns in the window, to begin with
+
+
+class Layout:
+    """Columns 0..`end`-1; those below `prefix` are compact."""
+
+    def __init__(self, prefix: int) -> None:
+        self.prefix = self.end = prefix
+        self._seen = np.zeros((_ROOM, _ROOM), dtype=np.bool_)
+        self._positions = np.arange(prefix + _ROOM, dtype=np.int32)
+
+    @property
+    def positions(self) -> Ints:
+        """The absolute position of the token in each column, [end]."""
+        return self._positions[: self.end]
+
+    def add(self, parents: Sequence[int]) -> int:
+        """Appends a column behind each parent's (-1: at the text's start); a parent may be one appended before it.
+
+        Returns the first new column.
+        """
+        start = self.end
+        self._make_room(start - self.prefix + len(parents))
+        for column, parent in enumerate(parents, start):
+            inner = column - self.prefix
+            if parent >= self.prefix:
+                self._seen[inner] = self._seen[parent - self.prefix]
+            else:
+                self._seen[inner] = False  # what stood here before is gone
+            self._seen[inner, inner] = True
+            self._positions[column] = self._positions[parent] + 1 if parent >= 0 else 0
+        self.end += len(parents)
+        return start
+
+    def seen(self, start: int) -> Bools:
+        """What the columns from `start` on see: [end - start, end]."""
+        visible = np.ones((self.end - start, self.end), dtype=np.bool_)
+        visible[:, self.prefix :] = self._seen[start - self.prefix : self.end - self.prefix, : self.end - self.prefix]
+        return visible
+
+    def compact(self, committed: Sequence[int], pending: Sequence[int]) -> Ints:
+        """Drops every window column but these (both ascending), `committed` ones joining the prefix.
+
+        Returns `committed` + `pending`; the i-th of them is now column (old) `prefix` + i.
+        """
+        kept = np.array([*committed, *pending], dtype=np.int32)
+        old = self.prefix
+        self.prefix, self.end = old + len(committed), old + len(kept)
+        inner = kept[len(committed) :] - old
+        self._seen[: len(inner), : len(inner)] = self._seen[np.ix_(inner, inner)]
+        self._positions[old : self.end] = self._positions[kept]
+        return kept
+
+    def _make_room(self, wanted: int) -> None:
+        room = len(self._seen)
+        if wanted > room:
+            seen = np.zeros((2 * wanted, 2 * wanted), dtype=np.bool_)
+            seen[:room, :room] = self._seen
+            self._seen = seen
+        if self.prefix + wanted > len(self._positions):
+            longer = np.zeros(2 * (self.prefix + wanted), dtype=np.int32)
+            longer[: len(self._positions)] = self._positions
+            self._positions = longer
+
 
 NOWHERE = -1  # the parent of a root that was just read
 _SLACK = 8  # dead columns that are not worth a gather

@@ -15,17 +15,13 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.logprobs import RowLogprobs
+from outrider.engine.hidden_states import Takes
 from outrider.engine.residual import ResidualSampler
-from outrider.engine.sampling import History, Sampler, joint_noise, joint_words
-from outrider.engine.slots import Slot
-from outrider.engine.taps import Takes
-from outrider.engine.texts import Feed, Texts
-from outrider.protocol.errors import InvalidRequest, OutriderError
-from outrider.protocol.guard import ModelFault
-from outrider.protocol.logprobs import Logprobs
-from outrider.protocol.sparse import SparseQ
-from outrider.protocol.trees import depths, fault, lines, walk
+from outrider.engine.sampling import History, RowLogprobs, Sampler, joint_noise, joint_words
+from outrider.engine.texts import Feed, Slot, Texts
+from outrider.protocol.errors import InvalidRequest, ModelFault, OutriderError
+from outrider.protocol.schema import Logprobs
+from outrider.protocol.trees import SparseQ, depths, fault, lines, walk
 
 _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again before its next chain
 

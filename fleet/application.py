@@ -1,20 +1,39 @@
 """A plan as Ray Serve takes it: which actors there are, what each needs of a host, how many.
 
 serve run outrider.fleet:app plan=fleet.yaml
+
+`SessionRouter`: which engine a request goes to: a session's own, else the one with the least under way. Ray Serve
+asks, and keeps count.
 """
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve._private.request_router.common import PendingRequest
+from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
 from outrider.fleet.engine import AttachedEngine, PlacedEngine
 from outrider.fleet.gate import Gate
 from outrider.fleet.plan import Placed, Plan
-from outrider.fleet.router import SessionRouter
+
+
+class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]
+    """By itself Serve's spreads requests without a session by chance, and chance has some engines idle."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        ranks: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
+        if pending_request is None or pending_request.metadata.session_id or not candidate_replicas:
+            return ranks
+        return [random.sample(candidate_replicas, len(candidate_replicas))]
+
 
 MOST_AT_ONCE = 10_000
 """Requests at one engine, whose own line is fair; Serve is to hold none back."""

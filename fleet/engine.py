@@ -1,7 +1,16 @@
-"""Engines: an actor each, which tells whoever leases it where to ask and ends, at once, when what it stands for does.
+"""Engines: an actor each, which tells whoever leases it where to ask and ends, at once, when what it stands for
+does.
 
 Tokens never pass through it. A lease is a stream that says the engine's place and then no more until one of both sides
 goes, so that Ray Serve counts what is under way and its end is told to all who hold one.
+
+Drafters that Ray puts where it suits them: an actor that runs a draft worker, and what keeps an engine in one.
+
+Drafts don't pass through it: the worker joins the engine's server by ZeroMQ, with a key that it was given room for.
+
+`Watch`: whether a server that somebody else keeps up is there, and the moment when it is not any more. ZeroMQ asks the
+other end below our messages, so one that hangs or whose machine is gone is missed within a second, and one that ends
+at once. Owns a connection; knows nothing of Ray.
 """
 
 from __future__ import annotations
@@ -9,33 +18,174 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
 import threading
+import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 import ray
+import zmq
 from ray import serve
+from ray.exceptions import RayError
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from zmq.utils.monitor import recv_monitor_message
 
-from outrider.fleet.doors import Doors
-from outrider.fleet.drafter import Drafting
-from outrider.fleet.place import Place, Visitor
+from outrider.fleet.place import Doors, Place, Visitor
 from outrider.fleet.plan import Placed
-from outrider.fleet.watch import Watch, check_same_weights
-from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.client.client import AsyncClient, Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.settings import ServeSettings, Settings
-from outrider.protocol.keyring import CLIENT
-from outrider.protocol.messages import Stats
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.settings import ServeSettings, Settings, flags
+from outrider.protocol.endpoints import connect
+from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
+from outrider.protocol.keyring import CLIENT, DRAFTER, Keyring
+from outrider.protocol.messages import Stats, WorkerStats
+
+BUNDLE = 1
+"""Its place in the engine's placement group, behind the engine's own."""
+AGAIN_SECONDS = 1.0
+OWN = (
+    "model", "draft_model", "draft_backend", "draft_prefill", "fan_out", "replay", "simulate", "threads", "cpu_kernels",
+    "log_level", "log_format",
+)  # fmt: skip
+"""What a drafter is told of an engine's settings."""
+
+log = logging.getLogger(__name__)
+
+
+class Drafter:
+    """A draft worker on this host, which ends with this actor."""
+
+    def __init__(self) -> None:
+        self._doors = Doors()
+
+    def key(self) -> str:
+        """The public key that it comes with."""
+        return self._doors.key
+
+    def draft(self, settings: ServeSettings, endpoint: str, server_key: str) -> int:
+        """Drafts for the server at `endpoint`, whose key this is; returns the worker's exit code when it has ended."""
+        theirs, lifeline = os.pipe()
+        join = ["worker", "draft", "--connect", endpoint, "--server-key", server_key, "--parent-fd", str(theirs)]
+        join += ["--keys", str(self._doors.folder), *flags(settings)]
+        process = subprocess.Popen(
+            python("-m", "outrider", *join), stdin=subprocess.DEVNULL, env=child_environment(), pass_fds=(theirs,)
+        )
+        os.close(theirs)
+        try:
+            return process.wait()
+        finally:
+            os.close(lifeline)
+
+
+class Drafting(threading.Thread):
+    """Sees to it that an engine has a drafter: another one, when its own is gone, as soon as a host has room."""
+
+    def __init__(self, settings: ServeSettings, endpoint: str, doors: Doors) -> None:
+        super().__init__(daemon=True, name="drafting")
+        self._settings = ServeSettings(**{name: getattr(settings, name) for name in OWN})
+        self._endpoint, self._doors = endpoint, doors
+
+    def run(self) -> None:
+        while True:
+            drafter: Any = _placed().remote()
+            key = ""
+            try:
+                key = ray.get(drafter.key.remote())
+                self._doors.open(DRAFTER, key)
+                code = ray.get(drafter.draft.remote(self._settings, self._endpoint, self._doors.key))
+                log.warning("the drafter ended with code %s; another is placed", code)
+            except RayError as error:
+                log.warning("the drafter is lost (%s); another is placed", type(error).__name__)
+            if key:
+                self._doors.shut(key)
+            ray.kill(drafter)
+            time.sleep(AGAIN_SECONDS)
+
+
+def _placed() -> Any:
+    """Where the engine's placement group has it."""
+    group = get_current_placement_group()
+    there = PlacementGroupSchedulingStrategy(group, BUNDLE)
+    return ray.remote(Drafter).options(num_cpus=0, scheduling_strategy=there)
+
+
+ASK_MS, SILENT_MS = 300, 900
+LOOK_SECONDS = 0.5
+COMES, GOES = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+
+
+class Watch:
+    """Of the server at `endpoint`, which lets in the key in the folder `keys`.
+
+    Raises:
+        KeyFault: of every method too: it asks for keys, and there are none that it lets in.
+    """
+
+    def __init__(self, endpoint: str, keys: Path | None) -> None:
+        self._endpoint = endpoint
+        self._keys = Keyring(keys).to_reach(endpoint)
+        self._client = Client(endpoint, timeout=1.0, keys=keys)
+
+    def wait_until_there(self) -> None:
+        """Returns when it serves, its target loaded."""
+        while not self._serves():
+            time.sleep(LOOK_SECONDS)
+
+    def weights(self) -> str:
+        """By what its target's weights and number format are known; empty: it does not answer."""
+        return next((one.fingerprint for one in self._workers() if one.role == "target"), "")
+
+    def wait_until_gone(self) -> None:
+        """Returns when its connection is lost, or there is none within a second."""
+        context: zmq.Context[Any] = zmq.Context.instance()
+        with context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.heartbeat_ivl, socket.heartbeat_timeout = ASK_MS, SILENT_MS
+            monitor = socket.get_monitor_socket(COMES | GOES)
+            try:
+                connect(socket, self._endpoint, self._keys)
+                if monitor.poll(SILENT_MS):
+                    while recv_monitor_message(monitor)["event"] != GOES:
+                        pass
+            finally:
+                socket.disable_monitor()
+                monitor.close(linger=0)
+
+    def _serves(self) -> bool:
+        return any(worker.role == "target" and worker.state == "ready" for worker in self._workers())
+
+    def _workers(self) -> tuple[WorkerStats, ...]:
+        """What it says of them; none while it does not answer."""
+        try:
+            return self._client.stats().workers
+        except (EndpointError, ServerBusy, WorkerError):
+            return ()
+
+
+def check_same_weights(endpoint: str, before: Sequence[str], keys: Path | None) -> None:
+    """Raises ModelError where the server at `endpoint` has others than one of those before it, as far as they answer:
+    its texts would be another model's, and none could go on with it.
+    """
+    ours = Watch(endpoint, keys).weights()
+    for other in before:
+        theirs = Watch(other, keys).weights()
+        if ours and theirs and ours != theirs:
+            raise ModelError(
+                f"the engine at {endpoint} has other weights, or another number format, than the one at {other};"
+                " expected the same model on every engine"
+            )
+
 
 OWN_SECONDS = 4.0
 """How long its server may take to say what it does; after three times Serve starts another."""
 GONE = 3
 """What the actor ends with when its engine has."""
-
-log = logging.getLogger(__name__)
 
 
 class Engine:

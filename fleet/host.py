@@ -1,7 +1,13 @@
-"""Ray on this host as `outrider fleet` started it: one process, which ends with all that it started, and no other.
+"""Ray on this host as `outrider fleet` started it: its process, its token, and what the host offers.
 
 What runs is written down, so that another command finds it; a process that has got the same number since is not ours.
 Knows Ray's command line; does not import Ray.
+
+`Resources`: what a host offers and what an engine or a drafter needs of one, in Ray's words. Ray finds CPUs, NVIDIA
+GPUs and memory by itself; `metal` and `ane` are names of ours that a host has to declare.
+
+`default_folder`: the fleet's token: whoever has it may run anything on every host, so it lies in a file that only its
+owner reads.
 """
 
 from __future__ import annotations
@@ -10,9 +16,12 @@ import errno
 import ipaddress
 import json
 import os
+import platform
 import re
+import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -24,10 +33,68 @@ from pathlib import Path
 
 import psutil
 
-from outrider.fleet.hosts import Resources, to_declare
 from outrider.orchestrator.machine.spawn import child_environment
-from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol import values
+from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
 from outrider.protocol.version import PACKAGE_VERSION
+
+MOST = 1_000_000
+ONE_A_HOST = ("metal", "ane")
+"""A Mac has one of each; a part of it is what several engines share."""
+RAY = {"metal": "metal", "ane": "ane", "cuda": "GPU", "cpu": "CPU", "memory": "memory"}
+"""Our names and Ray's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Parts of a host: of its Metal GPU and its neural engine, NVIDIA GPUs, CPU cores, bytes of memory.
+
+    Raises:
+        InvalidRequest: a number is out of range, or no host has all of this.
+    """
+
+    metal: float = 0
+    ane: float = 0
+    cuda: float = 0
+    cpu: float = 0
+    memory: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("metal", "ane", "cuda", "cpu"):
+            values.number(name, getattr(self, name), 0, 1 if name in ONE_A_HOST else MOST)
+        object.__setattr__(self, "memory", values.size("memory", self.memory) if self.memory else 0)
+        if self.cuda > 1 and self.cuda != int(self.cuda):
+            raise InvalidRequest(f"cuda is {self.cuda:g}; expected a whole number of GPUs, or a part of one below 1")
+        if self.cuda and (self.metal or self.ane):
+            raise InvalidRequest("no host has cuda beside metal or ane, which are a Mac's; expected one or the other")
+
+    def as_ray(self) -> dict[str, float]:
+        """What is not nothing by Ray's names, as a bundle of a placement group has them."""
+        return {RAY[name]: many for name, many in asdict(self).items() if many}
+
+    def __str__(self) -> str:
+        told = {name: f"{many / 2**30:.1f} GiB" if name == "memory" else f"{many:g}" for name, many in self._some()}
+        return ", ".join(f"{name} {many}" for name, many in told.items()) or "nothing"
+
+    def _some(self) -> list[tuple[str, float]]:
+        return [(name, many) for name, many in asdict(self).items() if many]
+
+
+def offered() -> Resources:
+    """What this host offers."""
+    apple = int(sys.platform == "darwin" and platform.machine() == "arm64")
+    return Resources(apple, apple, _nvidia_gpus(), os.cpu_count() or 1, psutil.virtual_memory().total)
+
+
+def to_declare(host: Resources) -> dict[str, float]:
+    """What Ray would not find there by itself."""
+    return {name: many for name, many in host.as_ray().items() if name in ONE_A_HOST}
+
+
+def _nvidia_gpus() -> int:
+    devices = Path("/dev").iterdir() if sys.platform == "linux" else ()
+    return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in devices)
+
 
 PORT = 6379
 STARTED = "Ray runtime started."
@@ -232,3 +299,52 @@ def enter(environment: Mapping[str, str]) -> None:
 
 def _code(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, "")
+
+
+BYTES = 32
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def default_folder() -> Path:
+    """Where a host keeps what it knows of its fleet, unless something else is said."""
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return home / "outrider" / "fleet"
+
+
+def token_file(folder: Path) -> Path:
+    return folder / "token"
+
+
+def made_token(folder: Path) -> Path:
+    """The file of the token, which is made when there is none. Raises KeyFault when it can't be, or others read it."""
+    file = token_file(folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
+            made.write(secrets.token_hex(BYTES))
+    except FileExistsError:
+        return checked_token(folder)
+    except OSError as error:
+        raise KeyFault(f"{file} can't be written ({error.strerror}); expected a folder of your own") from None
+    return file
+
+
+def checked_token(folder: Path) -> Path:
+    """The file of the token that there is. Raises KeyFault when there is none, or others read it."""
+    file = token_file(folder)
+    try:
+        mode = file.stat().st_mode
+        empty = not file.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        raise KeyFault(f"there is no token at {file}; expected a copy of the head's file of that name") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeyFault(f"{file} can't be read ({error}); expected a copy of the head's token") from None
+    if mode & _OTHERS:
+        raise KeyFault(
+            f"{file} can be read by other users (mode {stat.S_IMODE(mode):o}); close it with `chmod"
+            f" 600 {file}`, and make a new"
+            " token if somebody may have read this one"
+        )
+    if empty:
+        raise KeyFault(f"{file} is empty; expected a copy of the head's token")
+    return file

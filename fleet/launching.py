@@ -14,9 +14,8 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 
 from outrider.fleet import application
-from outrider.fleet.fitting import check_fits
 from outrider.fleet.membership import Head
-from outrider.fleet.plan import Plan
+from outrider.fleet.plan import Plan, check_fits
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import Listener
 from outrider.orchestrator.pair.model_files import find_model

@@ -18,13 +18,11 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from outrider.fleet.doors import Doors
-from outrider.fleet.place import Place, visitor
+from outrider.fleet.place import Doors, Place, visitor
 from outrider.fleet.turns import Turns
-from outrider.orchestrator.client.async_asker import Grown
-from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.client.asker import Grown
+from outrider.orchestrator.client.client import AsyncClient, AsyncMoving
 from outrider.orchestrator.client.dialogue import Dialogue
-from outrider.orchestrator.client.resumed import AsyncMoving
 from outrider.protocol.errors import EndpointError, ServerStopped
 
 WAIT_SECONDS = 2.0

@@ -10,8 +10,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview
 
-from outrider.fleet.host import LABEL
-from outrider.fleet.hosts import RAY, Resources
+from outrider.fleet.host import LABEL, RAY, Resources
 from outrider.fleet.launching import ANSWER_SECONDS, NAME, connected, first_line, gate_urls, sentence_in
 from outrider.fleet.membership import Head, Node
 from outrider.fleet.place import Place

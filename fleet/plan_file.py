@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from outrider.fleet.hosts import Resources
+from outrider.fleet.host import Resources
 from outrider.fleet.plan import GATE_PORT, Drafter, Gate, Placed, Plan, Scale, without_drafter
-from outrider.orchestrator.cli.http_flags import keys_in, keys_in_environment
+from outrider.orchestrator.cli.flags import keys_in, keys_in_environment
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest

@@ -1,25 +1,33 @@
-"""Grammars to matchers of llguidance: compiled once each, over the tokens of one model's tokenizer.
+"""Grammars to matchers of llguidance: checked by a vocabulary's marks alone, compiled over a model's tokens.
 
 Knows grammars; nothing of requests.
+
+`check`: whether a grammar can be compiled at all, by a vocabulary's marks alone: no model's tokenizer is needed for
+it.
+
+`Vocabulary`: the marks of a vocabulary: tokens such as <think> that stand for themselves, for no bytes spell them in a
+grammar. Which they are is llguidance's rule: added tokens that are special, or that look like a tag. Knows no grammar.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from outrider.grammar.constraint import ByGrammar, Constraint, NoEndYet
 from outrider.protocol.errors import InvalidRequest, ModelError
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+
 
 TOKENIZER = "tokenizer.json"
 KEPT = 32
@@ -127,3 +135,92 @@ def _described(grammar: Grammar) -> str:
         case "llguidance":
             return grammar.text
     return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+
+
+class Added(Protocol):
+    """An added token, as the tokenizers library has it."""
+
+    content: str
+    special: bool
+
+
+class Tokenizer(Protocol):
+    """What is asked of the tokenizers library's own."""
+
+    def get_vocab_size(self, with_added_tokens: bool) -> int: ...
+
+    def get_added_tokens_decoder(self) -> Mapping[int, Added]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """`size` tokens; `marks` are the special ones among them, each with its text."""
+
+    size: int = 0
+    marks: tuple[tuple[int, str], ...] = ()
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """That of a tokenizer of the tokenizers library."""
+    added = tokenizer.get_added_tokens_decoder()
+    marks = tuple((token, one.content) for token, one in sorted(added.items()) if _is_mark(one))
+    return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), marks)
+
+
+def _is_mark(one: Added) -> bool:
+    return bool(one.content) and (one.special or (one.content.startswith("<") and one.content.endswith(">")))
+
+
+CHECKS_KEPT = 128
+NO_MARKS = Vocabulary()
+
+
+@lru_cache(CHECKS_KEPT)
+def check(grammar: Grammar, vocabulary: Vocabulary = NO_MARKS) -> None:
+    """Whether something can begin by it, and be taken back, as drafts are.
+
+    Raises:
+        InvalidRequest: it can't be compiled, or followed; the message has the library's reason.
+    """
+    tokenizer = _tokenizer(vocabulary)
+    matcher = compiled(grammar, tokenizer)
+    constraint = ByGrammar(matcher, tokenizer, 0)
+    constraint.allowed([()])
+    constraint.check(())
+    if not _can_turn_back(matcher):
+        raise InvalidRequest(
+            f"the {grammar.name} can't be used: it has max_tokens= or stop=; expected a repetition, or suffix="
+        )
+
+
+def _can_turn_back(matcher: LLMatcher) -> bool:
+    one = matcher.deep_copy()
+    allowed = int.from_bytes(one.compute_bitmask(), "little")
+    one.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
+    return bool(one.rollback(1))
+
+
+class _Bytes:
+    """Single bytes, at places that no mark has, and the marks at their own. The last token is the end."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        marks = dict(vocabulary.marks)
+        free = (place for place in range(vocabulary.size + 256) if place not in marks)
+        self._places = [next(free) for _ in range(256)]
+        self.eos_token_id = max(vocabulary.size, self._places[-1] + 1)
+        self.tokens = [b""] * self.eos_token_id + [b"<end>"]
+        for token, text in marks.items():
+            self.tokens[token] = text.encode()
+        for byte, place in enumerate(self._places):
+            self.tokens[place] = bytes([byte])
+        self.special_token_ids = [*marks, self.eos_token_id]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._places[byte] for byte in text]
+
+
+@lru_cache(4)
+def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes(vocabulary)))

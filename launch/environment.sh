@@ -81,11 +81,11 @@ install_all() {
 # For programs that run MLX in their own process; the workers of a cluster get it from the orchestrator.
 preload_openblas() {
     local library
-    library="$("$python" -P -c 'from outrider.orchestrator.machine.blas import openblas; print(openblas() or "")')"
+    library="$("$python" -P -c 'from outrider.orchestrator.machine.system import openblas; print(openblas() or "")')"
     if [ -n "$library" ]; then export LD_PRELOAD="$library${LD_PRELOAD:+:$LD_PRELOAD}"; fi
 }
 
-has_openblas() { "$python" -P -c 'from outrider.orchestrator.machine.blas import notes; raise SystemExit(bool(notes()))'; }
+has_openblas() { "$python" -P -c 'from outrider.orchestrator.machine.system import notes; raise SystemExit(bool(notes()))'; }
 
 # MLX's CPU wheel on Linux carries the reference BLAS; the workers preload OpenBLAS when the system has one.
 find_openblas() {
@@ -96,7 +96,7 @@ find_openblas() {
         : >"$tried"
         if install_openblas >/dev/null 2>&1 && has_openblas; then return; fi
     fi
-    "$python" -P -c 'import sys; from outrider.orchestrator.machine.blas import MISSING; print("outrider:", MISSING, file=sys.stderr)'
+    "$python" -P -c 'import sys; from outrider.orchestrator.machine.system import MISSING; print("outrider:", MISSING, file=sys.stderr)'
 }
 
 install_openblas() {

@@ -18,27 +18,24 @@ from outrider.protocol.errors import (
 )
 
 if TYPE_CHECKING:
-    from outrider.orchestrator.client.async_client import AsyncClient
-    from outrider.orchestrator.client.client import Client
+    from outrider.orchestrator.client.client import AsyncClient, AsyncResumed, Client, Resumed
     from outrider.orchestrator.client.cluster import LocalCluster
-    from outrider.orchestrator.client.result import Chunk, GenerationResult, TokenLogprob
-    from outrider.orchestrator.client.resumed import AsyncResumed, Resumed
-    from outrider.protocol.grammar import Grammar
-    from outrider.protocol.origins import Origin
-    from outrider.protocol.sampling import SamplingParams
+    from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, TokenLogprob
+    from outrider.protocol.sampling import Grammar, SamplingParams
+    from outrider.protocol.schema import Origin
 
 _LATER = {
-    "AsyncClient": "outrider.orchestrator.client.async_client",
-    "AsyncResumed": "outrider.orchestrator.client.resumed",
-    "Chunk": "outrider.orchestrator.client.result",
+    "AsyncClient": "outrider.orchestrator.client.client",
+    "AsyncResumed": "outrider.orchestrator.client.client",
+    "Chunk": "outrider.orchestrator.client.dialogue",
     "Client": "outrider.orchestrator.client.client",
-    "GenerationResult": "outrider.orchestrator.client.result",
-    "Grammar": "outrider.protocol.grammar",
+    "GenerationResult": "outrider.orchestrator.client.dialogue",
+    "Grammar": "outrider.protocol.sampling",
     "LocalCluster": "outrider.orchestrator.client.cluster",
-    "Origin": "outrider.protocol.origins",
-    "Resumed": "outrider.orchestrator.client.resumed",
+    "Origin": "outrider.protocol.schema",
+    "Resumed": "outrider.orchestrator.client.client",
     "SamplingParams": "outrider.protocol.sampling",
-    "TokenLogprob": "outrider.orchestrator.client.result",
+    "TokenLogprob": "outrider.orchestrator.client.dialogue",
 }
 
 __all__ = [

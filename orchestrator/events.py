@@ -1,20 +1,31 @@
-"""What the orchestrator's two threads say to each other (in one process, so plain objects on a queue).
+"""What the orchestrator's two threads say to each other, and the queues between them.
 
 The *core* thread owns the workers' socket and the rounds; it deals in tokens. The *front* thread owns the clients'
 socket, tokenizers, text and the queue of waiting requests; it deals in text.
+
+`Lines`: the ways between the orchestrator's threads, as one record, and what the front may look up in the core.
+
+`Mailbox`: a queue between two threads of the orchestrator that a ZeroMQ poller can wait on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Generic, Protocol, TypeVar
 
-from outrider.orchestrator.kv_room import KvRoom
+import zmq
+
+from outrider.orchestrator.limits import KvRoom
 from outrider.protocol.heads import DRAFT_MODEL, JOINT
-from outrider.protocol.logprobs import Logprobs, joined
 from outrider.protocol.messages import RoundRecord, Timings, WorkerStats
-from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Logprobs, Origin, joined
+from outrider.protocol.stats import Durations
 
 # --- front -> core ------------------------------------------------------------------------------------------------
 
@@ -163,3 +174,87 @@ def together(events: Iterable[ToFront]) -> list[ToFront]:
                 latest.pop(event.request, None)
         found.append(event)
     return found
+
+
+T = TypeVar("T")
+_names = itertools.count()
+
+
+class Mailbox(Generic[T]):
+    """Threads put, one other thread takes. Register `wake` with the taker's poller."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._items: SimpleQueue[T] = SimpleQueue()
+        self._putting = threading.Lock()
+        address = f"inproc://mailbox-{next(_names)}"
+        self.wake: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        self.wake.bind(address)
+        self._bell: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._bell.connect(address)
+
+    def put(self, item: T) -> None:
+        """Never waits. The bell rings for the first item; who comes for that takes the others along."""
+        with self._putting:
+            self._items.put(item)
+            if self._items.qsize() <= 1:
+                with contextlib.suppress(zmq.Again):
+                    self._bell.send(b"", zmq.NOBLOCK)
+
+    def take(self) -> Iterator[T]:
+        """Everything put so far, without waiting."""
+        while self.wake.poll(0):
+            self.wake.recv()
+        while True:
+            try:
+                yield self._items.get_nowait()
+            except Empty:
+                return
+
+    def close(self) -> None:
+        self._bell.close(linger=0)
+        self.wake.close(linger=0)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Main thread -> front thread: tell everybody and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Main thread -> front thread: take no new requests."""
+
+
+class CoreFacts(Protocol):
+    """What the core tells without being asked through a mailbox."""
+
+    @property
+    def workers_endpoint(self) -> str: ...
+
+    @property
+    def stale_messages(self) -> int: ...
+
+    @property
+    def dropped_branches(self) -> int: ...
+
+    @property
+    def rejected_frames(self) -> int: ...
+
+    @property
+    def round_seconds(self) -> Durations: ...
+
+    @property
+    def verify_seconds(self) -> Durations: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The ways between threads: to the core, from the core, and orders from the main thread."""
+
+    core: Mailbox[ToCore]
+    events: Mailbox[ToFront]
+    orders: Mailbox[Drain | End]
+
+    def close(self) -> None:
+        for mailbox in (self.core, self.events, self.orders):
+            mailbox.close()

@@ -1,6 +1,8 @@
-"""What a starting server tells whoever started it, and how: JSON lines on an inherited socket.
+"""What a starting server tells whoever started it, and how errors cross a socket or a pipe.
 
 The same socket ends the server when the parent goes: its end of the line is the end of the parent.
+
+`kind_of`: errors across a socket or a pipe: there they are a class name and a sentence, on either side an exception.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ import json
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+
+from outrider.protocol import errors
+from outrider.protocol.errors import OutriderError
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +91,17 @@ def announcements(line: socket.socket) -> Iterator[Announcement]:
 
 def _tuples(fields: dict[str, object]) -> dict[str, object]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def kind_of(error: OutriderError) -> str:
+    """The name that stands for this error's class in protocol.errors."""
+    named = (cls for cls in type(error).__mro__ if vars(errors).get(cls.__name__) is cls)
+    return next(named, OutriderError).__name__
+
+
+def as_error(kind: str, message: str) -> OutriderError:
+    """The exception that `kind` names; one that this version doesn't know is a plain OutriderError."""
+    found = vars(errors).get(kind)
+    if isinstance(found, type) and issubclass(found, OutriderError):
+        return found(message)
+    return OutriderError(message)

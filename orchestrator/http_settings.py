@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from outrider.protocol import extras, values
+from outrider.protocol import values, version
 from outrider.protocol.errors import InvalidRequest
 
 HOST, PORT = "127.0.0.1", 8080
@@ -121,7 +121,7 @@ def _check_origin(origin: str) -> None:
 def _check_collector(url: str) -> None:
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise InvalidRequest(f"otlp_endpoint is {url!r}; expected a collector's URL such as http://127.0.0.1:4318")
-    extras.require("otel", "otlp_endpoint")
+    version.require("otel", "otlp_endpoint")
 
 
 @dataclass(frozen=True, slots=True)

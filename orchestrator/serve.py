@@ -20,23 +20,20 @@ from typing import Any
 
 import zmq
 
+from outrider.orchestrator.auth import Gate, gate_for
 from outrider.orchestrator.core.loop import Core
-from outrider.orchestrator.events import Quit, Speaks, ToCore, ToFront
-from outrider.orchestrator.failure import as_error, kind_of
+from outrider.orchestrator.events import Drain, End, Lines, Mailbox, Quit, Speaks, ToCore, ToFront
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.gate import Gate, gate_for
-from outrider.orchestrator.handshake import Announcement, Failure, Ready, Unfinished, wait_for_end
+from outrider.orchestrator.handshake import Announcement, Failure, Ready, Unfinished, as_error, kind_of, wait_for_end
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.lines import Drain, End, Lines
-from outrider.orchestrator.machine import blas, cores, descriptors
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.http_process import HttpProcess, Listener
 from outrider.orchestrator.machine.lan import Beacon
-from outrider.orchestrator.machine.sweeper import Sweeper
-from outrider.orchestrator.mailbox import Mailbox
+from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
-from outrider.orchestrator.pair.vocabulary import fingerprint
+from outrider.orchestrator.pair.tokenizer import fingerprint
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.directory import PrivateDirectory, private_directory
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
@@ -96,9 +93,9 @@ def run(
     Raises:
         OutriderError: the cluster can't start or can't go on; everything it started is ended.
     """
-    files = descriptors.raise_limit()
+    files = system.raise_limit()
     pair = choose_pair(settings)
-    cores.place(0, "orchestrator", pair.settings)
+    system.place(0, "orchestrator", pair.settings)
     happenings: SimpleQueue[Happening] = SimpleQueue()
     sys.setswitchinterval(SWITCH_SECONDS)
     with ExitStack() as stack:
@@ -118,7 +115,7 @@ def run(
 
         def complete(ready: Ready) -> Ready:
             url = listener.url if listener is not None else ""
-            return replace(house.told(ready), http=url, notes=(*ready.notes, *blas.notes()))
+            return replace(house.told(ready), http=url, notes=(*ready.notes, *system.notes()))
 
         enough = _watch(happenings, tell, tick, complete)
         if enough.drain:

@@ -16,7 +16,7 @@ from outrider.protocol import logs, values
 from outrider.protocol.endpoints import is_local, parse
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import AHEAD, HEADS, OF_TARGET
-from outrider.protocol.worker_process import KERNELS
+from outrider.protocol.worker_link import KERNELS
 
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")

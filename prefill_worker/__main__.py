@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.engine.models_only import models_only
-from outrider.protocol import logs, worker_process
+from outrider.protocol import logs, worker_link
 from outrider.protocol.digest import digest
 from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.worker_link import WorkerLink
 
 if TYPE_CHECKING:
-    from outrider.prefill_worker.reader import Reader, Tell
-    from outrider.prefill_worker.worker import PrefillWorker
+    from outrider.prefill_worker.worker import PrefillWorker, Reader, Tell
 
 
 def _mlx(model: str, tell: Tell) -> Reader:
@@ -37,7 +36,7 @@ READERS: dict[str, Callable[[str, Tell], Reader]] = {"coreml": _coreml, "mlx": _
 def main() -> int:
     options = _parser().parse_args()
     logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
-    return worker_process.run(options, lambda link: _load(options, link))
+    return worker_link.run(options, lambda link: _load(options, link))
 
 
 def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, PrefillWorker]:
@@ -66,7 +65,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, Prefill
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prefill_worker", description=__doc__)
-    worker_process.add_flags(parser, "prefill-0")
+    worker_link.add_flags(parser, "prefill-0")
     parser.add_argument("--backend", choices=sorted(READERS), default="mlx")
     parser.add_argument("--model", required=True, help="the target's model directory")
     return parser

@@ -6,16 +6,14 @@ from collections.abc import Generator, Sequence
 
 import mlx.core as mx
 
-from outrider.engine.flat_rows import FlatText
+from outrider.engine.flat import FlatText
 from outrider.engine.handover import Layout
+from outrider.engine.load_checks import open_texts, text_cost
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.open_texts import open_texts, text_cost
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.slots import PREFILL
-from outrider.engine.texts import Feed, FlatTexts
-from outrider.prefill_worker.reader import Piece, Size, Tell, parts
-from outrider.protocol.errors import CannotDraft
-from outrider.protocol.guard import named_errors
+from outrider.engine.texts import PREFILL, Feed, FlatTexts
+from outrider.prefill_worker.worker import Piece, Size, Tell, parts
+from outrider.protocol.errors import CannotDraft, named_errors
 
 
 class MlxReader:

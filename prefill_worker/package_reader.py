@@ -14,13 +14,12 @@ import numpy as np
 from outrider.drafting.coreml.host.prefill import PackageReader
 from outrider.drafting.coreml.readers import reader_for
 from outrider.engine.columns import Floats
-from outrider.engine.handover import Layout
+from outrider.engine.handover import Layout, ReadingFault
 from outrider.engine.loading import outline
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.reading import ReadingFault
-from outrider.prefill_worker.reader import Piece, Size, Tell
+from outrider.prefill_worker.worker import Piece, Size, Tell
 from outrider.protocol.errors import CannotDraft
-from outrider.protocol.kv import KvCost
+from outrider.protocol.stats import KvCost
 
 
 class CoreMLReader:

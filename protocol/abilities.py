@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.protocol.fields import Name, Text
+from outrider.protocol.schema import Name, Text
 
 
 @dataclass(frozen=True, slots=True)

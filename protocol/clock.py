@@ -1,4 +1,9 @@
-"""The one clock of all spans: monotonic nanoseconds, shared by the processes of a machine."""
+"""The one clock of all spans, and how long one side waits for a word by it.
+
+`since`: the one clock of all spans: monotonic nanoseconds, shared by the processes of a machine.
+
+How long one side waits for a word before it takes it for lost (docs/protocol.md, "When a message is lost").
+"""
 
 from __future__ import annotations
 
@@ -15,3 +20,10 @@ now = time.monotonic_ns
 def since(started_ns: int) -> Span:
     """The span from `started_ns` until now."""
     return Span(started_ns, now())
+
+
+ASK_AGAIN_NS = 5000 * MILLISECOND_NS
+"""The orchestrator: for a request's outcome, until it says VERIFY again."""
+
+FORGET_NS = 300_000 * MILLISECOND_NS
+"""A worker with nothing to do for a request: for any word about it, until it closes it by itself."""

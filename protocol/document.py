@@ -12,12 +12,10 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.clock import ASK_AGAIN_NS, FORGET_NS, MILLISECOND_NS
 from outrider.protocol.codec import MESSAGES, encode
-from outrider.protocol.fields import MAX_FRAME
 from outrider.protocol.messages import Close, Features, Message
-from outrider.protocol.patience import ASK_AGAIN_NS, FORGET_NS
-from outrider.protocol.schema import MAX_CHARACTERS, MAX_ITEMS, Many, Maybe, Record, Shape, fields_of, words
+from outrider.protocol.schema import MAX_CHARACTERS, MAX_FRAME, MAX_ITEMS, Many, Maybe, Record, Shape, fields_of, words
 from outrider.protocol.version import PROTOCOL_VERSION
 
 PAGE = Path("docs/protocol.md")

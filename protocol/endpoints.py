@@ -3,6 +3,13 @@
 Owns what an endpoint may look like, who serves it, and that nothing goes to other machines without keys. ZeroMQ would
 cut a port to 16 bits, take an ipc path away from a live server, replace any file that lies there and talk in the clear
 to whoever comes; `bind` and `connect` refuse instead, in one sentence.
+
+`prepare`: what a socket needs whose other end is on another machine, where a link breaks and nobody is told. Both ends
+ask each other whether they are there, below our messages, and give a connection up that does not answer. Then the end
+that connects tries again, a few times a second: so a link that is healed is back within that time, and not when TCP
+next repeats itself, which is as much later as the cut was long.
+
+`knock`: tries an endpoint's door, so that who finds nobody, or is not let in, hears why instead of waiting.
 """
 
 from __future__ import annotations
@@ -14,15 +21,17 @@ import re
 import socket as sockets
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from outrider.protocol.claim import PathClaim
-from outrider.protocol.errors import EndpointError
-from outrider.protocol.fields import MAX_FRAME
+from outrider.protocol.errors import EndpointError, KeyFault, OutriderError
 from outrider.protocol.keys import ClientKeys, ServerKeys, raw
+from outrider.protocol.schema import MAX_FRAME
 
 Socket: TypeAlias = zmq.Socket[Any]
 
@@ -267,3 +276,108 @@ def _refused(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
     }
     reason = reasons[errno.EINVAL] if isinstance(error, sockets.gaierror) else reasons.get(error.errno or 0)
     return EndpointError(f"{where} can't be used: {reason or error.strerror}")
+
+
+ASK_MS = 500
+GIVE_UP_MS = 2000
+"""A packet that is lost is sent again after some 200 ms, then after 400: a link that works is never silent so long."""
+CONNECT_MS = 1000
+AGAIN_MS, AGAIN_MOST_MS = 100, 400
+
+
+def prepare(socket: zmq.Socket[Any]) -> None:
+    """Before it is bound or connected; what was before keeps to what it was made with."""
+    socket.heartbeat_ivl = ASK_MS
+    socket.heartbeat_timeout = socket.heartbeat_ttl = GIVE_UP_MS
+    socket.connect_timeout = CONNECT_MS
+    socket.handshake_ivl = GIVE_UP_MS
+    socket.reconnect_ivl = AGAIN_MS
+    socket.reconnect_ivl_max = AGAIN_MOST_MS
+    if socket.type == zmq.ROUTER:
+        # Who comes again may come before its first connection is missed here; without this it would not be heard.
+        socket.router_handover = True
+
+
+SECONDS = 3.0
+AT_ONCE_SECONDS = 0.2
+_NOBODY = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.ENOTSOCK, errno.EACCES)
+_ENDS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_ENDS |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+def require_server(endpoint: str) -> None:
+    """Knocks, where that is known at once: ZeroMQ itself waits for a server that may still come.
+
+    Raises:
+        EndpointError: it is certain that nobody can be reached there now. A server elsewhere is taken on trust, if its
+            host can be found.
+    """
+    where = parse(endpoint)
+    if isinstance(where, Tcp):
+        _find(where.host)
+    family, address = _knockable(where)
+    if address is None:
+        return
+    with sockets.socket(family) as probe:
+        probe.settimeout(AT_ONCE_SECONDS)
+        refusal = probe.connect_ex(address)
+    if refusal in _NOBODY:
+        why = os.strerror(refusal)
+        raise EndpointError(f"no server at {where} ({why}); expected an endpoint that `outrider serve` prints")
+
+
+@lru_cache
+def _find(host: str) -> None:
+    """Looks for the host's address; once it was found, that is taken to be so."""
+    try:
+        sockets.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        raise EndpointError(f"the host {host} can't be found ({error}); check the name, or use its address") from None
+
+
+def _knockable(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str, int] | None]:
+    match where:
+        case Ipc(path=path):
+            return sockets.AF_UNIX, path
+        case Tcp(host="::1", port=port):
+            return sockets.AF_INET6, ("::1", port)
+        case Tcp(host=host, port=port) if host == "localhost" or host.startswith("127."):
+            return sockets.AF_INET, (host, port)
+    return sockets.AF_INET, None
+
+
+def knock(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> None:
+    """Returns when a server at `endpoint` lets in who comes with `keys`.
+
+    Raises:
+        KeyFault: it refuses the key, has another one than it should, or asks for one and there is none.
+        EndpointError: nothing answers.
+    """
+    context: zmq.Context[Any] = zmq.Context.instance()
+    with context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        monitor = socket.get_monitor_socket(_ENDS)
+        try:
+            connect(socket, endpoint, keys)
+            if not monitor.poll(int(1000 * seconds)):
+                raise EndpointError(f"nothing answers at {endpoint} for {seconds:g} s; expected a running server there")
+            event = recv_monitor_message(monitor)["event"]
+        finally:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+    if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        raise _no_server(endpoint, keys, event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+
+def _no_server(endpoint: str, keys: ClientKeys | None, known: bool) -> OutriderError:
+    if keys is None:
+        return KeyFault(f"{endpoint} requires keys; expected --server-key with the key that the server prints")
+    if known:
+        return KeyFault(
+            f"{endpoint} refuses this side's key {keys.own.public}; allow it on the server"
+            " for this (`outrider keys allow`)"
+        )
+    return KeyFault(
+        f"{endpoint} has a server with another key than {keys.server}; expected the key that `outrider"
+        " serve` prints there"
+    )

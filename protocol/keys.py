@@ -1,6 +1,6 @@
 """CURVE keys as they are written and handed around: 32 bytes each, in base64 on one line, as WireGuard writes its own.
 
-Knows keys; knows nothing of the files they lie in (`keyring`) or of who may come in with one (`orchestrator.gate`).
+Knows keys; knows nothing of the files they lie in (`keyring`) or of who may come in with one (`orchestrator.auth`).
 """
 
 from __future__ import annotations

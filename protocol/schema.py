@@ -1,6 +1,15 @@
-"""What a message field may hold, read from its type once: the codec, the documentation and the tests all build on this.
+"""What a message field may hold: the types that fields are made of, and how each type is read.
 
-Knows dataclasses and the markers of `protocol.fields`, some of which are shapes; knows nothing of bytes or messages.
+`Real`: what a message field may hold, read from its type once: the codec, the documentation and the tests all build on
+this. Knows dataclasses and the markers of `protocol.schema`, some of which are shapes; knows nothing of bytes or
+messages.
+
+`Range`: the types that message fields are made of: each says its range or size, and the codec holds senders to it.
+
+`Logprobs`: how likely the target found its tokens: what OUTCOME and the chunks of a request that asked for it carry.
+Knows arrays; knows nothing of models.
+
+`Origin`: where a committed token came from: what the chunks of a request that asked for it carry, a number a token.
 """
 
 from __future__ import annotations
@@ -8,11 +17,107 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from typing import Annotated, Any
 
-from outrider.protocol.fields import Array, OneOf, Range, Size
+import numpy as np
+
+
+class Origin(IntEnum):
+    """Who said a token first. All but the target's own were drafted and accepted: `draft_n_accepted` counts them."""
+
+    TARGET = 0
+    """The target's own: plain decoding, and the token after the accepted part of a chain."""
+    PREPARED = 1
+    """From a branch that was drafted for this outcome before it was known."""
+    DRAFTED = 2
+    """Drafted just in time, once the tokens before it were known."""
+    COPIED = 3
+    """Copied from the text, which had been in the same place before."""
+    HEAD = 4
+    """Drafted just in time by a head that reads the target, in its process."""
+    GUESSED = 5
+    """Beside a chain's token: what its drafter thought next best."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A whole number (never a bool) from `low` to `high`, both included."""
+
+    low: int = -(2**63)
+    high: int = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A string or a sequence of at most `limit` characters or items."""
+
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of these words."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A numpy array of this dtype and number of axes, sent as a raw frame; `low`: no item lies under it."""
+
+    dtype: str
+    axes: int
+    low: int | None = None
+
+
+MAX_TOKENS = 2**24
+MAX_FRAME = 2**26
+"""Bytes: the most tokens that there may be. Who announces more is disconnected before memory is taken for it."""
+# Usually a chain and its bonus token; more when a drafter was not told for a while.
+MAX_COMMIT = 4096
+MAX_CHAIN = 64
+MAX_BESIDE = 16
+MAX_BRANCHES = 1024
+
+Token = Annotated[int, Range(0, 2**31 - 1)]
+Count = Annotated[int, Range(0, 2**31 - 1)]
+Serial = Annotated[int, Range(0, 2**63 - 1)]
+Nanoseconds = Annotated[int, Range(0, 2**63 - 1)]
+Depth = Annotated[int, Range(0, MAX_CHAIN)]
+"""How many tokens of a chain: what a worker is asked for is bounded work."""
+Breadth = Annotated[int, Range(0, MAX_BRANCHES)]
+"""How many branches."""
+RequestId = Annotated[str, Size(64)]
+Name = Annotated[str, Size(4096)]
+ClientName = Annotated[str, Size(64)]
+Text = Annotated[str, Size(2**26)]
+Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
+Node = Annotated[int, Range(-1, MAX_CHAIN - 1)]
+"""A token of a tree or a chain; -1: the text before."""
+Parents = Annotated[tuple[Node, ...], Size(MAX_CHAIN)]
+"""A tree's, as in `protocol.trees`: of each token, which one it follows on, or -1; (): the tokens are a chain."""
+Path = Annotated[tuple[Annotated[int, Range(0, MAX_CHAIN - 1)], ...], Size(MAX_CHAIN)]
+"""Nodes of a tree, from the text down."""
+Final = Annotated[tuple[Token, ...], Size(MAX_CHAIN + 1)]
+"""What an outcome makes final: the accepted tokens of a chain, then the bonus."""
+Committed = Annotated[tuple[Token, ...], Size(MAX_COMMIT)]
+Told = Annotated[tuple[Token, ...], Size(2**16)]
+"""Those of a chunk, in the header: to a process that has slept an array costs as much as all the rest of it."""
+Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)]
+Bytes = Annotated[np.ndarray[Any, np.dtype[np.uint8]], Array("uint8", 1)]
+Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]
+Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]
+Halves = Annotated[np.ndarray[Any, np.dtype[np.float16]], Array("float16", 2)]
+Probabilities = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2, low=0)]
+Origins = Annotated[tuple[Annotated[int, Range(int(min(Origin)), int(max(Origin)))], ...], Size(2**16)]
+"""An `Origin` a token."""
+Mode = Annotated[str, OneOf(("auto", "ar", "sd", "ssd"))]
+Role = Annotated[str, OneOf(("target", "draft", "prefill"))]
+
 
 MAX_ITEMS = 2**16
 MAX_CHARACTERS = 2**26
@@ -92,7 +197,7 @@ def shape_of(hint: Any) -> Shape:
         return Fixed(tuple(shape_of(argument) for argument in arguments))
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return Record(hint)
-    raise TypeError(f"no message field may be a {hint!r}; see protocol.fields for what it may be")
+    raise TypeError(f"no message field may be a {hint!r}; see protocol.schema for what it may be")
 
 
 def _marked(base: Any, marker: object) -> Shape:
@@ -138,3 +243,31 @@ def _power(value: int) -> str:
         if value == -(2**bits):
             return f"-2^{bits}"
     return f"{value:,}"
+
+
+NEVER = float(np.finfo(np.float32).min)
+"""Stands for the log-probability of what can't be."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logprobs:
+    """A row a token, [N, 1 + n]: the token itself, then the n likeliest of its place, the likeliest first.
+
+    `values` are natural logarithms of the target's own probabilities after penalties, bias and grammar, before
+    temperature and filters; -3.4e38 is a token that can't be.
+    """
+
+    ids: Ids
+    values: Floats
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, start: int, end: int) -> Logprobs:
+        """The rows from `start` to before `end`."""
+        return Logprobs(self.ids[start:end], self.values[start:end])
+
+
+def joined(parts: Sequence[Logprobs]) -> Logprobs:
+    """The rows of all of these, which have as many columns."""
+    return Logprobs(np.concatenate([p.ids for p in parts]), np.concatenate([p.values for p in parts]))

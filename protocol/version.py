@@ -1,8 +1,16 @@
-"""Which protocol this is and which release speaks it. Two processes talk only when PROTOCOL_VERSION is the same."""
+"""What is installed: the protocol, the release, and the extras that a part of it needs.
+
+Which protocol this is and which release speaks it. Two processes talk only when PROTOCOL_VERSION is the same.
+
+What a part of Outrider needs beyond the core, and what to install where it is missing. Imports none of it.
+"""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from outrider.protocol.errors import InvalidRequest
 
 PROTOCOL_VERSION = 1
 
@@ -15,3 +23,29 @@ def _installed() -> str:
 
 
 PACKAGE_VERSION = _installed()
+
+
+EXTRAS = {
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "otel": ("opentelemetry",),
+    "bench": ("matplotlib",),
+    "discovery": ("zeroconf",),
+    "fleet": ("ray", "mmh3", "yaml"),
+}
+"""Of each extra of the package the modules that tell whether it is there."""
+
+
+def missing(extra: str) -> list[str]:
+    """The modules of an extra that are not installed."""
+    return [module for module in EXTRAS[extra] if find_spec(module) is None]
+
+
+def require(extra: str, what: str, otherwise: str = "") -> None:
+    """
+    Raises:
+        InvalidRequest: `what` can't be had without the extra; the message says how to install it, or what `otherwise`.
+    """
+    lacking = missing(extra)
+    if lacking:
+        instead = f", or {otherwise}" if otherwise else ""
+        raise InvalidRequest(f"{what} needs {' and '.join(lacking)}; expected pip install 'outrider[{extra}]'{instead}")

@@ -1,12 +1,17 @@
-"""How a worker process hangs on the orchestrator: the hot socket, the heartbeat thread, and the parent's pipe.
+"""A worker process: its flags and keys, its link to the orchestrator, and how it serves one after another.
 
-The worker's one busy thread owns the hot socket. The heartbeat thread answers Ping with a counter that the busy thread
-moves, so that "alive" means "moving". A process is known by its incarnation; what it is called the orchestrator says.
-Knows nothing of models.
+`WorkerLink`: how a worker process hangs on the orchestrator: the hot socket, the heartbeat thread, and the parent's
+pipe. The worker's one busy thread owns the hot socket. The heartbeat thread answers Ping with a counter that the busy
+thread moves, so that "alive" means "moving". A process is known by its incarnation; what it is called the orchestrator
+says. Knows nothing of models.
+
+`Served`: what all worker processes have in common: their flags, their keys, and how they serve one orchestrator after
+another. Knows the link; knows nothing of what a worker does.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 import os
@@ -16,25 +21,29 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import zmq
 
-from outrider.protocol import clock, far
+from outrider.protocol import clock, endpoints, logs
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
-from outrider.protocol.endpoints import Tcp, connect, parse
+from outrider.protocol.endpoints import Tcp, connect, knock, parse
 from outrider.protocol.errors import (
     CannotDraft,
     EndpointError,
+    KeyFault,
     OutriderError,
     ProtocolError,
     VersionMismatch,
     WorkerError,
 )
 from outrider.protocol.interrupts import outside_finalizers
+from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import ClientKeys
-from outrider.protocol.knock import knock
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
 
 INCARNATION_BITS = 63
@@ -235,7 +244,7 @@ class WorkerLink:
         socket.setsockopt(zmq.IDENTITY, identity)
         socket.setsockopt(zmq.LINGER, 500)
         if isinstance(parse(endpoint), Tcp):
-            far.prepare(socket)
+            endpoints.prepare(socket)
         connect(socket, endpoint, self._keys)
         return socket
 
@@ -285,3 +294,65 @@ def _wait_for_end(fd: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS)
     os._exit(1)
+
+
+CPU_KERNELS = "OUTRIDER_CPU_KERNELS"
+"""The environment variable that tells a worker what makes its forwards on a CPU, one of `KERNELS`."""
+KERNELS = ("auto", "mlx")
+
+
+class Served(Protocol):
+    """A worker's loop."""
+
+    def run(self) -> None:
+        """Until it is told to shut down. Raises OrchestratorGone to one that a person started."""
+        ...
+
+    def forget(self) -> None:
+        """Nobody wants anything of it any more."""
+        ...
+
+
+def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> None:
+    """`far`: it may be on another machine than its orchestrator."""
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--name", default=name)
+    parser.add_argument("--parent-fd", type=int, default=None)
+    parser.add_argument("--incarnation", type=int, default=None, help="drawn when none is given")
+    if far:
+        parser.add_argument("--keys", type=Path, default=None, help="the folder of keys")
+        parser.add_argument("--server-key", default=None, help="the server's public key (default: the trusted one)")
+    else:
+        parser.set_defaults(keys=None, server_key=None)
+    parser.add_argument("--log-level", default="warning")
+    parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
+    parser.add_argument("--log-fd", type=int, default=None, help="the log file of the server that started it")
+
+
+def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, Served]]) -> int:
+    """Enters with its keys, loads and serves. The code to exit with, where an error is said to the orchestrator."""
+    try:
+        keys = Keyring(options.keys).to_reach(options.endpoint, options.server_key)
+    except KeyFault as fault:
+        log.error("%s", fault)
+        return fault.exit_code
+    with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation, keys) as link:
+        try:
+            hello, worker = load(link)
+        except OutriderError as error:
+            return link.failed(error)
+        return _serve(link, hello, worker)
+
+
+def _serve(link: WorkerLink, hello: Hello, worker: Served) -> int:
+    """Says HELLO and runs until the end; where the orchestrator goes, for the next one. The code to exit with."""
+    while True:
+        try:
+            link.enter(hello)
+            worker.run()
+            return 0
+        except OrchestratorGone as gone:
+            log.warning("%s; this %s worker waits for it, or for the next one", gone, hello.role)
+            worker.forget()
+        except OutriderError as error:
+            return link.failed(error)

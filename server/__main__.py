@@ -17,10 +17,9 @@ from fastapi import FastAPI
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings, tracing_wanted
 from outrider.protocol import logs
 from outrider.server.app import application
-from outrider.server.callers import Callers
-from outrider.server.connection import Connection
+from outrider.server.connection import Connection, Server
+from outrider.server.door import Callers
 from outrider.server.model.served import load_served
-from outrider.server.serving import Server
 
 if TYPE_CHECKING:
     from outrider.server.tracing import Tracing

@@ -15,10 +15,9 @@ from starlette.responses import Response
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.callers import Answering
 from outrider.server.desk import Desk, ReaderGone
-from outrider.server.door import Door, is_anthropic
-from outrider.server.endpoints import chat, completions, messages, models, page, responses, status, tokens
+from outrider.server.door import Answering, Door, is_anthropic
+from outrider.server.endpoints import chat, completions, messages, page, responses, status
 from outrider.server.endpoints.described import describe
 from outrider.server.metrics import Metrics
 from outrider.server.model.served import ServedModel
@@ -49,12 +48,12 @@ def application(
     )
     metrics = Metrics(model.id, model.context_length)
     app.state.desk = Desk(model, behind, metrics, settings)
-    for part in (chat, completions, responses, models):
-        app.include_router(part.router, prefix=VERSION)
-        app.include_router(part.router, include_in_schema=False)  # for base URLs that end before it
+    for part in (chat.router, completions.router, responses.router, status.models_router):
+        app.include_router(part, prefix=VERSION)
+        app.include_router(part, include_in_schema=False)  # for base URLs that end before it
     app.include_router(messages.router, prefix=VERSION)
-    for small in (tokens, status, page):
-        app.include_router(small.router)
+    for small in (status.text_router, status.router, page.router):
+        app.include_router(small)
     app.mount("/page", page.files)
     describe(app, model.names, (ChatChunk,))
     for kind in (OutriderError, RequestValidationError, HTTPException, Exception):

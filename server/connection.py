@@ -1,7 +1,21 @@
-"""A connection that has to go on: headers come to their end, what is written is read, and there are not too many.
+"""Connections of uvicorn's: their limits, clients that have said all, and answers in pieces.
 
-uvicorn waits for the headers of a request that has begun, and for a reader that takes nothing, as long as it takes, and
-lets any number in until the process has no files left. What is no HTTP is answered in its own words, not in the API's.
+`Connection`: a connection that has to go on: headers come to their end, what is written is read, and there are not too
+many. uvicorn waits for the headers of a request that has begun, and for a reader that takes nothing, as long as it
+takes, and lets any number in until the process has no files left. What is no HTTP is answered in its own words, not in
+the API's.
+
+`HalfClosed`: a client that has said all it has to say: it may still listen, as `nc` and old clients do, or be gone.
+The system tells both alike until something is written that nobody takes. So a client of HTTP/1.1 that waits for its
+answer's beginning is sent a `100 Continue`, which means nothing to it, and what becomes of that is looked at; once an
+answer has begun, its own words do the same.
+
+`Pieces`: the pieces of a streamed answer, written straight to its connection. In ASGI each of them would pass every
+layer of the application, and h11, though all of these only look at how an answer begins and ends. Knows uvicorn's
+connections, and how HTTP/1.1 marks a piece.
+
+`Server`: uvicorn's server, which sleeps while nobody asks. Its own looks ten times a second whether it is to end; in a
+process that has left the caches each look costs as much as half a chunk of text.
 """
 
 from __future__ import annotations
@@ -9,15 +23,99 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
+from contextlib import suppress
+from types import FrameType
+from typing import cast
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import uvicorn
+from starlette.types import Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from outrider.server.door import is_anthropic
-from outrider.server.half_closed import HalfClosed, go_on
-from outrider.server.pieces import offer
 from outrider.server.problems import Problem
 from outrider.server.witness import fresh_id
+
+LOOK_SECONDS = 0.02
+
+
+class HalfClosed:
+    """Closes `transport` as soon as it is known that nobody listens; until `end`."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._socket = cast(socket.socket, transport.get_extra_info("socket"))
+        self._next = loop.call_later(LOOK_SECONDS, self._look)
+
+    def end(self) -> None:
+        self._next.cancel()
+
+    def _look(self) -> None:
+        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._transport.abort()
+        else:
+            self._next = self._loop.call_later(LOOK_SECONDS, self._look)
+
+
+def go_on(connection: h11.Connection) -> bytes:
+    """A word that means nothing, where one may be said; else none."""
+    version = connection.their_http_version
+    if connection.our_state is not h11.SEND_RESPONSE or version is None or version < b"1.1":
+        return b""
+    return connection.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")) or b""
+
+
+_NAME = "outrider.pieces"
+
+
+class Pieces:
+    """Of an answer that has begun by `send`, and is to end by it, written as any answer is."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def write(self, data: bytes) -> None:
+        """Returns when there is room for more."""
+        if data:  # an empty piece would be the end
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+class Straight(Pieces):
+    """Written to the connection itself."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        super().__init__(cycle.send)  # type: ignore[arg-type]
+        self._cycle = cycle
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the reader keeps up, so that something can be `put`."""
+        return not self._cycle.flow.write_paused
+
+    def put(self, data: bytes) -> None:
+        """Writes without waiting; whoever has left gets nothing."""
+        if data and not self._cycle.disconnected:
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def write(self, data: bytes) -> None:
+        if self._cycle.flow.write_paused and not self._cycle.disconnected:
+            await self._cycle.flow.drain()
+        self.put(data)
+
+
+def offer(cycle: RequestResponseCycle) -> None:
+    """Has `pieces` find the way to this answer's connection; not in HTTP/1.0, where pieces have no marks."""
+    if cycle.scope["http_version"] == "1.1":
+        extensions: dict[str, object] = cycle.scope.setdefault("extensions", {})  # type: ignore[assignment]
+        extensions[_NAME] = Straight(cycle)
+
+
+def pieces(scope: Scope, send: Send) -> Pieces:
+    """Of the answer in this scope: straight ones where its connection offers that."""
+    found: Pieces = scope.get("extensions", {}).get(_NAME) or Pieces(send)
+    return found
+
 
 HEADER_SECONDS = 20.0
 READER_SECONDS = 120.0
@@ -139,3 +237,38 @@ class Connection(H11Protocol):
     def _give_up(self) -> None:
         log.warning("a client read nothing for %g s; closing its response", READER_SECONDS)
         self.transport.abort()
+
+
+TICK_SECONDS = 1.0
+"""So often the date in answers is renewed."""
+
+
+class Server(uvicorn.Server):
+    """Serves until `end`, or a signal."""
+
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._word = asyncio.Event()
+
+    def end(self) -> None:
+        """Ends it in order, from any thread."""
+        self.should_exit = True
+        self._wake()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self._wake()
+
+    async def main_loop(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):  # of its ticks the one that tells the time
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._word.wait()
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._word.set)

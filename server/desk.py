@@ -11,19 +11,17 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.protocol.grammar import Grammar
+from outrider.protocol.sampling import Grammar
 from outrider.server.answers.parts import Splitter
 from outrider.server.answers.run import Job, Run
 from outrider.server.answers.sse import gone
 from outrider.server.answers.telling import Choice, whole
-from outrider.server.callers import Answering, caller_of, pseudonym
-from outrider.server.mapping.form import Form
-from outrider.server.mapping.held import held, settled
-from outrider.server.mapping.toolbox import Toolbox
+from outrider.server.door import Answering, Places, caller_of, pseudonym
+from outrider.server.mapping.form import Form, held, settled
+from outrider.server.mapping.speech import Toolbox
 from outrider.server.mapping.unknown import Ignored
 from outrider.server.metrics import Metrics, Watch
 from outrider.server.model.served import Conversation, Prompt, ServedModel
-from outrider.server.places import Places
 from outrider.server.problems import Refused
 
 NO_TOOLS = Toolbox()

@@ -1,20 +1,34 @@
-"""Who comes in and with how much: hosts, keys, sizes of bodies; before any path is known.
+"""Who comes in, and with how much: hosts, keys, sizes of bodies, and how many answers each caller may be given at
+once.
 
-A body is read whole, within a time, and handed on as one. Knows headers and bytes; knows no shape of any request.
+`Door`: who comes in and with how much: hosts, keys, sizes of bodies; before any path is known. A body is read whole,
+within a time, and handed on as one. Knows headers and bytes; knows no shape of any request.
+
+`Callers`: who asks: the orchestrator lets its clients take turns, so whoever has a key, or an address, of its own is
+one. Knows a request's headers and where it came from; the keys themselves are checked at the door.
+
+`Places`: how many answers each caller may be given at once. Counts; knows nothing of what the answers are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
+from collections import Counter, OrderedDict
 from collections.abc import MutableMapping
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.orchestrator.client.asker import AsyncAsker
+from outrider.orchestrator.client.client import AsyncClient
 from outrider.orchestrator.http_settings import HttpSettings
+from outrider.protocol.messages import Stats
 from outrider.server.problems import Problem, Refused
 
 OPEN = frozenset({"/health", "/ready", "/"})
@@ -150,3 +164,78 @@ def _is_ours(host: str, hosts: set[str]) -> bool:
     except ValueError:
         return False
     return True
+
+
+MOST = 1024
+PATIENCE_SECONDS = 10.0
+
+
+def caller_of(request: Request) -> str:
+    """Whoever sent `request`: their key, or their address."""
+    return key_of(request.scope) or (request.client.host if request.client is not None else "")
+
+
+def pseudonym(caller: str) -> str:
+    """The same caller under a name that tells no key, for an orchestrator that may be another machine's."""
+    return hashlib.sha256(caller.encode()).hexdigest()[:16]
+
+
+class Answering(Protocol):
+    """Whoever completes texts for this server."""
+
+    def asker(self, request: Request) -> AsyncAsker:
+        """The one to ask for whoever sent `request`."""
+
+    async def stats(self) -> Stats:
+        """What it does now. Raises OutriderError when it does not answer."""
+
+
+class Callers:
+    """A client of the orchestrator for each caller, those that asked last."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._clients: OrderedDict[str, AsyncClient] = OrderedDict()
+        self._own = AsyncClient(endpoint, PATIENCE_SECONDS)
+
+    def asker(self, request: Request) -> AsyncClient:
+        caller = caller_of(request)
+        if caller not in self._clients:
+            self._clients[caller] = AsyncClient(self._endpoint, PATIENCE_SECONDS)
+            if len(self._clients) > MOST:
+                self._clients.popitem(last=False)
+        self._clients.move_to_end(caller)
+        return self._clients[caller]
+
+    async def stats(self) -> Stats:
+        return await self._own.stats()
+
+
+class Places:
+    """One server's; `most` None: as many as anybody likes."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._taken: Counter[str] = Counter()
+
+    def take(self, caller: str) -> ExitStack:
+        """A place that is the caller's until what is returned is closed.
+
+        Raises:
+            Refused: they have as many as they may.
+        """
+        if self._most is not None and self._taken[caller] >= self._most:
+            raise Refused(
+                f"{self._most} of your requests are running, the maximum (--max-streams-per-key); try again later",
+                status=429,
+                code="rate_limit_exceeded",
+            )
+        self._taken[caller] += 1
+        place = ExitStack()
+        place.callback(self._leave, caller)
+        return place
+
+    def _leave(self, caller: str) -> None:
+        self._taken[caller] -= 1
+        if not self._taken[caller]:
+            del self._taken[caller]

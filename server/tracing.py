@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.engine.models_only import models_only
-from outrider.protocol import logs, worker_process
+from outrider.protocol import logs, worker_link
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.heads import DRAFT_MODEL, HEADS, names_of
 from outrider.protocol.messages import Hello, Loading, Remark
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink, end_with_parent
-from outrider.target_worker.ranks.local import RANK, LocalRanks
+from outrider.target_worker.rank_local import RANK, LocalRanks
 
 if TYPE_CHECKING:
-    from outrider.target_worker.ranks.rank_zero import RankZero
+    from outrider.target_worker.rank_zero import RankZero
     from outrider.target_worker.worker import TargetWorker
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ def _as_rank(options: argparse.Namespace) -> int:
             stack.callback(local.kill)
         models_only()
         from outrider.engine.ranks import join
-        from outrider.target_worker.ranks.follow import follow
-        from outrider.target_worker.ranks.rank_zero import RankZero
+        from outrider.target_worker.rank_follower import follow
+        from outrider.target_worker.rank_zero import RankZero
 
         ranks = join()
         if ranks.rank > 0:
@@ -68,19 +68,19 @@ def _as_rank(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
-    return worker_process.run(options, lambda link: _load(options, rank_zero, link))
+    return worker_link.run(options, lambda link: _load(options, rank_zero, link))
 
 
 def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
     link.send(Loading("target", "importing MLX"))
     models_only()
     from outrider.drafting.heads import load as heads
-    from outrider.drafting.heads.step_cost import step_cost
+    from outrider.drafting.heads.pairing import step_cost
     from outrider.engine import memory
     from outrider.engine.abilities import abilities
     from outrider.engine.loading import load
     from outrider.engine.pace import Pace
-    from outrider.target_worker import own_loading
+    from outrider.target_worker import own_drafters
     from outrider.target_worker.own_drafters import OwnDrafters
     from outrider.target_worker.telling import Teller
     from outrider.target_worker.worker import TargetWorker
@@ -95,9 +95,9 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
     able = abilities(model)
     texts = rank_zero.texts(options.model, model) if rank_zero is not None else None
     kinds = [kind for kind, _ in options.own]
-    wanted = [own_loading.Wanted(n, *one) for n, one in zip(names_of(kinds), options.own, strict=True)]
+    wanted = [own_drafters.Wanted(n, *one) for n, one in zip(names_of(kinds), options.own, strict=True)]
     cost = step_cost if profile is None else None
-    loaded = own_loading.load(wanted if able.chains else (), model, tell, rank_zero is None, cost)
+    loaded = own_drafters.load(wanted if able.chains else (), model, tell, rank_zero is None, cost)
     able = replace(able, drafters=loaded.told, left_out=loaded.left_out)
     own, teller, untold = OwnDrafters(loaded.drafters), None, ""
     memory.set_limits(model.weight_bytes + own.weight_bytes)  # each load has set them for its own alone
@@ -139,7 +139,7 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="target_worker", description=__doc__)
-    worker_process.add_flags(parser, "target-0", far=False)
+    worker_link.add_flags(parser, "target-0", far=False)
     parser.add_argument("--model", required=True)
     drafts = f"drafts in this process: {DRAFT_MODEL}, a model of its own, or a head: {', '.join(HEADS)}; several may"
     parser.add_argument("--own", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)

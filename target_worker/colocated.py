@@ -1,26 +1,33 @@
-"""A drafter in the target's process: draft, then verify, without a hop between, for a machine with one device.
+"""Drafting in the target's process: draft, then verify, without a hop between, for a machine with one device.
 
-The drafter is one of `drafting`, as in a process of its own. It can't work ahead here: draft and target take turns.
+`Colocated`: a drafter in the target's process: draft, then verify, without a hop between, for a machine with one
+device. The drafter is one of `drafting`, as in a process of its own. It can't work ahead here: draft and target take
+turns.
+
+`ColocatedHead`: a head in the target's process: it reads the hidden rows of what the target verifies, and drafts in
+turn with it. Stands where `colocated.Colocated` stands for a drafter that is a model of its own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from outrider.drafting.begin import begin, check_known
-from outrider.drafting.calibration import Calibration
 from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import Drafter, DrafterFault
-from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.fan_out import POLICIES, Calibration
 from outrider.drafting.growth import Wanted
+from outrider.drafting.heads.drafter import Follower, HeadDrafter, SavedPairs
+from outrider.drafting.heads.early_exit import ExitDrafter, ExitFollower
+from outrider.drafting.heads.head import Head
+from outrider.drafting.heads.line import Turns
 from outrider.drafting.together import Together
-from outrider.drafting.work_ahead import WorkAhead
-from outrider.engine.slots import Slot
+from outrider.drafting.work_ahead import WorkAhead, begin, check_known
+from outrider.engine.texts import FlatTexts, Slot, Texts
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -158,3 +165,94 @@ def propose(turns: Sequence[Turn]) -> list[Continuation | OutriderError]:
     drafted = turns[0].together.continuations([work for work, _ in able], [depth for _, depth in able]) if turns else []
     found = iter(drafted)
     return [Continuation() if turn.work is None else next(found) for turn in turns]
+
+
+class ColocatedHead:
+    """The head beside the target."""
+
+    def __init__(self, drafter: HeadDrafter) -> None:
+        self.drafter = drafter
+
+    @property
+    def head(self) -> Head:
+        return self.drafter.head
+
+    def follow(self, sampling: SamplingParams, constraint: Constraint | None) -> Follower:
+        """What is to hear a request's text from the first token on."""
+        return self.drafter.follow(sampling, constraint)
+
+    def part_of(self, follower: Follower, slot: Slot, sampling: SamplingParams) -> HeadPart:
+        """Its part of the request that this follows."""
+        part = HeadPart(self.drafter, follower, slot)
+        most = min(len(slot.tokens) + sampling.max_tokens, self.head.context_length)
+        self.drafter.prompt_cache.enter(part, most)
+        return part
+
+
+class ColocatedExit:
+    """The target's early exit, which drafts in the target's texts."""
+
+    def __init__(self, drafter: ExitDrafter) -> None:
+        self.drafter = drafter
+
+    def read(self, texts: Texts) -> None:
+        """From now on it drafts in these. Raises ModelError: they share no forwards."""
+        if not isinstance(texts, FlatTexts):
+            raise ModelError("the target can't batch requests, which early exit needs")
+        self.drafter.beside(texts)
+
+    def part_of(
+        self, slot: Slot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
+    ) -> Callable[[], ExitPart]:
+        """What opens its part of a request, for which nothing has to be heard before."""
+        return lambda: ExitPart(self.drafter, self.drafter.follow_text(slot.text, sampling, constraint))
+
+
+def beside_target(drafter: HeadDrafter) -> ColocatedHead | ColocatedExit:
+    return ColocatedExit(drafter) if isinstance(drafter, ExitDrafter) else ColocatedHead(drafter)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class HeadPart:
+    """What the head knows of one request. A `prompt_cache.Source` for others that begin alike."""
+
+    drafter: HeadDrafter
+    follower: Follower
+    slot: Slot
+    turns: Turns = field(default_factory=Turns)
+
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> Turn:
+        """Its turn to draft `depth` tokens after the committed `tokens`, and others beside them."""
+        line = self.turns.line(self.follower, tokens, self.drafter.calibration, least)
+        return Turn(self.drafter, line, depth)
+
+    def lendable(self) -> Sequence[int]:
+        return self.follower.lendable(self.slot.tokens)
+
+    def save(self, length: int) -> SavedPairs:
+        return self.follower.save(length)
+
+    def close(self, spoilt: bool) -> None:
+        """It drafts no more; what the head has read stays for later texts, unless it may be spoilt."""
+        self.drafter.prompt_cache.leave(self)
+        if not spoilt:
+            self.drafter.keep(self.follower, self.slot.tokens)
+        self.follower.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ExitPart:
+    """What an early exit knows of one request, of which the target remembers all."""
+
+    drafter: ExitDrafter
+    follower: ExitFollower
+    turns: Turns = field(default_factory=Turns)
+
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> Turn:
+        """Its turn to draft `depth` tokens after the committed `tokens`, and others beside them."""
+        line = self.turns.line(self.follower, tokens, self.drafter.calibration, least)
+        return Turn(self.drafter, line, depth)
+
+    def close(self, spoilt: bool) -> None:
+        """It drafts no more."""
+        self.follower.close()

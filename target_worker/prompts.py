@@ -1,7 +1,10 @@
-"""What requests need not read of their prompts: ended ones have left it, or one that runs has read it.
+"""What requests need not read of their prompts: what is remembered, and what a prefill worker hands over.
 
 A prompt that begins like one that is being read waits until that one has come so far: a system prompt is read once,
 however many arrive together with it. Knows requests and the prompt cache; nothing of forwards or messages.
+
+`Handover`: what a prefill worker hands over of a prompt: it becomes a text's own keys and values, in the order of the
+tokens. Whatever does not fit costs time only: the target reads on by itself from where the text stands.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from outrider.engine.handover import Layout
+from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import LEAST, PromptCache, common
-from outrider.protocol.errors import OutriderError
-from outrider.protocol.guard import named_errors
+from outrider.engine.texts import FlatTexts, Texts
+from outrider.protocol.errors import OutriderError, named_errors
+from outrider.protocol.messages import PromptKv
 from outrider.target_worker.running import Awaited, Running
 
 log = logging.getLogger(__name__)
@@ -77,3 +83,35 @@ def _reader(running: Running, others: Iterable[Running]) -> Awaited | None:
             if shared >= max(LEAST, other.slot.fed + 1) and (found is None or shared > found.tokens):
                 found = Awaited(other, shared)
     return found
+
+
+class Handover:
+    """For the `texts` of `model`."""
+
+    def __init__(self, model: LoadedModel, texts: Texts) -> None:
+        self._texts = texts if isinstance(texts, FlatTexts) else None
+        self._layout = Layout.of(model.model) if self._texts is not None else None
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the texts remember keys and values in this process, and nothing else."""
+        return self._texts is not None
+
+    def take(self, running: Running, message: PromptKv) -> None:
+        """The text goes on with these, as far as it lacks them; after a gap, or a misfit, it waits for no more."""
+        slot = running.slot
+        skip = slot.fed - message.start
+        if self._texts is None or self._layout is None or skip < 0:
+            running.offered = False
+            return
+        count = min(message.count - skip, running.unread)
+        if count <= 0:
+            return
+        try:
+            with named_errors("receiving the prompt's keys and values"):
+                layers = self._layout.unpack(message.data, message.count)
+                own = tuple((k[..., skip : skip + count, :], v[..., skip : skip + count, :]) for k, v in layers)
+                self._texts.extend(slot.text, own, count)
+        except OutriderError as error:
+            log.warning("%s; the target reads the prompt from token %d on", error, slot.fed)
+            running.offered = False

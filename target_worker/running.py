@@ -12,15 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.drafting.continuation import Continuation
-from outrider.engine.slots import Slot
+from outrider.engine.texts import Slot
 from outrider.engine.verify import Ask, Verdict
 from outrider.protocol import clock
-from outrider.protocol.errors import InvalidRequest, OutriderError
-from outrider.protocol.fields import MAX_CHAIN
-from outrider.protocol.guard import named_errors
+from outrider.protocol.errors import InvalidRequest, OutriderError, named_errors
 from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
-from outrider.protocol.sparse import SparseQ, one_hot
-from outrider.protocol.trees import DraftTree, spine, united
+from outrider.protocol.schema import MAX_CHAIN
+from outrider.protocol.trees import DraftTree, SparseQ, one_hot, spine, united
 from outrider.target_worker.colocated import Part, Turn, propose
 from outrider.target_worker.telling import Ear
 

@@ -14,8 +14,8 @@ import numpy as np
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.load import features_of
+from outrider.engine.hidden_states import Reader
 from outrider.engine.loading import LoadedModel
-from outrider.engine.readers import Reader
 from outrider.protocol.messages import Features
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Ear:
         self._heard: list[tuple[int, mx.array]] = []
 
     def hear(self, position: int, rows: mx.array) -> None:
-        """See `engine.slots.Listener`."""
+        """See `engine.texts.Listener`."""
         if self.fault:
             return
         surplus = rows.shape[0] - self._reach if self._reach is not None else 0

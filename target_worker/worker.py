@@ -13,17 +13,16 @@ from collections.abc import Iterable
 import mlx.core as mx
 
 from outrider.engine import memory
+from outrider.engine.load_checks import open_texts, text_cost
 from outrider.engine.loading import LoadedModel
-from outrider.engine.open_texts import open_texts, text_cost
 from outrider.engine.pace import Pace
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.slots import PREFILL, Slot
-from outrider.engine.texts import Texts
+from outrider.engine.texts import PREFILL, Slot, Texts
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
+from outrider.protocol.clock import FORGET_NS
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.kv import CacheUse, KvCost
 from outrider.protocol.messages import (
     CacheReport,
     Close,
@@ -40,13 +39,12 @@ from outrider.protocol.messages import (
     Shutdown,
     Verify,
 )
-from outrider.protocol.patience import FORGET_NS
+from outrider.protocol.stats import CacheUse, KvCost
 from outrider.protocol.worker_link import WorkerLink
 from outrider.target_worker.batch import Batch, Settled, now
-from outrider.target_worker.handover import Handover
 from outrider.target_worker.own_drafters import OwnDrafters
-from outrider.target_worker.prompts import Prompts
-from outrider.target_worker.ranks.leader import Leader
+from outrider.target_worker.prompts import Handover, Prompts
+from outrider.target_worker.rank_link import Leader
 from outrider.target_worker.running import Running, opening
 from outrider.target_worker.telling import Teller
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.engine.slots import Slot
+from outrider.engine.texts import Slot
 from outrider.engine.verify import Ask, Verdict, begin
 from outrider.protocol.errors import OutriderError
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 from outrider.orchestrator.client.asker import Stream
 from outrider.orchestrator.client.client import Client
-from outrider.orchestrator.client.result import Chunk
+from outrider.orchestrator.client.dialogue import Chunk
 
 STILL_S, MOVING_S = 0.05, 0.01
 

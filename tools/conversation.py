@@ -17,10 +17,10 @@ from statistics import median
 import mlx.core as mx
 
 from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.load_checks import open_texts, text_cost
 from outrider.engine.loading import load
-from outrider.engine.open_texts import open_texts, text_cost
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.slots import Slot
+from outrider.engine.texts import Slot
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.protocol.sampling import SamplingParams

@@ -18,9 +18,9 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from outrider.bench.commands.lists import numbers
+from outrider.bench.commands.files import numbers
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.protocol import values
 from outrider.protocol.errors import OutriderError, WorkerError

@@ -19,12 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 
-from outrider.bench.commands.lists import modes_of
-from outrider.bench.crowd.ask import Question, ask, ask_all
-from outrider.bench.crowd.reply import Reply
+from outrider.bench.commands.files import modes_of
+from outrider.bench.crowd.ask import Question, Reply, ask, ask_all
 from outrider.bench.prompts import load
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values

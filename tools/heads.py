@@ -19,10 +19,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 from outrider.bench import picture
-from outrider.bench.contest.statistics import Interval, bootstrap
+from outrider.bench.contest.contest import Interval, bootstrap
 from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.protocol.messages import Timings

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.bench.contest.statistics import bootstrap
+from outrider.bench.contest.contest import bootstrap
 from outrider.bench.helper import Helper
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pair.model_files import PACKAGE

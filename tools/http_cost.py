@@ -18,12 +18,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from outrider.bench.commands.lists import modes_of
-from outrider.bench.contest.contest import compete
-from outrider.bench.contest.statistics import Interval, Timed, bootstrap, ratio, total_rate
+from outrider.bench.commands.files import modes_of
+from outrider.bench.contest.contest import Interval, Timed, bootstrap, compete, ratio, total_rate
 from outrider.bench.crowd.ask import Question, ask
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model

@@ -19,11 +19,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from outrider.bench.commands.lists import modes_of, numbers
+from outrider.bench.commands.files import modes_of, numbers
 from outrider.bench.contest.contest import compete
 from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
 from outrider.protocol import values

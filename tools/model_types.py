@@ -30,16 +30,13 @@ from mlx_lm.generate import generate_step
 
 from outrider.engine.abilities import abilities
 from outrider.engine.cache import KVState
+from outrider.engine.load_checks import open_form, open_texts, tree_agrees, tree_form
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.open_texts import open_texts
-from outrider.engine.open_tree import open_form, tree_form
-from outrider.engine.selfcheck import agrees
-from outrider.engine.slots import open_slots
+from outrider.engine.texts import open_slots
 from outrider.engine.verify import verify
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.protocol.errors import OutriderError
-from outrider.protocol.guard import named_errors
+from outrider.protocol.errors import OutriderError, named_errors
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.model_configs import WINDOW, config_of, model_types
 from tests.harness.tiny_models import write_model, write_tokenizer
@@ -98,7 +95,7 @@ def _examine(name: str, tied: bool) -> Row:
             form = tree_form(model)
             draft = FORMS[form.__name__]
             with named_errors("a tree past the window"):
-                if not agrees(model, lambda tokens: open_form(model, form, tokens), _PROMPT):
+                if not tree_agrees(model, lambda tokens: open_form(model, form, tokens), _PROMPT):
                     draft = f"{draft}, inexact past a window"
         except OutriderError as error:
             draft, why = "no", [*why, "draft: " + _reason(str(error))]

@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from outrider.bench.contest.contest import Ours, Run, compete
-from outrider.bench.contest.statistics import ratio, total_rate
+from outrider.bench.contest.contest import Ours, Run, compete, ratio, total_rate
 from outrider.bench.contest.summary import summary
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import Settings

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.bench.contest.contest import Ours, Run
-from outrider.bench.contest.statistics import Interval, ratio, total_rate
+from outrider.bench.contest.contest import Interval, Ours, Run, ratio, total_rate
 from outrider.bench.contest.summary import summary
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client

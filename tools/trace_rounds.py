@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from outrider.bench.trace.timeline import Bar, read
+from outrider.bench.trace import Bar, read
 from outrider.protocol.errors import InvalidRequest
 
 

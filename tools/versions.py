@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.bench.commands.lists import modes_of, numbers
-from outrider.bench.contest.contest import Contestant, Run, compete
-from outrider.bench.contest.statistics import Timed, ratio, total_rate
+from outrider.bench.commands.files import modes_of, numbers
+from outrider.bench.contest.contest import Contestant, Run, Timed, compete, ratio, total_rate
 from outrider.bench.helper import Helper
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pair.model_files import PACKAGE
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest

@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.commands import concurrency, files, suite, texts
-from outrider.bench.commands.lists import numbers
-from outrider.bench.contest import bars, report
+from outrider.bench.commands import concurrency, files, suite
+from outrider.bench.commands.files import numbers
+from outrider.bench.contest import report
 from outrider.bench.contest.contention import Contention
 from outrider.bench.contest.contest import Contestant, Run, compete
-from outrider.bench.contest.explain import Subject, judge_all, lines, subjects_of
 from outrider.bench.contest.field import (
     BASELINE,
     BOTH_CORES,
@@ -26,11 +25,12 @@ from outrider.bench.contest.field import (
     of_second_table,
 )
 from outrider.bench.contest.peers import Chosen, choose
+from outrider.bench.contest.summary import Subject, judge_all, lines, subjects_of
 from outrider.bench.timing.alone import Alone, Stopwatch
 from outrider.bench.timing.workbench import Workbench, workbench
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.folder import writable
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.flags import writable_folder
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.settings import ServeSettings, check_draft_tokens
 from outrider.protocol import values
@@ -48,7 +48,7 @@ UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "ngrams", "memory", "trace")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench")
     group.add_argument("--prompts", type=int, metavar="N", help="prompts of each class (default: 24; of the suite 6)")
-    texts.add_flags(group)
+    files.add_flags(group)
     group.add_argument("--temps", default="0,0.8", metavar="T,T,...", help="temperatures (default: 0,0.8)")
     depths = "K to try for SD, SSD and mlx-lm (default: 2,3,4; of the suite 2,3,5)"
     group.add_argument("--depths", metavar="K,K,...", help=depths)
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
             raise InvalidRequest(f"{name} needs concurrency")
     if options.suite is not None:
         return suite.run(options, pair, samplings)
-    plan, out = _plan(options, pair, samplings), writable(options.out, "choose another --out")
+    plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
     screen = Screen()
     sections, raw = [], {}
     with _started(options, plan, pair, screen) as arena:
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
                     print(report.table(section) + "\n", flush=True)
     title = f"outrider bench: K chosen per family, B = {pair.settings.breadth}"
     results = {"sections": [asdict(found) for found in sections], "runs": raw}
-    files.write(out, "bench", title, pair.settings, results, lambda path: bars.draw(sections, path, title))
+    files.write(out, "bench", title, pair.settings, results, lambda path: report.draw(sections, path, title))
     for note in plan.peers.left_out:
         print(note)
     return 0
@@ -122,7 +122,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
         check_draft_tokens(depth)
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
     count = 24 if options.prompts is None else options.prompts
-    found = texts.of_classes(options, pair, ("code",))
+    found = files.of_classes(options, pair, ("code",))
     prompts = {kind: _first(kind, found[kind], count) for kind in found}
     trials = {kind: found[count:] for kind, found in prompts.items()}
     prompts = {kind: found[:count] for kind, found in prompts.items()}
@@ -186,7 +186,7 @@ def _started(options: argparse.Namespace, plan: Programme, pair: ChosenPair, scr
         yield Arena(plan, settings, started, bench, conditions, screen.show)
 
 
-def _first(kind: str, prompts: list[texts.Tokens], count: int) -> list[texts.Tokens]:
+def _first(kind: str, prompts: list[files.Tokens], count: int) -> list[files.Tokens]:
     """So many, and behind them those of the trial."""
     most = len(prompts) - FEWEST_TRIAL_PROMPTS
     if not 1 <= count <= most:

@@ -10,17 +10,17 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
-from outrider.bench.commands import files, texts
-from outrider.bench.commands.lists import modes_of, numbers
+from outrider.bench.commands import files
+from outrider.bench.commands.files import modes_of, numbers
 from outrider.bench.contest.contest import compete
 from outrider.bench.contest.peers import LLAMA_CPP, Chosen, PeerProcess, choose, llama_cpp, mlx_lm
-from outrider.bench.crowd import curves, report
+from outrider.bench.crowd import report
+from outrider.bench.crowd.ask import SEEDS, Batcher, ModeBatch, PeerBatch, Texts, best_mlx_lm
 from outrider.bench.crowd.report import Rounds, Width
-from outrider.bench.crowd.turns import SEEDS, Batcher, ModeBatch, PeerBatch, Texts, best_mlx_lm
 from outrider.bench.prompts import CLASSES
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.folder import writable
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.flags import writable_folder
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.pairing import ChosenPair
@@ -66,7 +66,7 @@ class AtOnce:
 
 def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> int:
     plan = _plan(options, pair, samplings)
-    out, screen = writable(options.out, "choose another --out"), Screen()
+    out, screen = writable_folder(options.out, "choose another --out"), Screen()
     given = flags.settings_of(options)
     sections: list[Width] = []
     raw: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
             print(report.table(sections[-1]) + "\n", flush=True)
     title = f"outrider bench: several requests at once, {options.max_tokens} tokens each"
     results = {"sections": [asdict(found) for found in sections], "rounds": raw}
-    files.write(out, "concurrency", title, pair.settings, results, lambda path: curves.draw(sections, path, title))
+    files.write(out, "concurrency", title, pair.settings, results, lambda path: report.draw(sections, path, title))
     for note in plan.peers.left_out:
         print(note)
     return 0
@@ -141,8 +141,8 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
     rounds = values.whole("rounds", 5 if options.rounds is None else options.rounds, 2, 1000)
     each = values.whole("each", 1 if options.each is None else options.each, 1, 100)
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
-    kinds = texts.of_classes(options, pair, CLASSES)
-    mixed = texts.in_turn(list(kinds.values()))
+    kinds = files.of_classes(options, pair, CLASSES)
+    mixed = files.in_turn(list(kinds.values()))
     return AtOnce(widths, modes, rounds, each, [replace(s, seed=0) for s in samplings], mixed, peers)
 
 

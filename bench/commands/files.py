@@ -1,20 +1,35 @@
-"""What a bench leaves: a record as JSON, a picture beside it, and what it ran on."""
+"""What a bench is given and what it leaves: prompts, lists in flags, a record as JSON and a picture.
+
+`write`: what a bench leaves: a record as JSON, a picture beside it, and what it ran on.
+
+`add_flags`: the prompts of a bench as tokens, by class: those of the suite through its chat template, others as they
+are.
+
+`numbers`: numbers and modes with commas between, as several flags take them.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.bench import picture
-from outrider.orchestrator.cli.screen import say
-from outrider.orchestrator.machine import blas
-from outrider.orchestrator.settings import ServeSettings
+from outrider.bench.prompts import SUITE, load, load_suite
+from outrider.orchestrator.cli.terminal import say
+from outrider.orchestrator.machine import system
+from outrider.orchestrator.pair.chat import load_text
+from outrider.orchestrator.pair.pairing import ChosenPair
+from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.settings import MODES, ServeSettings
+from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 
 MEASURED = ("mlx", "mlx-lm", "onnxruntime", "pyzmq", "numpy", "xllamacpp")
@@ -65,7 +80,65 @@ def machine(settings: ServeSettings) -> dict[str, Any]:
         "python": platform.python_version(),
         "processor": _processor(),
         "versions": dict(_versions()),
-        "blas": blas.notes(),
+        "blas": system.notes(),
         "threads": settings.threads,
         "branches": settings.breadth,
     }
+
+
+Tokens = tuple[int, ...]
+
+
+def add_flags(group: argparse._ArgumentGroup) -> None:
+    kinds = "classes of prompts (default: all of the suite, else code; with --concurrency all)"
+    group.add_argument("--classes", metavar="C,C,...", help=kinds)
+    folder = (
+        "ask what people ask a chat model, all classes in turns, and compare with llama.cpp on the same GGUF file;"
+        " DIR: a folder of your own prompts, CLASS.txt for each class, prompts with a line %% between"
+        " (default: Outrider's own)"
+    )
+    group.add_argument("--suite", nargs="?", type=Path, const=SUITE, metavar="DIR", help=folder)
+
+
+def of_classes(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[str]) -> dict[str, list[Tokens]]:
+    """`usual`: the classes where none are named and no suite is asked for.
+
+    Raises:
+        InvalidRequest: there are no such prompts.
+    """
+    kinds = None if options.classes is None else options.classes.split(",")
+    if options.suite is not None:
+        text = load_text(pair.target)
+        found = load_suite(options.suite, kinds)
+        return {kind: [text.tokens(prompt.text) for prompt in prompts] for kind, prompts in found.items()}
+    codec = load_codec(pair.target)
+    return {kind: [codec.encode(prompt.text) for prompt in load(kind)] for kind in kinds or usual}
+
+
+def in_turn(classes: Sequence[Sequence[Tokens]]) -> list[Tokens]:
+    """One of each class after the other, as long as there are any."""
+    return [tokens for tokens in chain.from_iterable(zip_longest(*classes)) if tokens is not None]
+
+
+N = TypeVar("N", int, float)
+
+
+def numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
+    """Each of them once, in their order.
+
+    Raises:
+        InvalidRequest: something else stands there.
+    """
+    try:
+        return list(dict.fromkeys(kind(part) for part in text.split(",")))
+    except ValueError:
+        raise InvalidRequest(f"{name} is {text!r}; expected numbers with commas between, like 2,3,4") from None
+
+
+def modes_of(text: str) -> list[str]:
+    """Each mode once, in their order.
+
+    Raises:
+        InvalidRequest: something else stands there.
+    """
+    return [values.word("modes", mode, MODES) for mode in dict.fromkeys(text.split(","))]

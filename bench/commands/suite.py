@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from outrider.bench.commands import files, texts
-from outrider.bench.commands.lists import numbers
-from outrider.bench.contest import bars, ratios, report
+from outrider.bench.commands import files
+from outrider.bench.commands.files import numbers
+from outrider.bench.contest import report
 from outrider.bench.contest.contest import Contestant, Run, compete
-from outrider.bench.contest.explain import shares, subjects_of
 from outrider.bench.contest.field import BASELINE, BOTH_CORES, field
 from outrider.bench.contest.peers import Chosen, choose
+from outrider.bench.contest.summary import shares, subjects_of
 from outrider.bench.crowd import footprint
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.folder import writable
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.flags import writable_folder
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pair.pairing import ChosenPair
 from outrider.orchestrator.settings import check_draft_tokens
 from outrider.protocol.errors import InvalidRequest
@@ -36,19 +36,19 @@ class Suite:
     """What is to be run, checked before anything starts. `classes` names the class of each prompt; `trials`: one prompt
     of each class, on which settings are chosen."""
 
-    prompts: list[texts.Tokens]
+    prompts: list[files.Tokens]
     classes: list[str]
-    trials: list[texts.Tokens]
+    trials: list[files.Tokens]
     samplings: list[SamplingParams]
     depths: list[int]
     peers: Chosen
 
 
 def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> int:
-    plan, out = _plan(options, pair, samplings), writable(options.out, "choose another --out")
+    plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
     screen, given = Screen(), flags.settings_of(options)
     sections: list[report.Section] = []
-    asked: dict[str, list[ratios.Found]] = {}
+    asked: dict[str, list[report.Found]] = {}
     raw: dict[str, Any] = {}
     with field(given, pair.settings, plan.depths, False, plan.peers, screen.show) as started:
         for sampling in plan.samplings:
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
             runs = compete(best, plan.prompts, sampling, screen.show)
             at = f"T={sampling.temp:g}"
             made = _sections(plan, sampling.temp, best, runs, pair.settings.threads)
-            asked[at] = ratios.ratios(runs, plan.classes, pair.settings.threads)
+            asked[at] = report.ratios(runs, plan.classes, pair.settings.threads)
             raw[at] = {
                 name: [_plain(*one) for one in zip(plan.classes, found, strict=True)] for name, found in runs.items()
             }
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
             screen.clear()
             for section in made:
                 print(report.table(section) + "\n")
-            print(f"asked, {at}\n\n{ratios.table(asked[at])}\n", flush=True)
+            print(f"asked, {at}\n\n{report.ratio_table(asked[at])}\n", flush=True)
     taken = _footprint(pair, plan, given, screen)
     print("\n".join([*(footprint.lines(taken) if taken else []), *plan.peers.left_out]))
     title = f"outrider bench --suite: {options.max_tokens} tokens, B = {pair.settings.breadth}"
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
         "footprint": asdict(taken) if taken else None,
         "runs": raw,
     }
-    files.write(out, "suite", title, pair.settings, results, lambda path: bars.draw(sections, path, title))
+    files.write(out, "suite", title, pair.settings, results, lambda path: report.draw(sections, path, title))
     return 0
 
 
@@ -101,14 +101,14 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
     for depth in depths:
         check_draft_tokens(depth)
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
-    found = texts.of_classes(options, pair, ())
+    found = files.of_classes(options, pair, ())
     count = USUAL_PROMPTS if options.prompts is None else options.prompts
     for kind, prompts in found.items():
         if not 1 <= count < len(prompts):
             raise InvalidRequest(f"prompts is {count}; the class {kind} has 1 to {len(prompts) - 1} beside the trial's")
     chosen = {kind: prompts[:count] for kind, prompts in found.items()}
     return Suite(
-        texts.in_turn(list(chosen.values())),
+        files.in_turn(list(chosen.values())),
         [*chosen] * count,
         [prompts[-1] for prompts in found.values()],
         [replace(sampling, ignore_eos=False) for sampling in samplings],
@@ -123,7 +123,7 @@ def _sections(
     """A table of all classes, with what each of our ways did in its rounds, and one of each class."""
     here = f"{threads} thread{'s' * (threads > 1)} per worker"
     notes = [shares(subject) for subject in subjects_of(best, runs, BOTH_CORES)]
-    made = [report.section(ratios.ALL, temp, here, runs, BASELINE, {}, notes)]
+    made = [report.section(report.ALL, temp, here, runs, BASELINE, {}, notes)]
     for kind in dict.fromkeys(plan.classes):
         of_kind = {
             name: [run for run, its in zip(found, plan.classes, strict=True) if its == kind]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 
 from outrider.bench.commands import tune_heads
-from outrider.bench.contest.contest import Ours, compete
-from outrider.bench.contest.statistics import total_rate
+from outrider.bench.commands.tune_heads import DEPTHS
+from outrider.bench.contest.contest import Ours, compete, total_rate
 from outrider.bench.timing.forecast import (
     Forecast,
     best_of,
@@ -23,23 +25,88 @@ from outrider.bench.timing.forecast import (
     most_gained,
     recommendation,
 )
-from outrider.bench.timing.heads import DEPTHS
-from outrider.bench.timing.prefill import PrefillTimes, measure
 from outrider.bench.timing.probe import Probe, may_pay, probe
 from outrider.bench.timing.workbench import workbench
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.folder import writable
-from outrider.orchestrator.cli.screen import Screen, say
+from outrider.orchestrator.cli.flags import writable_folder
+from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core.learning import tuning
 from outrider.orchestrator.core.learning.tuning import Choice, Tuning
-from outrider.orchestrator.machine import cores, prompt_reader
+from outrider.orchestrator.machine import spawn, system
 from outrider.orchestrator.machine.spawn import MODULES
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+
+# Who reads prompts quicker, the target itself or a prefill worker that hands over what it read: in real clusters.
+
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+ROUNDS = 5
+NEVER = 2**31 - 1
+WORTH_IT = 0.95  # of the target's time
+_FIRST = SamplingParams(max_tokens=1, ignore_eos=True)
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """Median milliseconds until the first token of prompts of these `lengths`, read by the target and by the worker."""
+
+    lengths: tuple[int, ...]
+    own_ms: tuple[float, ...]
+    worker_ms: tuple[float, ...]
+
+    @property
+    def least(self) -> int:
+        """From so many tokens on the worker is quicker, whatever the length; `NEVER`: it is not."""
+        found = NEVER
+        for length, own, worker in reversed(list(zip(self.lengths, self.own_ms, self.worker_ms, strict=True))):
+            if worker >= WORTH_IT * own:
+                break
+            found = length
+        return found
+
+    @property
+    def sentence(self) -> str:
+        rows = zip(self.lengths, self.own_ms, self.worker_ms, strict=True)
+        times = "  ".join(f"{length}: {worker:.0f} ms against {own:.0f}" for length, own, worker in rows)
+        verdict = "never" if self.least == NEVER else f"prompts of {self.least} tokens and more"
+        return f"to be read by a prefill worker: {verdict} ({times})"
+
+
+def measure(settings: dict[str, Any], context: int, vocab_size: int, show: Show) -> PrefillTimes:
+    """Prompts of no meaning, which take as long as others, in one cluster without a prefill worker and one with it.
+
+    Raises:
+        OutriderError: a cluster does not come up.
+    """
+    lengths = tuple(length for length in LENGTHS if length < context) or (context - 1,)
+    alone = {**settings, "prompt_cache": False, "draft_backend": "none", "draft_model": None, "mode": "ar"}
+    times = []
+    for workers in (0, 1):
+        show(f"tune: prompts read by {'a prefill worker' if workers else 'the target'}")
+        settings = {**alone, "prefill_workers": workers, "prefill_from": 1}
+        with LocalCluster(progress=show, **settings) as cluster:
+            times.append(tuple(_median_ms(cluster, length, vocab_size) for length in lengths))
+    return PrefillTimes(lengths, *times)
+
+
+def _median_ms(cluster: LocalCluster, length: int, vocab_size: int) -> float:
+    client, found = cluster.client(), []
+    for tokens in _prompts(length, vocab_size):
+        found.append(client.generate(tokens, _FIRST).timings.prompt_ms)
+    return statistics.median(found[1:])
+
+
+def _prompts(length: int, vocab_size: int) -> Sequence[list[int]]:
+    """One to warm up with, then those that count."""
+    rng = np.random.default_rng(length)
+    return [rng.integers(0, vocab_size, length).tolist() for _ in range(ROUNDS + 1)]
+
 
 PROMPTS = (
     "def read_lines(path):\n",
@@ -81,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
     _check(pair.settings)
     SamplingParams(temp=options.temp)  # before anything starts
     where = tuning.path_for(pair.settings)
-    writable(where.parent, "set XDG_CACHE_HOME to a folder that can be")
+    writable_folder(where.parent, "set XDG_CACHE_HOME to a folder that can be")
     screen = Screen()
     try:
         record, words, found = (_heads if pair.settings.drafts_by_head else _drafter)(options, pair, screen)
@@ -127,7 +194,7 @@ def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> t
     found = forecasts(measured, turnaround_ms)
     words = [_costs(measured, turnaround_ms)]
     if pair.settings.draft_backend == "mlx":
-        words += filter(None, [prompt_reader.measured(str(pair.settings.draft_model))])
+        words += filter(None, [spawn.measured(str(pair.settings.draft_model))])
     words += [_verdict(measured, found), *_other_places(pair.settings)]
     own = tune_heads.beside(options, pair, _texts(pair), screen) if pair.settings.head else []
     words += map(tune_heads.line, own)
@@ -156,7 +223,7 @@ def _probe(pair: ChosenPair, temp: float, screen: Screen) -> tuple[Probe, float]
         measured = probe(bench, _texts(pair), sampling, DEPTHS, BRANCHES, screen.show)
         ran, waited = (now - before for now, before in zip(_scheduled(), (ran, waited), strict=True))
     wanted = pair.settings.threads * (pair.settings.shards + pair.settings.drafters)
-    return measured, waited / max(ran + waited, 1) if len(cores.GIVEN) >= wanted else 0.0
+    return measured, waited / max(ran + waited, 1) if len(system.GIVEN) >= wanted else 0.0
 
 
 def _scheduled() -> tuple[int, int]:

@@ -1,25 +1,134 @@
 """The part of `tune` that is about heads in the target's process: measured in real rounds, each at several K.
 
 Beside a draft model they are added to what was probed of that. In its place they are all there is to tune.
+
+`Way`: what drafters in the target's process bring, in real rounds: at several K, each alone, on a running cluster.
+They take turns with the target, so there is nothing to be told apart by a probe.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
-from outrider.bench.timing import heads
-from outrider.bench.timing.heads import DEPTHS, PLAIN, Found, Way
+from outrider.bench.timing.loops import Curve, medians, milliseconds
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.core.learning.tuning import Choice, Tuning
-from outrider.orchestrator.pair.heads import own_drafters
+from outrider.orchestrator.client.dialogue import Wishes
+from outrider.orchestrator.core.learning.tuning import Choice, OwnKnown, Tuning
+from outrider.orchestrator.pair.model_files import own_drafters
 from outrider.orchestrator.pair.pairing import ChosenPair
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.heads import names_of
+from outrider.protocol.messages import RoundRecord, Timings
 from outrider.protocol.sampling import SamplingParams
+
+DEPTHS = (2, 3, 4, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """By whom chains of `depth` are drafted; by nobody: plain decoding."""
+
+    drafter: str = ""
+    depth: int = 0
+
+
+PLAIN = Way()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A way's tokens per second, and what a token of its chains takes and how well those hold.
+
+    `forwards`: rows of each of the target's, and milliseconds.
+    """
+
+    choice: Choice
+    known: OwnKnown
+    forwards: tuple[tuple[int, float], ...] = ()
+
+
+def measure(
+    client: Client,
+    ways: Sequence[Way],
+    texts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    tell: Callable[[str], None],
+) -> dict[Way, Found]:
+    """All ways in turns, a text at a time: other work on the machine is in all of them alike."""
+    runs = defaultdict[Way, list[_Run]](list)
+    for number, text in enumerate(texts, 1):
+        for way in ways:
+            tell(f"{way.drafter or 'plain decoding'}, K = {way.depth}, text {number} of {len(texts)}")
+            runs[way].append(_run(client, way, text, sampling))
+    return {way: _found(way, own) for way, own in runs.items()}
+
+
+def best_of_each(found: Mapping[Way, Found]) -> list[Found]:
+    """Of each drafter that says anything at all its best K, with what its longest chains show of how well they hold."""
+    best = []
+    for drafter in dict.fromkeys(way.drafter for way in found if way.drafter):
+        own = {way.depth: one for way, one in found.items() if way.drafter == drafter}
+        longest = own[max(own)]
+        if longest.known.acceptance:
+            quickest = max(own.values(), key=lambda one: one.choice.tokens_per_second)
+            best.append(replace(quickest, known=longest.known))
+    return best
+
+
+def measured_verify_ms(found: Iterable[Found]) -> Curve:
+    """A forward of the target by its rows, in milliseconds."""
+    samples = defaultdict[int, list[float]](list)
+    for rows, ms in (forward for one in found for forward in one.forwards):
+        samples[rows].append(ms)
+    return medians(samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A text by one way."""
+
+    timings: Timings
+    rounds: Sequence[RoundRecord]
+
+
+def _run(client: Client, way: Way, text: Sequence[int], sampling: SamplingParams) -> _Run:
+    wishes: Wishes = {"mode": "ar", "chat_template": False}
+    if way.drafter:
+        wishes |= {"mode": "sd", "num_draft_tokens": way.depth, "drafter": way.drafter}
+    stream = client.stream(text, sampling, rounds=True, **wishes)
+    rounds = [record for chunk in stream for record in chunk.rounds or ()]
+    return _Run(stream.result.timings, rounds)
+
+
+def _found(way: Way, runs: Sequence[_Run]) -> Found:
+    timings, rounds = [run.timings for run in runs], [record for run in runs for record in run.rounds]
+    rate = 1000 * sum(one.predicted_n - 1 for one in timings) / sum(one.predicted_ms for one in timings)
+    drafting = [one for record in rounds for one in record.drafting if one.drafter == way.drafter and one.depth]
+    step_ms = sum(milliseconds(one.work) for one in drafting) / max(sum(one.depth for one in drafting), 1)
+    # The first of a text reads it.
+    forwards = tuple((one.drafted + 1, milliseconds(one.verify)) for run in runs for one in run.rounds[1:])
+    choice = Choice("sd" if way.drafter else "ar", way.depth, 0, rate, True, drafter=way.drafter)
+    return Found(choice, OwnKnown(way.drafter, step_ms, _acceptance(timings)), forwards)
+
+
+def _acceptance(timings: Sequence[Timings]) -> tuple[float, ...]:
+    """How often each token of a chain held, given that those before it did."""
+    held = _sums([one.accepted_by_position for one in timings])
+    tried = _sums([one.drafted_by_position for one in timings])
+    reached = [*tried[:1], *held[:-1]]
+    return tuple(h / r for h, r in zip(held, reached, strict=True) if r)
+
+
+def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+
 
 TOKENS = 64
 
@@ -28,7 +137,7 @@ Texts = Sequence[Sequence[int]]
 
 def beside(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: Screen) -> list[Found]:
     """The best of each that drafts beside a draft worker."""
-    return heads.best_of_each(_measured(options, _ways(pair), texts, screen))
+    return best_of_each(_measured(options, _ways(pair), texts, screen))
 
 
 def alone(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: Screen) -> tuple[Tuning, str]:
@@ -38,7 +147,7 @@ def alone(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: S
         WorkerError: none of them says anything.
     """
     found = _measured(options, [PLAIN, *_ways(pair)], texts, screen)
-    best, plain, verify_ms = heads.best_of_each(found), found[PLAIN].choice, heads.verify_ms(found.values())
+    best, plain, verify_ms = best_of_each(found), found[PLAIN].choice, measured_verify_ms(found.values())
     if not best:
         raise WorkerError("no head drafts anything for this target; `outrider doctor` tells what is wrong with it")
     known = best[0].known
@@ -91,4 +200,4 @@ def _measured(options: argparse.Namespace, ways: Sequence[Way], texts: Texts, sc
     sampling = SamplingParams(max_tokens=TOKENS, temp=options.temp, seed=7, ignore_eos=True)
     chosen = {**flags.settings_of(options), "ngrams": False, "memory": False}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
-        return heads.measure(cluster.client(), ways, texts, sampling, lambda said: screen.show(f"tune: {said}"))
+        return measure(cluster.client(), ways, texts, sampling, lambda said: screen.show(f"tune: {said}"))

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 
 from outrider.bench.helper import Helper, say_ready
-from outrider.orchestrator.machine import cores
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
 
 # Larger than any cache, so that each pass comes from memory.
@@ -25,10 +25,10 @@ class Contention(Helper):
     """A context manager; `describe` says what is busy where."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._core = cores.core_of("target", settings)
+        self._core = system.core_of("target", settings)
         self._on_gpu = sys.platform == "darwin"
         super().__init__("outrider.bench.contest.contention", "gpu" if self._on_gpu else "cpu")
-        cores.pin(self.pid, self._core)
+        system.pin(self.pid, self._core)
 
     def describe(self) -> str:
         if self._on_gpu:

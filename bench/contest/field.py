@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Run, compete
+from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Run, compete, total_rate
 from outrider.bench.contest.peers import (
     LLAMA_CPP,
     MLX_LM,
@@ -22,10 +22,9 @@ from outrider.bench.contest.peers import (
     llama_cpp,
     mlx_lm,
 )
-from outrider.bench.contest.statistics import total_rate
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.machine import cores
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.messages import WorkerStats
 from outrider.protocol.sampling import SamplingParams
@@ -107,7 +106,7 @@ class _Starter:
         copies = self._cluster({**copying, "draft_backend": "ngram", "ngrams": True}) if drafts else cluster
         if not plain:
             # A target without a drafter is left free; here it shares the core of all other targets.
-            keep_on(_target(copies.client()).pid, cores.core_of("target", self.settings))
+            keep_on(_target(copies.client()).pid, system.core_of("target", self.settings))
         clients = {"n-gram": copies.client()}
         if drafts:
             clients = {"model": self._cluster({**given, "ngrams": False}).client(), **clients, "both": cluster.client()}
@@ -131,7 +130,7 @@ class _Starter:
         if self.settings.draft_backend != "mlx" or self.settings.simulate is not None:
             return []
         client = self._cluster({**given, "colocate": True}).client()
-        keep_on(_target(client).pid, cores.core_of("target", self.settings))
+        keep_on(_target(client).pid, system.core_of("target", self.settings))
         return [[Ours(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
 
     def mlx_lm(self, suffix: str, settings: ServeSettings) -> Families:
@@ -170,7 +169,7 @@ def keep_on(pid: int, core: int | None) -> None:
     """Pins all threads of a process that runs already."""
     threads = Path(f"/proc/{pid}/task")
     for thread in threads.iterdir() if core is not None and threads.is_dir() else ():
-        cores.pin(int(thread.name), core)
+        system.pin(int(thread.name), core)
 
 
 def llama_name(threads: int, speculation: str = "") -> str:

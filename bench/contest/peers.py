@@ -16,10 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.contest.contest import Run
-from outrider.bench.contest.statistics import Timed
+from outrider.bench.contest.contest import Run, Timed
 from outrider.bench.helper import Helper
-from outrider.orchestrator.machine import cores
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.pair.model_files import default_model, is_gguf
 from outrider.orchestrator.pair.pulled import PULLED, pull
 from outrider.orchestrator.settings import ServeSettings
@@ -60,7 +59,7 @@ class PeerProcess(Helper):
 
     def __init__(self, module: str, settings: ServeSettings, *arguments: str) -> None:
         super().__init__(f"outrider.bench.contest.{module}", *arguments, threads=settings.threads)
-        cores.place(self.pid, "target", settings)
+        system.place(self.pid, "target", settings)
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams, **more: Any) -> Run:
         told = self.ask({

@@ -20,7 +20,7 @@ import psutil
 from outrider.bench.contest.contest import compete
 from outrider.bench.contest.field import llama_name
 from outrider.bench.contest.peers import Chosen, llama_cpp
-from outrider.bench.crowd.turns import SEEDS, Batcher, ModeBatch, PeerBatch, Texts
+from outrider.bench.crowd.ask import SEEDS, Batcher, ModeBatch, PeerBatch, Texts
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.sampling import SamplingParams

@@ -1,22 +1,50 @@
-"""What each thing costs by itself, sampled between the runs of a contest, so that a drifting machine drifts for both.
+"""What each thing costs by itself, sampled between the runs of a contest, so that a drifting machine drifts for
+both.
 
 At any time one process works and all others are still. A chain is asked for right after a verify, as SD asks for it: a
 drafter that has just waited is slower than one that drafts chain upon chain.
+
+`costs`: times that were measured one by one, as the formula wants them (`orchestrator.core.learning.forecasts`).
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.bench.timing.costs import costs
-from outrider.bench.timing.curve import Curve, medians, milliseconds
-from outrider.bench.timing.loops import aheads, numbers_of, steps, turns, verifies, whole
+from outrider.bench.timing.loops import Curve, aheads, medians, milliseconds, numbers_of, steps, turns, verifies, whole
 from outrider.bench.timing.workbench import Workbench
-from outrider.orchestrator.core.learning.speedup import Costs
+from outrider.orchestrator.core.learning.forecasts import Costs
 from outrider.protocol.sampling import SamplingParams
+
+Milliseconds = Callable[[int], float]
+
+
+def costs(
+    step_ms: float,
+    verify_ms: Milliseconds,
+    chain_ms: Milliseconds,
+    ahead_ms: Milliseconds = lambda depth: 0.0,
+    *,
+    between_ms: float = 0.0,
+    turnaround_ms: float | None = None,
+) -> Costs:
+    """What a round is made of.
+
+    Args:
+        step_ms: a token of plain decoding.
+        verify_ms: a verify by its rows.
+        chain_ms: a chain that is asked for, by its length.
+        ahead_ms: the work ahead by its depth; nothing where no tree is waited for.
+        between_ms: the target's wait in SD beyond the chain's time.
+        turnaround_ms: its wait on a hit; None: the same. A chain that is asked for keeps SD's wait.
+    """
+    usual_ms = between_ms if turnaround_ms is None else turnaround_ms
+    more_ms = max(between_ms - usual_ms, 0.0)
+    return Costs(step_ms, verify_ms, lambda depth: chain_ms(depth) + more_ms, ahead_ms, usual_ms)
+
 
 # Rounds of each kind in a sample.
 ROUNDS = 2

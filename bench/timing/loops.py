@@ -1,19 +1,38 @@
 """Rounds of one kind over a known text, one process at work and all others still: what each round took.
 
-All loops open a request behind the text's prompt and close it at their end; `numbers` count rounds from 1, of which the
-first `WARM_UP`, cold caches included, are not told.
+All loops open a request behind the text's prompt and close it at their end; `numbers` count rounds from 1, of which
+the first `WARM_UP`, cold caches included, are not told.
+
+`Curve`: milliseconds by a whole number: what was measured, straight lines between and beyond.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from outrider.bench.timing.curve import milliseconds
 from outrider.bench.timing.workbench import Workbench
 from outrider.protocol.messages import Span
+from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
+
+
+class Curve(Latency):
+    """By rows, tokens or branches."""
+
+    __slots__ = ()
+    __call__ = Latency.milliseconds
+
+
+def medians(samples: Mapping[int, Sequence[float]]) -> Curve:
+    return Curve(tuple((at, statistics.median(found)) for at, found in sorted(samples.items())))
+
+
+def milliseconds(span: Span) -> float:
+    return (span.ended_ns - span.started_ns) / 1e6
+
 
 WARM_UP = 2
 

@@ -7,16 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from outrider.drafting.coreml.converter import converter, store
+from outrider.drafting.coreml.converter import converter
 from outrider.drafting.coreml.host.drafter import CoreMLDrafter
-from outrider.drafting.coreml.package import manifest
-from outrider.drafting.coreml.package.architecture import read as read_architecture
+from outrider.drafting.coreml.package import package
+from outrider.drafting.coreml.package.layout import read as read_architecture
 from outrider.drafting.coreml.package.package import open_package
-from outrider.drafting.coreml.runtime.devices import REFERENCE, runtime_of
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafting.coreml.runtime.interpreter import REFERENCE, NumpyRuntime, runtime_of
 from outrider.drafting.coreml.trials import selection
-from outrider.drafting.coreml.trials.packages import OfCheckpoint, OnePackage, Packages
-from outrider.drafting.coreml.trials.selection import Selection
+from outrider.drafting.coreml.trials.selection import OfCheckpoint, OnePackage, Packages, Selection
 from outrider.drafting.drafter import Drafter
 from outrider.protocol.errors import ModelError
 
@@ -57,7 +55,7 @@ def place(packages: Packages, tell: Tell) -> Selection:
         ModelError: not one package can be made.
     """
     if sys.platform == "darwin":
-        return selection.choose(packages, store.probes(), tell)
+        return selection.choose(packages, converter.probes(), tell)
     package = packages.get(packages.variants[0])
     return Selection(package, REFERENCE, f"drafting with {NumpyRuntime.name}", ())
 
@@ -65,7 +63,7 @@ def place(packages: Packages, tell: Tell) -> Selection:
 def _packages(model: str, tell: Tell) -> tuple[Packages, Path | None]:
     """What the drafter may run, and the checkpoint it is of where that is known."""
     given = Path(model).expanduser()
-    if (given / manifest.FILE).is_file():
+    if (given / package.FILE).is_file():
         return OnePackage(open_package(given)), None
     checkpoint = checkpoint_of(model, tell)
     return packages_of(checkpoint, tell), checkpoint

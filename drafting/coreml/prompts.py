@@ -20,13 +20,12 @@ from typing import Any
 import mlx.core as mx
 
 from outrider.drafting.coreml import load
-from outrider.drafting.coreml.converter import store
+from outrider.drafting.coreml.converter import converter
 from outrider.drafting.coreml.package.package import Package
-from outrider.drafting.coreml.runtime.coreml_runtime import os_build
-from outrider.drafting.coreml.trials import sacrifice
-from outrider.drafting.coreml.trials.packages import OfCheckpoint
+from outrider.drafting.coreml.runtime.runtimes import os_build
+from outrider.drafting.coreml.trials import trial
 from outrider.drafting.coreml.trials.prompt_trial import PromptTimes
-from outrider.drafting.coreml.trials.verdicts import read, write
+from outrider.drafting.coreml.trials.selection import OfCheckpoint, read, write
 from outrider.protocol.errors import OutriderError
 
 MODULE = "outrider.drafting.coreml.trials.prompt_trial"
@@ -35,7 +34,7 @@ _WORTH_IT = 0.95  # of MLX's time
 
 log = logging.getLogger(__name__)
 
-Measure = Callable[[Path, Package, str], sacrifice.Ending]
+Measure = Callable[[Path, Package, str], trial.Ending]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +90,13 @@ def here(packages: OfCheckpoint, tell: Callable[[str], None]) -> Prompts:
     placed = load.place(packages, tell)
     if placed.package is None or placed.units is None:
         return Prompts("no unit", None, placed.sentence)
-    return found(packages.checkpoint, placed.package, placed.units, store.probes())
+    return found(packages.checkpoint, placed.package, placed.units, converter.probes())
 
 
-def measured(checkpoint: Path, package: Package, units: str) -> sacrifice.Ending:
+def measured(checkpoint: Path, package: Package, units: str) -> trial.Ending:
     """The measurement itself."""
     line = ["--model", str(checkpoint), "--package", str(package.path), "--units", units]
-    return sacrifice.run(MODULE, line, _SECONDS)
+    return trial.run_program(MODULE, line, _SECONDS)
 
 
 def any_kept(memory: Path) -> bool:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from outrider.drafting.coreml import load, prompts
-from outrider.drafting.coreml.converter import store
+from outrider.drafting.coreml.converter import converter
 from outrider.drafting.coreml.host.prefill import PackageReader
-from outrider.drafting.coreml.package import manifest
+from outrider.drafting.coreml.package import package
 from outrider.drafting.coreml.package.package import Package, open_package
-from outrider.drafting.coreml.runtime.devices import runtime_of
-from outrider.drafting.coreml.trials.packages import OnePackage, Packages
+from outrider.drafting.coreml.runtime.interpreter import runtime_of
+from outrider.drafting.coreml.trials.selection import OnePackage, Packages
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 Tell = Callable[[str], None]
@@ -36,7 +36,7 @@ def reader_for(model: str, prefill: str, tell: Tell) -> PackageReader | None:
         case "coreml":
             return _always(load.packages_of(load.checkpoint_of(model, tell), tell), tell)
     directory = Path(prefill).expanduser()
-    if not (directory / manifest.FILE).is_file():
+    if not (directory / package.FILE).is_file():
         raise InvalidRequest(f"draft prefill is {prefill!r}; expected auto, mlx, coreml or the directory of a package")
     return _always(OnePackage(open_package(directory, load.checkpoint_of(model, tell))), tell)
 
@@ -50,7 +50,7 @@ def _always(packages: Packages, tell: Tell) -> PackageReader | None:
 
 
 def _measured_quicker(model: str, tell: Tell) -> PackageReader | None:
-    memory = store.probes()
+    memory = converter.probes()
     if not prompts.any_kept(memory):  # spares hashing the weights
         return None
     try:

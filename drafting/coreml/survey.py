@@ -19,13 +19,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafting.coreml import load
-from outrider.drafting.coreml.converter import store
+from outrider.drafting.coreml.converter import converter
 from outrider.drafting.coreml.converter.converter import Options
 from outrider.drafting.coreml.package.layout import Mode
 from outrider.drafting.coreml.package.package import Package
-from outrider.drafting.coreml.runtime.devices import REFERENCE
-from outrider.drafting.coreml.trials import probe, sacrifice
-from outrider.drafting.coreml.trials.verdicts import Tried
+from outrider.drafting.coreml.runtime.interpreter import REFERENCE
+from outrider.drafting.coreml.trials import selection, trial
+from outrider.drafting.coreml.trials.selection import Tried
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import OutriderError
 
@@ -55,8 +55,8 @@ def survey(checkpoint: Path, predictions: int, folder: Path) -> Iterator[Tried]:
         for units, kinds in _ON_A_MAC if sys.platform == "darwin" else _ELSEWHERE:
             for weights in kinds:
                 options = Options(mode, weights, load.context_of(checkpoint))
-                package = store.package_of(checkpoint, options, folder=folder)
-                yield Tried.of(package, probe.try_out(package, units, predictions))
+                package = converter.package_of(checkpoint, options, folder=folder)
+                yield Tried.of(package, selection.try_out(package, units, predictions))
 
 
 def slowdown(target: str, package: Package, units: str) -> str:
@@ -76,10 +76,10 @@ def slowdown(target: str, package: Package, units: str) -> str:
     decode()
     alone = decode()
     with tempfile.TemporaryDirectory() as directory:
-        line = [*probe.arguments(package, units, 10**6), "--result", str(Path(directory) / "trial.json")]
-        command = sacrifice.command(probe.MODULE, *line)
+        line = [*selection.arguments(package, units, 10**6), "--result", str(Path(directory) / "trial.json")]
+        command = trial.command(selection.MODULE, *line)
         silent = subprocess.DEVNULL
-        drafting = subprocess.Popen(command, stdout=silent, stderr=silent, env=sacrifice.environment())
+        drafting = subprocess.Popen(command, stdout=silent, stderr=silent, env=trial.environment())
         try:
             time.sleep(20 if sys.platform == "darwin" else 4)  # loading and the comparison come first
             ended = drafting.poll()
@@ -105,10 +105,12 @@ def main() -> int:
         checkpoint = load.checkpoint_of(options.model)
         _row(COLUMNS)
         _row(["---"] * len(COLUMNS))
-        for tried in survey(checkpoint, options.predictions, options.folder or store.root()):
+        for tried in survey(checkpoint, options.predictions, options.folder or converter.root()):
             _row(cells(tried))
         if options.target:
-            package = store.package_of(checkpoint, Options(context=load.context_of(checkpoint)), folder=options.folder)
+            package = converter.package_of(
+                checkpoint, Options(context=load.context_of(checkpoint)), folder=options.folder
+            )
             units = "CPU_AND_NE" if sys.platform == "darwin" else REFERENCE
             sys.stdout.write(f"\n{slowdown(options.target, package, units)}\n")
     except OutriderError as error:

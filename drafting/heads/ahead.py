@@ -1,32 +1,242 @@
-"""A head in a process of its own: it works ahead like a draft model, fed with rows that the target tells it.
+"""A head in a process of its own: it works ahead like a draft model, on token trees fed with rows that the target
+tells it.
 
 What it needs of the target's weights, as its embedding, is read from the target's files; nothing else of them is.
+
+`HeadTree`: a token tree of a head: what it drafts behind committed tokens, whose rows the target tells as they are
+made. Before the first rows come there is nothing to grow from. Where the target has spoken since, what was fed a guess
+is no node any more, so committed tokens are fed again with what is true. Where rows were missed, as those of a
+remembered prompt are, reading begins behind the gap. Satisfies `drafting.drafter.HearingTree`.
+
+`BlockTree`: a token tree of a block head: branches are blocks, whose first tokens are known and the rest masks.
+Outcomes are told as tokens, so each opens a block of its own: the last token with a feature before it, what was
+committed or accepted since, and the bonus. What grows behind it is that block's. A block ends somewhere, so there is
+`room` for so many tokens only. Satisfies `drafting.drafter.HearingTree`.
+
+`agrees`: may numpy grow a head's trees? Tried at load: ragged branches of several texts in one forward, some behind
+rows that have been heard and some behind guesses, and what became final, against MLX's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
-from outrider.drafting.drafter import TokenTree, TreeFeed
-from outrider.drafting.heads.block_tree import BlockTree
+from outrider.drafting.drafter import TokenTree
+from outrider.drafting.heads.block_columns import Block, BlockColumns, NewBlocks
+from outrider.drafting.heads.columns import NO_NUMBERS, HostColumns, PairColumns
 from outrider.drafting.heads.head import BlockHead, GuessingHead
 from outrider.drafting.heads.load import features_of, read
-from outrider.drafting.heads.numpy_check import host_of
-from outrider.drafting.heads.numpy_head import NumpyHead
-from outrider.drafting.heads.tree import HeadTree
-from outrider.drafting.heads.tree_check import agrees
-from outrider.engine.loading import outline
+from outrider.drafting.heads.pairing import alike, host_of
+from outrider.drafting.heads.pairs import NumpyHead
+from outrider.engine.loading import LoadedModel, outline
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
-from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree import NOWHERE, Growth, Layout, Tree, feed_together
+from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft
-from outrider.protocol.kv import KvCost
+from outrider.protocol.errors import CannotDraft, ModelFault
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import KvCost
+
+
+class HeadTree(Tree):
+    """One request's tree of pairs. Tokens before the first pair's are committed and have no column."""
+
+    columns: PairColumns
+
+    def __init__(
+        self, head: GuessingHead, sampler: Sampler, tokens: Sequence[int], numpy: NumpyHead | None = None
+    ) -> None:
+        """`numpy` makes the forwards of few pairs."""
+        columns = PairColumns(head) if numpy is None else HostColumns(head, numpy)
+        super().__init__(columns, sampler, head.context_length, tokens)
+
+    def ready(self, ahead: int = 0) -> bool:
+        """Whether it can grow, or could once `ahead` tokens more were read."""
+        return bool(self._nodes) or len(self._committed) + ahead - 2 in self.columns.heard
+
+    def hear(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """The target's rows [N, W] of committed tokens, the first at `position`. Waits where they are read."""
+        self.columns.hear(position, rows)
+        if not self._nodes:
+            self._read_on(True)
+
+    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
+        for child in self._node(node).children:
+            entry = self._nodes[child]
+            if self._token(entry) == token and not self.columns.is_stale(entry.column):
+                return child
+        return None
+
+    def commit(self, path: Sequence[int]) -> None:
+        super().commit(path)
+        self.columns.heard.forget(len(self._committed) - 1)
+
+    def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
+        self._committed += tokens
+        self._recent, self._nodes = [], {}
+        self._read_on(not more)
+
+    def _read_on(self, to_end: bool) -> None:
+        """Feeds the committed tokens whose rows have been heard; behind the last one, if that may be, it can grow."""
+        heard, total = self.columns.heard, len(self._committed)
+        if heard.begin == heard.end:
+            return
+        if not self._column_tokens or heard.begin > self._origin + len(self._column_tokens) - 1:
+            self._origin, self._column_tokens = heard.begin + 1, []
+            self.columns.begin_at(self._origin)
+            self._layout = Layout(0)
+        fed, end = self._origin + len(self._column_tokens), min(heard.end + 1, total)
+        if end <= fed:
+            return
+        has_root = to_end and end == total
+        start = len(self._column_tokens)
+        self._column_tokens += self._committed[fed : end - has_root]
+        self.columns.prefill(self._column_tokens, None, total, start)
+        self._layout = Layout(len(self._column_tokens))
+        if has_root:
+            last = self._committed.pop()
+            (root,) = feed_together([self], [TreeFeed([NOWHERE], [last])])[0]
+            self._settle(root)
+        heard.forget(self._origin + len(self._column_tokens) - 1)
+
+
+class BlockTree(Tree):
+    """One request's tree. Every committed token has a column; what is read of them are rows."""
+
+    columns: BlockColumns
+
+    def __init__(self, head: BlockHead, sampler: Sampler, tokens: Sequence[int]) -> None:
+        self._depth = head.depth
+        super().__init__(BlockColumns(head), sampler, head.context_length, tokens)
+
+    @property
+    def room(self) -> int:
+        return max(0, min(super().room, self.columns.reach(len(self._committed) - 1)))
+
+    def ready(self, ahead: int = 0) -> bool:
+        """Whether it can grow, or could once `ahead` tokens more were read."""
+        return bool(self._nodes) or self.columns.end >= len(self._committed) + ahead - 1
+
+    def hear(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """The target's rows [N, W] of committed tokens, the first at `position`. Waits where many are read."""
+        self.columns.hear(position, rows)
+        self._plant()
+
+    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
+        """A block's own choice is a node for who goes on with it: else what follows a token is asked of a block that
+        knows it. Where the target has spoken since, neither is."""
+        parent, own = self._node(node), told is False
+        for child in parent.children:
+            entry = self._nodes[child]
+            is_own = entry.fork == parent.fork
+            if is_own == own and self._token(entry) == token and not self.columns.is_stale(entry.column):
+                return child
+        return None
+
+    def begin(self, feed: TreeFeed) -> Growth:
+        opened = self._opened(feed)
+        growth = super().begin(feed)
+        new = growth.new
+        blocks = NewBlocks(new.tokens, new.start, new.positions, new.seen, new.parents, opened)
+        return replace(growth, new=blocks)
+
+    def _opened(self, feed: TreeFeed) -> list[Block | None]:
+        """The block of each token; None for what goes on in that of its parent."""
+        first, wanted = self._next, feed.wanted or [self._depth] * len(feed.tokens)
+        found: list[Block | None] = []
+        for index, (parent, token) in enumerate(zip(feed.parents, feed.tokens, strict=True)):
+            goes_on = token is None and parent < first and self.columns.goes_on(self._node(parent).column)
+            found.append(None if goes_on else self._block(self._down_to(feed, index), wanted[index]))
+        return found
+
+    def _block(self, path: list[int], wanted: int) -> Block:
+        """That of the last token of a path behind the committed ones."""
+        last = len(self._committed) + len(path) - 1
+        anchor = self.columns.anchor(last)
+        pending = anchor - len(self._committed)
+        tokens = path[pending:] if pending > 0 else [*self._committed[anchor:], *path]
+        return Block(anchor, tokens, max(1, min(wanted, self._depth - (last - anchor))))
+
+    def _down_to(self, feed: TreeFeed, index: int) -> list[int]:
+        """The pending tokens down to one that is to be fed, its own included. Waits for what was not read."""
+        parent, token = feed.parents[index], feed.tokens[index]
+        above = self._path(parent) if parent < self._next else self._down_to(feed, parent - self._next)
+        return [*above, self._best(self._node(parent)) if token is None else token]
+
+    def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
+        self._committed += tokens
+        self._column_tokens = list(self._committed)
+        self._recent, self._nodes = [], {}
+        self._layout = Layout(len(self._committed))
+        if not more:
+            self._plant()
+
+    def _plant(self) -> None:
+        """The last committed token becomes the root, once the rows before it have been heard."""
+        if self._nodes or not self.ready():
+            return
+        last = self._committed.pop()
+        self._column_tokens = list(self._committed)
+        self._layout = Layout(len(self._committed))
+        (root,) = feed_together([self], [TreeFeed([NOWHERE], [last])])[0]
+        self._settle(root)
+        if not self.columns.is_sound(self._nodes[root].column):
+            raise ModelFault(NO_NUMBERS)
+
+
+_LENGTHS = (9, 2, 14)
+# Behind what of the root (0) and these each token is fed. Of the first so many branches end that columns are moved.
+_PARENTS = ((0,) * 10 + (1, 11, 11, 2), (0, 0), (0, 1, 2, 2, 0))
+_FINAL = ((1, 11), (2,), (1, 2))
+_ROUNDS = 3
+
+
+def agrees(head: GuessingHead, numpy: NumpyHead, target: LoadedModel) -> bool:
+    """Whether trees over texts of no meaning get the logits that MLX gives them."""
+    draws = np.random.default_rng(0)
+    texts = [draws.integers(0, 9, length).tolist() for length in _LENGTHS]
+    ways = [[_open(head, target, text, by) for text in texts] for by in (None, numpy)]
+    heard = [0] * len(texts)
+    for _ in range(_ROUNDS):
+        for number, tree in enumerate(ways[0]):
+            known = tree.committed_len - 1
+            raw = draws.standard_normal((known - heard[number], head.points.count * int(target.config["hidden_size"])))
+            rows = np.array(head.fuse(mx.array(raw, mx.float32)).astype(mx.float32))
+            for way in ways:
+                way[number].hear(heard[number], rows)
+            heard[number] = known
+        tokens = [draws.integers(0, 9, len(parents)).tolist() for parents in _PARENTS]
+        own, found = (_grown(way, tokens) for way in ways)
+        if not all(alike(*both) for both in zip(own, found, strict=True)):
+            return False
+    return True
+
+
+def _open(head: GuessingHead, target: LoadedModel, text: Sequence[int], numpy: NumpyHead | None) -> HeadTree:
+    sampler = Sampler(SamplingParams(), target.vocab_size, normalised=False)
+    return HeadTree(head, sampler, text, numpy)
+
+
+def _grown(trees: Sequence[HeadTree], tokens: Sequence[Sequence[int]]) -> list[mx.array]:
+    """The logits at the root and behind all that is fed, tree by tree; then some of them are final."""
+    feeds = []
+    for tree, parents, own in zip(trees, _PARENTS, tokens, strict=True):
+        names = [tree.root, *range(tree.next_node, tree.next_node + len(parents))]
+        feeds.append(TreeFeed([names[parent] for parent in parents], own))
+    found = []
+    for tree, nodes, final in zip(trees, feed_together(trees, feeds), _FINAL, strict=True):
+        found.append(mx.stack([tree.scores(node) for node in (tree.root, *nodes)]))
+        tree.commit([nodes[name - 1] for name in final])
+    return found
+
 
 UNTRAINED = (
     "this head was not trained for blocks whose first tokens are known (dflash_config's loss_type variable_prefix), as"

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafting.heads.columns import picked
 from outrider.drafting.heads.head import BlockHead
-from outrider.engine.buffers import with_room
+from outrider.engine.cache import with_room
 from outrider.engine.columns import Bools, Ints, NewColumns
 from outrider.engine.flat import Mask
 from outrider.engine.prompt_cache import Saved, Start

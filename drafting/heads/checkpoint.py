@@ -17,8 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from outrider.protocol.digest import digest, fits
-from outrider.protocol.errors import CannotDraft
-from outrider.protocol.guard import first_line
+from outrider.protocol.errors import CannotDraft, first_line
 
 Weights = dict[str, mx.array]
 _FINGERPRINT = re.compile("[0-9a-f]+-[0-9a-f]*")

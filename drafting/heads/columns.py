@@ -1,15 +1,21 @@
 """Where a head's tree has its keys and values: columns of pairs, in place of a model's columns of tokens. By MLX;
-`host_columns` computes the same by numpy.
+`HostColumns` computes the same by numpy.
 
 A pair is a token and the feature of the one before it: the target's, where that has been heard, else what stands for
 it. For a head that has learned one feature for all rows that are missing it is that; for others what the head made of
 the pair before, so tokens behind one another that the target has not told of are fed one a forward. Knows columns and
 rows; nothing of nodes or sampling.
+
+`Heard`: rows of the target's that a head has been told and not yet fed: a stretch of consecutive committed tokens.
+Knows positions and rows; nothing of tokens. Bounded: of a long stretch the newest are kept.
+
+`HostColumns`: the columns of a head's tree by numpy: what grows, and short pieces of text; long ones are MLX's, over
+the same buffers. Nothing here is lazy: a forward returns when it is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -20,14 +26,64 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafting.heads.head import GuessingHead, MaskedHead
-from outrider.drafting.heads.heard import Heard, Row
+from outrider.drafting.heads.pairs import NumpyHead
 from outrider.engine.blocks import Floats
-from outrider.engine.buffers import with_room
-from outrider.engine.cache import window_of
+from outrider.engine.cache import window_of, with_room
 from outrider.engine.columns import Bools, ColumnCache, Frame, Ints, NewColumns, gather, restore, saved
 from outrider.engine.flat import Mask, install
+from outrider.engine.numpy_net import MOST_ROWS, Span, hidden
 from outrider.engine.prompt_cache import Saved, Start
-from outrider.protocol.guard import ModelFault
+from outrider.protocol.errors import ModelFault
+
+MOST = 2048
+
+Row = tuple[mx.array | Floats, int]
+"""A row, as one of an array's [N, W]."""
+
+
+class Heard:
+    """Rows of the positions `begin`..`end`-1."""
+
+    def __init__(self) -> None:
+        self.begin = self.end = 0
+        self._parts: list[tuple[int, Floats]] = []
+
+    def add(self, position: int, rows: Floats) -> None:
+        """The next ones, the first at `position`; behind a gap the stretch begins anew. What is known is left out."""
+        end = position + rows.shape[0]
+        if end <= self.end:
+            return
+        if not self.begin <= position <= self.end:
+            self.begin, self._parts = position, []
+        elif position < self.end:
+            position, rows = self.end, rows[self.end - position :]
+        self._parts.append((position, rows))
+        self.end = end
+        self.forget(end - MOST)
+
+    def forget(self, position: int) -> None:
+        """Rows before this position are not wanted any more."""
+        if position > self.begin:
+            self.begin = min(position, self.end)
+            self._parts = [part for part in self._parts if part[0] + part[1].shape[0] > position]
+
+    def __contains__(self, position: int) -> bool:
+        return self.begin <= position < self.end
+
+    def row(self, position: int) -> Row:
+        """The row of a position that it has."""
+        first, rows = next(part for part in self._parts if part[0] <= position < part[0] + part[1].shape[0])
+        return rows, position - first
+
+    def between(self, begin: int, end: int) -> Floats:
+        """The rows of these positions, all of which it has: [end - begin, W]."""
+        parts = [
+            rows[max(begin - first, 0) : max(end - first, 0)]
+            for first, rows in self._parts
+            if first < end and begin < first + rows.shape[0]
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
 
 PIECE = 512
 NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's rows are beyond its number format"
@@ -248,3 +304,63 @@ def picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
         whole = indices == list(range(array.shape[0]))
         found.append(array if whole else mx.take(array, mx.array(indices), axis=0))
     return found[0] if len(found) == 1 else mx.concatenate(found)
+
+
+class HostColumns(PairColumns):
+    """`PairColumns` of a head in float32 on a CPU."""
+
+    lazy = False
+
+    def __init__(self, head: GuessingHead, numpy: NumpyHead) -> None:
+        super().__init__(head)
+        self._numpy = numpy
+        if self._missing is not None:
+            self._missing = np.array(self._missing[0]), 0
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        end, before = len(tokens), self.origin + start - 1
+        if not 0 < end - start <= MOST_ROWS:
+            super().prefill(tokens, progress, total, start)
+            return
+        positions = np.arange(start, end, dtype=np.int32)
+        masked = hidden(positions[:, None] >= np.arange(end))
+        spans = ([Span(slice(0, end - start), *own, slice(start, end), end, masked)] for own in self.buffers(end))
+        features = self.heard.between(before, before + end - start)
+        if not np.isfinite(self._numpy.rows(np.array(tokens[start:]), features, positions, spans)).all():
+            raise ModelFault(NO_NUMBERS)
+
+    def hidden(self, parts: Sequence[Part]) -> Any:
+        tokens = np.concatenate([np.array(part.new.tokens)[part.rows] for part in parts])
+        features = np.stack([array[index] for part in parts for array, index in part.features()])
+        places, own = np.concatenate([part.places for part in parts]), list(map(_spans, parts))
+        found = self._numpy.rows(tokens, features, places, zip(*own, strict=True))
+        if self._missing is None:
+            made(parts, self._numpy.stands_in(found))
+        return found
+
+    def logits(self, found: Sequence[Any], back: Sequence[int]) -> mx.array:
+        rows = found[0] if len(found) == 1 else np.concatenate(found)[list(back)]
+        return mx.array(self._numpy.scores(rows))
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        for buffers in self.buffers(0):
+            for buffer in buffers:
+                buffer[:, prefix : prefix + len(columns)] = buffer[:, columns]
+        self.renumber(prefix, columns)
+
+    def buffers(self, end: int) -> Iterator[tuple[Floats, Floats]]:
+        """Each layer's keys and values [kv heads, columns, D] themselves, with room for so many columns."""
+        for leaf, layer in zip(self.leaves, self._numpy.layers, strict=True):
+            like = mx.zeros((1, layer.kv_heads, 1, layer.width))
+            leaf.keys, leaf.values = with_room(leaf.keys, 1, end, like), with_room(leaf.values, 1, end, like)
+            mx.eval(leaf.keys, leaf.values)
+            yield np.array(leaf.keys, copy=False)[0], np.array(leaf.values, copy=False)[0]
+
+
+def _spans(part: Part) -> Iterator[Span]:
+    """Where each layer's attention finds this part's text."""
+    masked = hidden(part.new.seen[part.rows])
+    for keys, values in part.text.buffers(part.new.end):  # type: ignore[attr-defined]
+        yield Span(part.span, keys, values, part.place, part.new.end, masked)

@@ -16,9 +16,9 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
-from outrider.drafting.heads.links import Link
+from outrider.drafting.heads.layers import Link
 from outrider.engine.flat import FlatCache
-from outrider.engine.taps import TapPoints
+from outrider.engine.hidden_states import TapPoints
 
 
 class Head(Protocol):

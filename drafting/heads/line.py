@@ -1,4 +1,7 @@
-"""A committed text that a head drafts behind, and what it has chosen there so far."""
+"""A committed text that a head drafts behind, and what it has chosen there so far.
+
+`BesideLine`: what a head thought next best beside a request's chains, and what came of it.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
-from outrider.drafting.continuation import Continuation
+from outrider.drafting.continuation import WIDTH, Continuation, Place, Said
+from outrider.drafting.fan_out import Calibration
 from outrider.drafting.heads.pairs import PairFeed
-from outrider.engine.candidate import Candidate
-from outrider.engine.flat_rows import FlatText
+from outrider.engine.flat import FlatText
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import Asked, Step, score
-from outrider.protocol.sparse import one_hot
+from outrider.engine.tree_feed import Candidate
+from outrider.protocol.trees import one_hot
 
 
 class Followed(Protocol):
@@ -133,3 +137,41 @@ def _ranked(tokens: Sequence[int], scores: Sequence[float]) -> list[Candidate]:
     order = sorted(range(len(tokens)), key=lambda number: -scores[number])
     best = scores[order[0]]
     return [Candidate(tokens[n], best - scores[n]) for n in order if scores[n] > -math.inf]
+
+
+class BesideLine(Line):
+    """A line whose continuation is a tree where others may hold, too, with a probability of more than `least`."""
+
+    __slots__ = ("_begin", "_calibration", "_least", "_said")
+
+    def __init__(self, follower: Followed, tokens: Sequence[int], calibration: Calibration, least: float) -> None:
+        super().__init__(follower, tokens, WIDTH)
+        self._calibration, self._least, self._begin = calibration, least, len(tokens)
+        self._said: Said | None = None
+
+    @property
+    def continuation(self) -> Continuation:
+        chain = self.chain
+        places = [Place.of(token, found) for token, found in zip(chain, self.candidates, strict=True)]
+        self._said = Said(chain, places)
+        return Continuation.of(self._said.tree(self._calibration, self._least))
+
+    def learn(self, committed: Sequence[int]) -> None:
+        """What became final behind its text: the calibration counts what held."""
+        new = committed[self._begin :]
+        if new and self._said is not None and self._said.places:
+            self._said.teach(self._calibration, new)
+
+
+class Turns:
+    """A request's turns, each of which learns from the one before."""
+
+    def __init__(self) -> None:
+        self._last: Line | None = None
+
+    def line(self, follower: Followed, tokens: Sequence[int], calibration: Calibration, least: float) -> Line:
+        """The next one's."""
+        if isinstance(self._last, BesideLine):
+            self._last.learn(tokens)
+        self._last = BesideLine(follower, tokens, calibration, least) if least < 1.0 else Line(follower, tokens)
+        return self._last

@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.drafting.heads import dflash_files, eagle3_files, early_exit_files, mtp_files, redrafter_files
+from outrider.drafting.heads import dflash, eagle3, early_exit, mtp, redrafter
+from outrider.drafting.heads.chains import way_of
 from outrider.drafting.heads.checkpoint import stranger
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
-from outrider.drafting.heads.numpy_check import host_of
-from outrider.drafting.heads.pairing import agreement
-from outrider.drafting.heads.ways import way_of
+from outrider.drafting.heads.pairing import agreement, host_of
+from outrider.engine.hidden_states import backbone_of, embedding
 from outrider.engine.loading import LoadedModel, find
-from outrider.engine.parts import backbone_of, embedding
 from outrider.protocol.digest import digest
-from outrider.protocol.errors import CannotDraft, OutriderError
-from outrider.protocol.guard import named_errors
+from outrider.protocol.errors import CannotDraft, OutriderError, named_errors
 from outrider.protocol.heads import OF_TARGET
 
 log = logging.getLogger(__name__)
@@ -26,14 +24,14 @@ log = logging.getLogger(__name__)
 
 def _eagle3(folder: Path, target: LoadedModel) -> Head:
     table = embedding(backbone_of(target.model)[0])
-    return eagle3_files.read(folder, target.config, target.vocab_size, lambda tokens: table(tokens))
+    return eagle3.read(folder, target.config, target.vocab_size, lambda tokens: table(tokens))
 
 
 _READ: dict[str, Callable[[Path, LoadedModel], Head]] = {
-    "dflash": dflash_files.read,
+    "dflash": dflash.read,
     "eagle3": _eagle3,
-    "mtp": mtp_files.read,
-    "redrafter": redrafter_files.read,
+    "mtp": mtp.read,
+    "redrafter": redrafter.read,
 }
 
 
@@ -62,7 +60,7 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         raise CannotDraft(f"{kind} needs the target's whole output layer; use it without shards, or use eagle3")
     if kind == "early-exit":
         with _named(f"loading the head {path}"):
-            return early_exit_files.load(find(path, progress), model)
+            return early_exit.load(find(path, progress), model)
     head, doubt, agrees, numpy = read(kind, path, model, progress), "", None, None
     if alone:
         numpy = host_of(head, model)

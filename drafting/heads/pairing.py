@@ -1,26 +1,38 @@
-"""Is a head fed what it was trained on? Tried when it is loaded, on a text that the target writes.
+"""Trials of a head at load: what it was trained on, whether numpy may make its forwards, and what a step costs.
 
-Which row goes with which token, and how layers are counted, differs among formats and is wrong silently: nothing fails,
-the head only agrees less. So it is fed the right way and a few wrong ones, and how often it says the target's own next
-token is compared.
+`Agreement`: is a head fed what it was trained on? Tried when it is loaded, on a text that the target writes. Which row
+goes with which token, and how layers are counted, differs among formats and is wrong silently: nothing fails, the head
+only agrees less. So it is fed the right way and a few wrong ones, and how often it says the target's own next token is
+compared.
+
+`agrees`: may numpy make a head's forwards? Tried at load: pairs of ragged texts and a rollback, against MLX's
+forwards.
+
+`step_cost`: what a token of a head's chain takes over a step of its target, in the target's process: both in turns, at
+load. The least of a few turns counts, so that what else runs on the machine is mostly left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
-from outrider.drafting.heads.head import Head
-from outrider.drafting.heads.way import TriedWay
-from outrider.drafting.heads.ways import way_of, wrong_ways_of
+from outrider.drafting.heads.chains import TriedWay, way_of, wrong_ways_of
+from outrider.drafting.heads.drafter import HeadDrafter
+from outrider.drafting.heads.head import Head, StepHead
+from outrider.drafting.heads.line import Line
+from outrider.drafting.heads.pairs import NumpyHead, PairFeed, Pairs, numpy_head
+from outrider.engine.hidden_states import TapPoints, Taps
 from outrider.engine.loading import LoadedModel
-from outrider.engine.slots import open_slots
-from outrider.engine.taps import TapPoints, Taps
+from outrider.engine.texts import open_slots
 from outrider.engine.verify import verify
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import ModelError, first_line, named_errors
 from outrider.protocol.sampling import SamplingParams
 
 _LENGTH = 64
@@ -97,3 +109,90 @@ def _share(
     behind = slice(begin + 1 + tokens, end + 1 + tokens)
     said, truth = way.foretell(mx.array(text[behind], mx.int32), rows[0][begin:end]), mx.argmax(logits[behind], axis=-1)
     return cast(float, (said == truth).mean().item())
+
+
+log = logging.getLogger(__name__)
+
+_COUNTS = ((9, 1, 4), (4, 2, 5))  # pairs of three texts, in two forwards
+_BACK = 3
+_NEAR = 1e-3  # of the largest
+
+
+def agrees(head: StepHead, numpy: NumpyHead, target: LoadedModel) -> bool:
+    """Whether pairs of no meaning get the vectors and logits that MLX gives them."""
+    draws, ways = np.random.default_rng(0), (Pairs(head), Pairs(head, numpy))
+    texts = [[way.open() for _ in _COUNTS[0]] for way in ways]
+    for counts in _COUNTS:
+        rows = draws.standard_normal((sum(counts), head.points.count * int(target.config["hidden_size"])))
+        features, tokens = head.fuse(mx.array(rows, mx.float32)), mx.array(draws.integers(0, 9, sum(counts)), mx.int32)
+        begins = np.cumsum((0, *counts)).tolist()
+        own, found = (
+            way.hidden(
+                [
+                    PairFeed(text, tokens[begin : begin + count], features[begin : begin + count])
+                    for text, begin, count in zip(of_way, begins, counts, strict=False)
+                ]
+            )
+            for way, of_way in zip(ways, texts, strict=True)
+        )
+        same = (own, found), (head.logits(own), numpy.logits(found)), (head.onward(own), numpy.onward(found))
+        if not all(alike(*both) for both in same):
+            return False
+        for of_way in texts:
+            of_way[0].roll_back(counts[0] - _BACK)
+    return True
+
+
+def host_of(
+    head: Head, target: LoadedModel, trial: Callable[[StepHead, NumpyHead, LoadedModel], bool] = agrees
+) -> NumpyHead | None:
+    """What makes its forwards of few pairs; None: MLX does. `trial`: whether it does so rightly."""
+    if not isinstance(head, StepHead):
+        return None
+    try:
+        with named_errors("numpy's forwards of the head", logging.INFO):
+            found = numpy_head(head, target)
+            if trial(head, found, target):
+                return found
+        reason = "its vectors differ"
+    except ModelError as error:
+        reason = first_line(error)
+    log.info("numpy's forwards are not for this head: %s", reason)
+    return None
+
+
+def alike(own: mx.array, found: mx.array) -> bool:
+    largest = cast(float, mx.abs(mx.where(mx.isinf(own), 0.0, own)).max().item())
+    return bool(mx.allclose(own, found, rtol=0.0, atol=_NEAR * max(largest, 1.0)).item())
+
+
+DEPTH = 4  # as deep as chains are by default: a block's price is that of all its tokens
+_PROMPT, _TURNS = 16, 6
+
+
+def step_cost(
+    drafter: HeadDrafter, target: LoadedModel, seconds: Callable[[], float] = time.perf_counter
+) -> float | None:
+    """None: it drafts nothing here. Rows are of no meaning: what they are changes no time."""
+    draws, sampling = np.random.default_rng(0), SamplingParams(temp=1.0, seed=1)
+    tokens = draws.integers(0, min(target.vocab_size, 9), _PROMPT).tolist()
+    slot, follower = open_slots(target, [tokens], [sampling])[0], drafter.follow(sampling)
+    width, heard = drafter.head.points.count * int(target.config["hidden_size"]), 0
+    steps, chains = list[float](), list[float]()
+    try:
+        for _ in range(_TURNS):
+            began = seconds()
+            tokens.append(verify(slot).bonus)
+            verified = seconds()
+            rows = mx.array(draws.standard_normal((len(tokens) - 1 - heard, width)), mx.float32)
+            follower.hear(heard, drafter.head.fuse(rows))
+            heard = len(tokens) - 1
+            (found,) = drafter.continuations([Line(follower, tokens)], [DEPTH])
+            if not found.chain:
+                return None
+            chains.append((seconds() - verified) / len(found.chain))
+            steps.append(verified - began)
+    finally:
+        follower.close()
+        slot.close()
+    return min(chains[1:]) / max(min(steps[1:]), 1e-9)

@@ -1,24 +1,136 @@
-"""What a head remembers of all its texts, and one forward over pairs of many of them.
+"""What a head remembers of all its texts, and one forward over pairs of many of them, by MLX or by numpy.
 
 Texts share forwards as the target's do, in rows of flat buffers. Knows pairs and hidden vectors; nothing of what is
 chosen by them.
+
+`NumpyHead`: a head's forwards of few pairs by numpy, wherever its keys and values lie, as `engine.numpy_net` makes a
+model's. Serves MTP heads and EAGLE-3's, P-EAGLE's too, of Llama's and Qwen3's layers, in the target's process over the
+buffers of `engine.flat` and in the draft worker over those of `HostColumns`. Not lazy. `pairing` says whether it
+may be used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafting.heads.head import MaskedHead, PairHead
-from outrider.drafting.heads.numpy_head import NumpyHead
-from outrider.engine.flat_rows import FlatRows, FlatText
-from outrider.engine.numpy_flat import MOST_ROWS
-from outrider.engine.piece import Piece
+from outrider.drafting.heads.eagle3 import Eagle3
+from outrider.drafting.heads.head import Head, MaskedHead, PairHead
+from outrider.drafting.heads.mtp import Mtp
+from outrider.engine.blocks import Dense, Floats, Norm, host
+from outrider.engine.flat import FlatCache, FlatRows, FlatText, Ints, Piece
+from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_net import MOST_ROWS, Ends, Layer, Span, ends_of, rope_of, spans
+from outrider.engine.positions import RopeTable
 from outrider.engine.prompt_cache import Saved, Start
+from outrider.protocol.errors import ModelError
+
+Begin = Callable[[Ints, Floats], tuple[Floats, Floats]]
+Rows = Callable[[Floats], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyHead:
+    """`begin`: of tokens [T] and features [T, W], what goes into the first layer [T, H] and what its attention reads.
+
+    `scores`, `stands_in`: of hidden vectors, as a head's `logits` and `onward`.
+    """
+
+    layers: Sequence[Layer]
+    rope: RopeTable
+    begin: Begin
+    scores: Rows
+    stands_in: Rows
+
+    def rows(self, tokens: Ints, features: Floats, positions: Ints, spans: Iterable[Sequence[Span]]) -> Floats:
+        """Hidden vectors [T, H] of pairs at these positions; `spans`: each layer's, text by text."""
+        angles = self.rope.on_host(positions)
+        first, *others = zip(self.layers, spans, strict=True)
+        with np.errstate(all="ignore"):  # closed gates; and vectors that are no numbers are told by who drafts
+            x, seen = self.begin(tokens, features)
+            x = first[0].behind(x, seen, angles, first[1])
+            for layer, own in others:
+                x = layer(x, angles, own)
+        return x
+
+    def hidden(
+        self, tokens: mx.array, features: mx.array, pieces: Sequence[Piece], caches: Sequence[FlatCache]
+    ) -> mx.array:
+        """Hidden vectors [T, H] of pairs, piece after piece."""
+        positions, own = np.concatenate([piece.positions for piece in pieces]), spans(self.layers, pieces, caches)
+        return mx.array(self.rows(np.array(tokens), np.array(features, copy=False), positions, own))
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return mx.array(self.scores(np.array(hidden, copy=False)))
+
+    def onward(self, hidden: mx.array) -> mx.array:
+        return mx.array(self.stands_in(np.array(hidden, copy=False)))
+
+
+def numpy_head(head: Head, target: LoadedModel) -> NumpyHead:
+    """The head's weights, laid out for the host.
+
+    Raises:
+        ModelError: numpy does not serve the target, or not such a head.
+    """
+    if target.number_format != "float32":
+        raise ModelError(f"numpy serves heads of a target in float32, not in {target.number_format}")
+    ends = ends_of(target)
+    try:
+        if isinstance(head, Mtp):
+            return _mtp(head, ends)
+        if isinstance(head, Eagle3):
+            return _eagle3(head, ends)
+    except (AttributeError, TypeError, KeyError) as error:
+        raise ModelError(f"numpy can't serve this head: {error}") from error
+    raise ModelError(f"numpy serves heads of kind mtp and eagle3; this is a {type(head).__name__}")
+
+
+def _mtp(head: Mtp, ends: Ends) -> NumpyHead:
+    table = host(head.embed_tokens.weight) if "embed_tokens" in head else ends.embedding
+    output = Dense([head.lm_head]) if "lm_head" in head else ends.head
+    embedding, seen, norm = Norm(head.norm_embedding), Norm(head.norm_hidden), Norm(head.norm)
+    fuse, layer, form = Dense([head.fc]), Layer(head.layers[0]), head.form
+
+    def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
+        both = [embedding(table[tokens]), seen(features)]
+        x = fuse(np.concatenate(both if form.embedding_first else both[::-1], axis=-1))
+        return x, layer.before(x)
+
+    def stands_in(hidden: Floats) -> Floats:
+        return norm(hidden) if form.after_norm else hidden
+
+    return NumpyHead([layer], rope_of(head.layers[0]), begin, lambda hidden: output(norm(hidden)), stands_in)
+
+
+def _eagle3(head: Eagle3, ends: Ends) -> NumpyHead:
+    table = host(head.embed_tokens.weight) if "embed_tokens" in head else ends.embedding
+    layers, output = [Layer(block) for block in head.layers], Dense([head.lm_head])
+    seen, norm, config = Norm(head.layers[0].hidden_norm), Norm(head.norm), head.config
+    known = None if head.vocabulary.ids is None else np.array(head.vocabulary.ids)
+
+    def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
+        normed = seen(features)
+        both = np.concatenate([layers[0].before(table[tokens]), normed], axis=-1)
+        return normed if config.norm_before_residual else features, both
+
+    def scores(hidden: Floats) -> Floats:
+        own = output(norm(hidden))
+        if known is None:
+            return own
+        whole = np.full((len(own), head.vocabulary.size), -np.inf, np.float32)
+        whole[:, known] = own
+        return whole
+
+    def stands_in(hidden: Floats) -> Floats:
+        return norm(hidden) if config.norm_output else hidden
+
+    return NumpyHead(layers, rope_of(head.layers[0]), begin, scores, stands_in)
+
 
 _LONG = 32  # so many pairs attend by themselves, as a prompt's do: they would pad all others
 

@@ -1,22 +1,30 @@
-"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a recurrent state over drafted tokens beside one row of the target.
+"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a recurrent state over drafted tokens beside one row of the
+target.
 
 Of the text it reads the newest pair alone and remembers none, so all it knows goes along in the feature: the target's
 row, which stays the same for a chain, and the state, which each token moves on. Names of weights and fields of the
 config are those of Apple's checkpoints. Knows no files.
+
+`read`: reads ReDrafters as Apple's trainers write them. Every reason why one can't be used is one sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from outrider.drafting.heads.checkpoint import Weights, complete, fill, read_config, read_weights, refuse_quantised
 from outrider.engine.flat import FlatCache
-from outrider.engine.taps import TapPoints
+from outrider.engine.hidden_states import TapPoints, backbone_of, embedding
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.heads import head_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +113,55 @@ class Redrafter(nn.Module):  # type: ignore[misc]
 
     def onward(self, hidden: mx.array) -> mx.array:
         return hidden
+
+
+def read(folder: Path, target: LoadedModel) -> Redrafter:
+    """The head in `folder` for this target.
+
+    Raises:
+        CannotDraft: it is no head of this kind, not whole, or one for another target.
+    """
+    table = embedding(backbone_of(target.model)[0])
+    config, weights = read_config(folder), read_weights(folder)
+    return build(config, weights, target, lambda tokens: table(tokens), str(folder))
+
+
+def build(
+    config: Mapping[str, Any],
+    weights: Weights,
+    target: LoadedModel,
+    embed: Callable[[mx.array], mx.array],
+    name: str = "the head",
+) -> Redrafter:
+    """The same from what was read. Raises CannotDraft."""
+    if head_kind(config) != "redrafter":
+        raise CannotDraft(
+            f"{name} is not a ReDrafter: its config.json does not say model_type recurrent_drafting_drafter"
+        )
+    refuse_quantised(config, weights, name)
+    settings = _settings(config, name)
+    size = int(embed(mx.array([0])).shape[-1])
+    if settings.hidden_size != size:
+        raise CannotDraft(
+            f"{name} expects a hidden size of {settings.hidden_size}, but this target has {size}; expected a head for"
+            " this target"
+        )
+    if settings.vocab_size > target.vocab_size:
+        raise CannotDraft(
+            f"{name} has {settings.vocab_size} tokens and this target {target.vocab_size}; expected a"
+            " head for this target"
+        )
+    head = Redrafter(settings, embed, target.vocab_size, target.context_length)
+    fill(head, weights, name)  # emb_norm.weight, too, is in some checkpoints: their own forward leaves it out
+    return head
+
+
+def _settings(config: Mapping[str, Any], name: str) -> RedrafterConfig:
+    with complete(name):
+        return RedrafterConfig(
+            hidden_size=int(config["hidden_size"]),
+            vocab_size=int(config["vocab_size"]),
+            exit_dim=int(config["exit_dim"]),
+            num_draft_layers=int(config["num_draft_layers"]),
+            rnn=bool(config.get("rnn", False)),
+        )

@@ -1,30 +1,38 @@
-"""Forwards over the buffers of `engine.flat`: rollback, copies and the prompt cache stay that module's. Not lazy.
+"""Forwards by ONNX Runtime over the buffers of `engine.flat`, and the columns of a drafter's trees.
 
-On the quantised path a token's logits are the same bits however it is fed: alone, in a chain, in a prompt's piece, with
-others in company. So chains and neighbours cannot change a text; trees, whose side branches are added up in another
-order, are not taken there.
+`Ear`: forwards over the buffers of `engine.flat`: rollback, copies and the prompt cache stay that module's. Not lazy.
+On the quantised path a token's logits are the same bits however it is fed: alone, in a chain, in a prompt's piece,
+with others in company. So chains and neighbours cannot change a text; trees, whose side branches are added up in
+another order, are not taken there.
+
+`OrtRow`: `Columns` (see `engine.columns`) of a drafter's trees by ONNX Runtime: one forward for all trees of a model.
+The trees of a model share one buffer a layer, a row each. Nothing here is lazy: a forward returns when it is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from outrider.engine.flat import FlatCache
+from outrider.engine.columns import Ints, KeysValues, NewColumns
+from outrider.engine.flat import FlatCache, Piece
+from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM
+from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import Forward, Part, room
 from outrider.engine.ort.graph import Array, norm_of
-from outrider.engine.piece import Piece
-from outrider.engine.positions import Ints
-from outrider.engine.taps import AFTER_NORM, BEFORE_NORM
+from outrider.engine.positions import Ints as WholeNumbers
+from outrider.engine.prompt_cache import Saved, Start
+from outrider.protocol.errors import ModelError
 
 
 class Ear(Protocol):
-    """Who listens to what passes places of a model (`engine.taps`)."""
+    """Who listens to what passes places of a model (`engine.hidden_states`)."""
 
     def hears(self, key: object) -> bool:
         """Whether rows of this place are wanted."""
@@ -49,7 +57,7 @@ class OrtFlat:
 
     def forward(
         self,
-        tokens: Ints,
+        tokens: WholeNumbers,
         pieces: Sequence[Piece],
         caches: Sequence[FlatCache],
         wanted: Sequence[int] | None,
@@ -72,7 +80,12 @@ class OrtFlat:
         return mx.array(logits)
 
     def _run(
-        self, tokens: Ints, parts: Sequence[Part], caches: Sequence[FlatCache], wanted: Ints, heard: Sequence[int]
+        self,
+        tokens: WholeNumbers,
+        parts: Sequence[Part],
+        caches: Sequence[FlatCache],
+        wanted: WholeNumbers,
+        heard: Sequence[int],
     ) -> dict[str, Array]:
         reach = room(parts)
         layers = [
@@ -119,3 +132,113 @@ def _part(piece: Piece) -> Part:
 def _like(kv_heads: int, width: int) -> mx.array:
     """Keys of one column, for what buffers are to be like."""
     return mx.zeros((1, kv_heads, 1, width))
+
+
+_STEP = 256  # columns buffers grow by
+_PREFILL = 128  # as quick a token as 512, and others wait less
+
+
+class _Store:
+    """The rows of all trees of a model; those that are free are used again."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self.layers: list[tuple[Array, Array]] = []
+        self._free: list[int] = []
+        self._rows = self._columns = 0
+
+    def open(self) -> int:
+        if not self._free:
+            self._free.append(self._rows)
+            self._rows += 1
+        self._free.sort(reverse=True)  # rows in use stand in front
+        return self._free.pop()
+
+    def close(self, row: int) -> None:
+        self._free.append(row)
+
+    def make_room(self, columns: int) -> None:
+        """For so many columns of every row; what is there stays. Memory that was never written is not taken."""
+        had = self.layers[0][0].shape if self.layers else (0, 0, 0, 0)
+        if self._rows <= had[0] and columns <= had[2]:
+            return
+        rows = max(self._rows, had[0] if self._rows <= had[0] else 2 * had[0])
+        columns = had[2] if columns <= had[2] else -(-(columns + columns // 2) // _STEP) * _STEP
+        old, self.layers = self.layers, []
+        for number, shape in enumerate(self.forward.shapes):
+            grown = [np.zeros((rows, shape.kv_heads, columns, shape.width), np.float32) for _ in "kv"]
+            for new, buffer in zip(grown, old[number] if old else (), strict=False):
+                new[: had[0], :, : had[2]] = buffer
+            self.layers.append((grown[0], grown[1]))
+
+
+_stores: WeakKeyDictionary[Forward, _Store] = WeakKeyDictionary()
+
+
+class OrtRow:
+    """`Columns` of one request."""
+
+    lazy = False
+    whole = False
+
+    def __init__(self, model: LoadedModel) -> None:
+        """
+        Raises:
+            ModelError: ONNX Runtime does not make this model's forwards.
+        """
+        if model.cpu is None or not model.cpu.masked:
+            raise ModelError("ONNX Runtime does not make this model's forwards")
+        store = self._store = _stores.setdefault(model.cpu, _Store(model.cpu))
+        self._row = store.open()
+        finalize(self, store.close, self._row)
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        for first in range(start, len(tokens), _PREFILL):
+            chunk = np.array(tokens[first : first + _PREFILL], np.int32)
+            part = Part(self._row, first, np.arange(first, first + len(chunk)))
+            self._store.make_room(room([part])[1])
+            self._store.forward(chunk, [part], self._store.layers, np.zeros(0, np.int64))
+            if progress is not None and len(tokens) > _PREFILL:
+                progress(min(first + _PREFILL, len(tokens)), total)
+
+    def adopt(self, start: int, read: KeysValues) -> None:
+        """See `engine.handover.OpenColumns`."""
+        self._write(start, zip(read.keys, read.values, strict=True), read.count)
+
+    @staticmethod
+    def forward(texts: Sequence[OrtRow], new: Sequence[NewColumns]) -> mx.array:
+        store = texts[0]._store
+        tokens = np.concatenate([np.array(one.tokens, np.int32) for one in new])
+        parts = [text._part(one) for text, one in zip(texts, new, strict=True)]
+        store.make_room(room(parts)[1])
+        found = store.forward(tokens, parts, store.layers, np.arange(len(tokens)))
+        return mx.array(found["logits"])
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        end = prefix + len(columns)
+        for pair in self._store.layers:
+            for buffer in pair:
+                buffer[self._row, :, prefix:end] = buffer[self._row][:, columns]
+
+    def save(self, count: int) -> Saved:
+        row = slice(self._row, self._row + 1)
+        return Saved(count, tuple((k[row, :, :count].copy(), v[row, :, :count].copy()) for k, v in self._store.layers))
+
+    def restore(self, start: Start) -> None:
+        self._write(0, start.saved.columns(start.length), start.length)
+
+    def _write(self, start: int, layers: Any, count: int) -> None:
+        self._store.make_room(start + count)
+        for pair, found in zip(self._store.layers, layers, strict=True):
+            for buffer, new in zip(pair, found, strict=True):
+                buffer[self._row, :, start : start + count] = new
+
+    def _part(self, new: NewColumns) -> Part:
+        def seen(window: int | None) -> Any:
+            if window is None:
+                return new.seen
+            return new.seen & (new.positions > new.positions[new.start :, None] - window)
+
+        return Part(self._row, new.start, new.positions[new.start :], seen)

@@ -18,8 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from onnx import TensorProto, helper
 
 from outrider.engine.cache import window_of
-from outrider.engine.head import ReducedHead, unwrapped
-from outrider.engine.parts import backbone_of, embedding, final_norm
+from outrider.engine.hidden_states import ReducedHead, backbone_of, embedding, final_norm, unwrapped
 from outrider.engine.positions import RopeTable, TokenRope, signature
 from outrider.protocol.errors import ModelError
 

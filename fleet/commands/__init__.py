@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
+from outrider.fleet.host import Host, checked_token, default_folder, enter
 from outrider.orchestrator import cli
 from outrider.orchestrator.cli.parser import Parser
+from outrider.protocol.errors import InvalidRequest
 
 COMMANDS = {
     "head": "start a new fleet with this host as its head",
@@ -61,3 +64,31 @@ def main(arguments: Sequence[str]) -> int:
 
 def _module(command: str) -> ModuleType:
     return import_module(f"{__name__}.{command}")
+
+
+# What several of them are told.
+
+
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    note = "where this host keeps the fleet's token and what it runs; default: ~/.config/outrider/fleet"
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help=note)
+
+
+def host_of(options: argparse.Namespace) -> Host:
+    """This host, as that folder knows it."""
+    return Host((options.folder or default_folder()).expanduser().absolute())
+
+
+def at_head(host: Host) -> str:
+    """The head's address; this process may speak with it from now on.
+
+    Raises:
+        InvalidRequest: this host is none.
+    """
+    here = host.running()
+    if here is None or not here.head:
+        raise InvalidRequest(
+            "this host is not the head of a fleet; expected `outrider fleet head` first, and this command there"
+        )
+    enter(host.environment(here.address, checked_token(host.folder)))
+    return here.address

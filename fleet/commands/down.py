@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from outrider.fleet.commands.flags import add_folder, at_head, host_of
+from outrider.fleet.commands import add_folder, at_head, host_of
 from outrider.fleet.host import Host, end
-from outrider.orchestrator.cli.screen import Screen, say
+from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol.errors import OutriderError
 
 

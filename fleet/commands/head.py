@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from outrider.fleet.commands.flags import add_folder, host_of
-from outrider.fleet.host import PORT, check_port, is_loopback, require_free, require_ray
-from outrider.fleet.hosts import offered
-from outrider.fleet.token import made_token
-from outrider.orchestrator.cli.screen import Screen, say
+from outrider.fleet.commands import add_folder, host_of
+from outrider.fleet.host import PORT, check_port, is_loopback, made_token, offered, require_free, require_ray
+from outrider.orchestrator.cli.terminal import Screen, say
 
 RISK = "Note: Ray supports several hosts on Linux only; Macs are better attached (`outrider fleet unit`)."
 

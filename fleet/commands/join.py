@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from outrider.fleet.commands.flags import add_folder, host_of
+from outrider.fleet.commands import add_folder, host_of
 from outrider.fleet.commands.head import RISK
-from outrider.fleet.host import enter, is_loopback, require_ray
-from outrider.fleet.hosts import offered
-from outrider.fleet.token import checked_token
-from outrider.orchestrator.cli.screen import Screen, say
+from outrider.fleet.host import checked_token, enter, is_loopback, offered, require_ray
+from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol.errors import InvalidRequest
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outrider.fleet.commands.flags import add_folder, at_head, host_of
+from outrider.fleet.commands import add_folder, at_head, host_of
 from outrider.fleet.host import require_ray
 from outrider.fleet.plan import Plan
 from outrider.fleet.plan_file import read_plan
-from outrider.orchestrator.cli.screen import Screen, say
+from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol import values
 
 WAIT_SECONDS = 600

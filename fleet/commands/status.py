@@ -10,9 +10,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from outrider.fleet.commands.flags import add_folder, at_head, host_of
+from outrider.fleet.commands import add_folder, at_head, host_of
 from outrider.fleet.host import require_ray
-from outrider.orchestrator.cli.screen import say
+from outrider.orchestrator.cli.terminal import say
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -14,12 +14,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
 
-from outrider.orchestrator.cli import streams
-from outrider.orchestrator.cli.ending import ended_in_order
+from outrider.orchestrator.cli import terminal
 from outrider.orchestrator.cli.parser import Parser
-from outrider.orchestrator.cli.screen import say
-from outrider.orchestrator.machine.mlx_library import require_mlx
+from outrider.orchestrator.cli.terminal import ended_in_order, say
 from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.machine.system import require_mlx
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
 COMMANDS = {
@@ -53,7 +52,7 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code of one command; see protocol.errors for what each code means."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    return streams.guarded(lambda: _chosen(given))
+    return terminal.guarded(lambda: _chosen(given))
 
 
 def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:
@@ -77,7 +76,7 @@ def run_as_program() -> int:
     """The same for the module that Python was started with, as `python -m tests.harness.identity`."""
     module = sys.modules["__main__"]
     name = f"python -m {module.__spec__.name}" if module.__spec__ else sys.argv[0]
-    return streams.guarded(lambda: run(name, module, sys.argv[1:]))
+    return terminal.guarded(lambda: run(name, module, sys.argv[1:]))
 
 
 def _chosen(given: list[str]) -> int:

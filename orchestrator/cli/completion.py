@@ -12,7 +12,7 @@ import shtab
 
 from outrider.orchestrator.cli import COMMANDS, HELP, common_flags, module_of
 from outrider.orchestrator.cli.parser import Parser
-from outrider.orchestrator.machine.mlx_library import require_mlx
+from outrider.orchestrator.machine.system import require_mlx
 
 SHELLS = ("bash", "zsh", "fish")
 FILES = {"FILE"}

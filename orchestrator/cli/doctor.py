@@ -8,13 +8,12 @@ import subprocess
 from typing import Any
 
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.core.learning import tuning
-from outrider.orchestrator.machine import blas
-from outrider.orchestrator.machine.mlx_library import require_mlx
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pair.heads import kind_of
-from outrider.orchestrator.pair.model_files import embedded_pair, find_model
+from outrider.orchestrator.machine.system import require_mlx
+from outrider.orchestrator.pair.model_files import embedded_pair, find_model, kind_of
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.heads import HEADS, OF_TARGET
 
@@ -41,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     screen.show("looking at this machine")
     draft = options.draft_model or embedded_pair()[1]
     command = python("-m", DATA, "--model", draft, *(["--probe"] if options.probe else []))
-    environment = blas.environment(child_environment(), 1)
+    environment = system.environment(child_environment(), 1)
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=False)
     screen.clear()
     if done.returncode != 0:

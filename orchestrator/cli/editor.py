@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from outrider.orchestrator.cli.screen import say
+from outrider.orchestrator.cli.terminal import say
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession

@@ -1,4 +1,11 @@
-"""Flags that several commands share, and the records they become. Names are mlx-lm's where mlx-lm has the flag."""
+"""Flags that several commands share, and the records they become. Names are mlx-lm's where mlx-lm has the flag.
+
+`read_text_file`: a text file that a flag names.
+
+`writable_folder`: a folder for results: made when it is not there, and found to be writable before the work begins.
+
+`add_http_flags`: the flags of `outrider serve` for HTTP, and the record they become.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +13,12 @@ import argparse
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from outrider.orchestrator.cli import text_file
+from outrider.orchestrator.http_settings import HOST, MAX_BODY_MB, PORT, HttpSettings
 from outrider.orchestrator.pair.pulled import OFFLINE
 from outrider.orchestrator.settings import (
     BRANCH_DEPTHS,
@@ -25,11 +33,21 @@ from outrider.orchestrator.settings import (
     PREFILL_BACKENDS,
     ServeSettings,
 )
-from outrider.protocol import logs
+from outrider.protocol import logs, version
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.sampling import PRESETS, RULES, SamplingParams
-from outrider.protocol.worker_process import KERNELS
+from outrider.protocol.sampling import PRESETS, RULES, Grammar, SamplingParams
+from outrider.protocol.worker_link import KERNELS
+
+
+def read_text_file(path: Path, expected: str) -> str:
+    """All of it. Raises InvalidRequest: it can't be read; `expected` goes on "expected"."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"{path} can't be read ({error.strerror}); expected {expected}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{path} can't be read (it is not UTF-8); expected {expected}") from None
+
 
 _DEFAULTS = ServeSettings()
 _SAMPLING = SamplingParams()
@@ -225,12 +243,12 @@ def _grammar(options: argparse.Namespace) -> Grammar | None:
     if options.regex is not None:
         return Grammar("regex", options.regex)
     if options.lark is not None:
-        return Grammar("grammar", text_file.read(options.lark, "a text file"))
+        return Grammar("grammar", read_text_file(options.lark, "a text file"))
     if options.json_schema is None:
         return None
     if options.json_schema.lstrip().startswith("{"):
         return Grammar.json_schema(options.json_schema.strip())
-    return Grammar.json_schema(text_file.read(Path(options.json_schema), "a file with a JSON Schema, or the schema"))
+    return Grammar.json_schema(read_text_file(Path(options.json_schema), "a file with a JSON Schema, or the schema"))
 
 
 def _preset(name: str) -> str:
@@ -243,3 +261,89 @@ def _bias(text: str) -> tuple[tuple[int, float], ...]:
         return tuple((int(token), float(bias)) for token, bias in pairs.items())
     except (ValueError, AttributeError, TypeError):
         raise InvalidRequest(f'logit_bias is {text!r}; expected a JSON object like {{"11": -5.0}}') from None
+
+
+def writable_folder(path: Path, instead: str) -> Path:
+    """The folder itself; `instead` is the advice where it can't be used.
+
+    Raises:
+        InvalidRequest: nothing can be written there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        raise InvalidRequest(f"nothing can be written to {path}: {error.strerror}; {instead}") from None
+
+
+KEY_VARIABLE = "OUTRIDER_API_KEY"
+
+
+def add_http_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("HTTP")
+    host = f"address to listen at; beyond loopback with --api-key (default: {HOST})"
+    group.add_argument("--host", default=HOST, metavar="ADDRESS", help=host)
+    group.add_argument("--port", type=int, default=PORT, help=f"port to listen at; 0: any free one (default: {PORT})")
+    group.add_argument("--no-http", dest="http", action="store_false", help="serve Python clients only")
+    key = f"a key that clients must send; repeatable (default: {KEY_VARIABLE} in the environment, else none)"
+    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=key)
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="API keys, one a line (default: none)")
+    name = "a name for the model in requests; repeatable (default: its id or folder)"
+    group.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help=name)
+    origin = "web pages that may ask from a browser, or *; repeatable (default: none)"
+    group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
+    group.add_argument(
+        "--tls-cert", metavar="FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
+    )
+    group.add_argument("--tls-key", metavar="FILE", help="private key (PEM) of --tls-cert (default: none)")
+    body = f"largest request that is accepted (default: {MAX_BODY_MB})"
+    group.add_argument("--max-body-mb", type=int, default=MAX_BODY_MB, metavar="MB", help=body)
+    late = "an answer that takes longer is cancelled (default: no limit)"
+    group.add_argument("--request-timeout", type=int, metavar="SECONDS", help=late)
+    many = "answers at once for each API key, or client address if no key is sent (default: no limit)"
+    group.add_argument("--max-streams-per-key", type=int, metavar="N", help=many)
+    spans = "where traces go, like http://127.0.0.1:4318 (default: OTEL_... in the environment)"
+    worded = "refuse tools for a model whose chat template has none, instead of describing them in the system prompt"
+    group.add_argument("--no-tool-fallback", dest="tool_fallback", action="store_false", help=worded)
+    group.add_argument("--otlp-endpoint", metavar="URL", help=spans)
+
+
+def http_settings_of(options: argparse.Namespace) -> HttpSettings | None:
+    """None when no HTTP is wanted.
+
+    Raises:
+        InvalidRequest: a value is out of range, the file of keys can't be read, or what serves HTTP is not installed.
+    """
+    if not options.http:
+        return None
+    version.require("serve", "HTTP", otherwise="--no-http")
+    return HttpSettings(
+        host=options.host,
+        port=options.port,
+        api_keys=(*options.api_key, *keys_in(options.api_key_file), *keys_in_environment()),
+        cors_origins=tuple(options.cors_origin),
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        model_names=tuple(options.served_model_name),
+        max_body_mb=options.max_body_mb,
+        request_timeout=options.request_timeout,
+        max_streams_per_key=options.max_streams_per_key,
+        otlp_endpoint=options.otlp_endpoint,
+        tool_fallback=options.tool_fallback,
+    )
+
+
+def keys_in(path: Path | None) -> list[str]:
+    """A file's API keys. Raises InvalidRequest where it can't be read or has none."""
+    if path is None:
+        return []
+    keys = read_text_file(path, "API keys, one a line").split()
+    if not keys:
+        raise InvalidRequest(f"{path} contains no API key; expected one per line")
+    return keys
+
+
+def keys_in_environment() -> list[str]:
+    """Those of the variable."""
+    return os.environ.get(KEY_VARIABLE, "").split()

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from outrider.orchestrator.cli.screen import say
+from outrider.orchestrator.cli.terminal import say
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keyring import CLIENT, ROLES, Allowed, Keyring, Server
 from outrider.protocol.keys import parse_key

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from outrider.orchestrator.cli.screen import say
+from outrider.orchestrator.cli.terminal import say
 from outrider.protocol.errors import InvalidRequest
 
 HELP_COLUMN = 28

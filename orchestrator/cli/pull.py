@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from outrider.orchestrator.cli.screen import say
+from outrider.orchestrator.cli.terminal import say
 from outrider.orchestrator.pair.model_files import DEFAULT, find_model
 from outrider.orchestrator.pair.pulled import PULLED, pull
 from outrider.protocol.errors import InvalidRequest

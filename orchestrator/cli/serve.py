@@ -8,11 +8,10 @@ import socket
 import time
 
 from outrider.orchestrator import serve
-from outrider.orchestrator.cli import flags, http_flags
-from outrider.orchestrator.cli.screen import Screen, say
-from outrider.orchestrator.failure import as_error, kind_of
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, announce
+from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, announce, as_error, kind_of
 from outrider.orchestrator.http_settings import MOST_SECONDS, HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import values
@@ -31,7 +30,7 @@ COMMON = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    http_flags.add(parser)
+    flags.add_http_flags(parser)
     group = parser.add_argument_group("endpoints")
     clients = "where Python clients connect, ipc://PATH or tcp://HOST:PORT (default: a new socket)"
     group.add_argument("--endpoint", metavar="ENDPOINT", help=clients)
@@ -50,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options, "orchestrator")
-    settings, http = ServeSettings(**flags.settings_of(options)), http_flags.settings_of(options)
+    settings, http = ServeSettings(**flags.settings_of(options)), flags.http_settings_of(options)
     drain = values.whole("drain_timeout", options.drain_timeout, 0, MOST_SECONDS)
     if options.parent_fd is not None:
         return _for_parent(settings, http, socket.socket(fileno=options.parent_fd))

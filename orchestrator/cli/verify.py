@@ -1,8 +1,8 @@
 """Proves that an output is the target's own, and all of it: replays it teacher-forced through the target alone.
 
 Takes the file that `generate --json` printed, with model, prompt and sampling from there (flags given beside it take
-their place), or generates first, with the same flags as `outrider generate`. Certified are the tokens, that no more and
-no fewer belong to it, and the text. A tie is a difference that rounding explains; any other is a mismatch.
+their place), or generates first, with the same flags as `outrider generate`. Certified are the tokens, that no more
+and no fewer belong to it, and the text. A tie is a difference that rounding explains; any other is a mismatch.
 """
 
 from __future__ import annotations
@@ -10,20 +10,149 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from outrider.orchestrator.certify import certify
-from outrider.orchestrator.claim import Output, faults
-from outrider.orchestrator.cli import conversation, flags, text_file
-from outrider.orchestrator.cli.generate import add_generation_flags, generate, prompt_of, wish_of
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli import flags
+from outrider.orchestrator.cli.generate import add_generation_flags, checked, generate, prompt_of, wish_of
+from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.front.text import TextStream
+from outrider.orchestrator.handshake import as_error
+from outrider.orchestrator.machine import system
+from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pair.chat import Message, load_text
 from outrider.orchestrator.pair.model_files import find_model
-from outrider.orchestrator.pair.model_text import load_text
 from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.certificate import Difference, Report
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.sampling import SamplingParams
+
+# Asks the target itself whether an output is its own: runs `target_worker.certificate` as a process. Knows the claim
+# and the report; the replay, and MLX with it, stay in the other process.
+
+THREADS = 1
+
+
+def certify(
+    folder: Path,
+    tokens: Sequence[int],
+    generated: Sequence[int],
+    sampling: SamplingParams,
+    progress: Callable[[str], None],
+    ends: Iterable[int] = (),
+) -> Report:
+    """Replays `generated`, said to follow `tokens`, through the model in `folder`. `progress` hears the stages.
+
+    `ends` are the tokens that may end a grammar's text.
+
+    Raises:
+        OutriderError: of the class the process named; WorkerError when it ends without a word.
+    """
+    claim = {
+        "model": os.fspath(folder),
+        "tokens": list(tokens),
+        "generated": list(generated),
+        "sampling": dataclasses.asdict(sampling),
+        "ends": list(ends),
+    }
+    environment = system.environment(child_environment(), THREADS)
+    command = python("-m", "outrider.target_worker.certificate")
+    with (
+        tempfile.TemporaryFile("w+") as stdin,
+        subprocess.Popen(
+            command, stdin=_written(stdin, claim), stdout=subprocess.PIPE, env=environment, text=True,
+            start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
+        try:
+            report = _listen(process.stdout or (), progress)
+        finally:
+            process.kill()  # it has said all it had to say, or nobody listens any more
+    if report is None:
+        raise WorkerError(f"the replay ended with code {process.returncode} before its report; its stderr tells why")
+    return report
+
+
+def _written(file: IO[str], claim: dict[str, Any]) -> IO[str]:
+    json.dump(claim, file)
+    file.seek(0)
+    return file
+
+
+def _listen(lines: Iterable[str], progress: Callable[[str], None]) -> Report | None:
+    return next((report for line in lines if (report := _take(json.loads(line), progress)) is not None), None)
+
+
+def _take(told: dict[str, Any], progress: Callable[[str], None]) -> Report | None:
+    if "error" in told:
+        raise as_error(told["kind"], told["error"])
+    if "positions" in told:
+        ties, mismatches = (tuple(Difference(**one) for one in told[name]) for name in ("ties", "mismatches"))
+        return Report(told["positions"], told["identical"], ties, mismatches, told["context_length"])
+    progress(told.get("stage") or f"replaying: {told['position']} of {told['of']} tokens")
+    return None
+
+
+# An output and all that is said of it: model, prompt, sampling, tokens, text and why it ends there. Knows which text
+# tokens spell and where a text must end; whether the tokens are the target's is `certify`'s to say.
+
+SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """`sampling` has the seed it was made with; `prompt_tokens` counts the tokens that `prompt` stood for."""
+
+    model: str
+    prompt: str | tuple[Message, ...]
+    chat_template: bool
+    prompt_tokens: int
+    sampling: SamplingParams
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+
+def faults(output: Output, codec: TextCodec, prompt: tuple[int, ...], context_length: int) -> tuple[str, ...]:
+    """What its tokens, were they the target's, do not bear out: that they are all, the text, the reason to end."""
+    sampling = output.sampling
+    eos = frozenset() if sampling.ignore_eos else codec.eos
+    stream = TextStream(codec, prompt, sampling.stop, eos)
+    room = min(sampling.max_tokens, context_length - len(prompt))
+    text, reason, count = "", "", 0
+    for count, token in enumerate(output.token_ids, start=1):
+        piece = stream.feed((token,))
+        text += piece.text
+        reason = "stop" if piece.stopped else "eos" if token in eos else "length" if count == room else ""
+        if reason:
+            break
+    last = stream.finish()
+    text, reason = text + last.text, "stop" if last.stopped else reason
+    found = []
+    if not reason:
+        found.append(f"it stops after {count} tokens without an end token or stop string, but {room} were requested")
+    elif count < len(output.token_ids):
+        found.append(f"it continues past its end: {len(output.token_ids)} tokens, but {reason} ends it after {count}")
+    elif reason != output.finish_reason:
+        found.append(f"it ended with {reason} but claims {output.finish_reason}")
+    if text != output.text:
+        found.append(_first_difference(text, output.text))
+    return tuple(found)
+
+
+def _first_difference(spelled: str, said: str) -> str:
+    pairs = enumerate(zip(spelled, said, strict=False))
+    at = next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(spelled), len(said)))
+    return (
+        f"its text is not what its tokens spell: from character {at} on they say {spelled[at : at + SHOWN]!r}"
+        f" and the text {said[at : at + SHOWN]!r}"
+    )
+
 
 NOT_CERTIFIED = 1
 EXPECTED = "the output of `outrider generate --json`"
@@ -91,7 +220,7 @@ def _from_file(options: argparse.Namespace) -> Output:
     try:
         return Output(
             model=options.model or _text(found["model"]),
-            prompt=prompt if isinstance(prompt, str) else conversation.checked(prompt, str(path)),
+            prompt=prompt if isinstance(prompt, str) else checked(prompt, str(path)),
             chat_template=bool(found.get("chat_template", True)) and not options.ignore_chat_template,
             prompt_tokens=int(found["prompt_tokens"]),
             sampling=SamplingParams(
@@ -107,7 +236,7 @@ def _from_file(options: argparse.Namespace) -> Output:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(text_file.read(path, EXPECTED))
+        found = json.loads(flags.read_text_file(path, EXPECTED))
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} is not JSON ({error}); expected {EXPECTED}") from None
     if not isinstance(found, dict):

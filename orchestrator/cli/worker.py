@@ -13,18 +13,16 @@ import socket
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.generate import add_server_key_flag
-from outrider.orchestrator.machine import blas, lan
-from outrider.orchestrator.machine.mlx_library import require_mlx
+from outrider.orchestrator.machine import lan, system
 from outrider.orchestrator.machine.spawn import MODULES, child_environment, worker_command
+from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
-from outrider.orchestrator.pair.tokenizer import load_codec
-from outrider.orchestrator.pair.vocabulary import fingerprint
+from outrider.orchestrator.pair.tokenizer import fingerprint, load_codec
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.endpoints import parse
+from outrider.protocol.endpoints import knock, parse, require_server
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import parse_key
-from outrider.protocol.knock import knock, require_server
 
 COMMON = (
     "--connect", "--discover", "--server-key", "--name", "--model", "--draft-model", "--draft-backend", "--keys",
@@ -88,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     if options.role != "target":
         command += _joining(options, pair)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end in order (WorkerLink)
-    os.execve(command[0], command, blas.environment(child_environment(), settings.threads, settings.cpu_kernels))
+    os.execve(command[0], command, system.environment(child_environment(), settings.threads, settings.cpu_kernels))
 
 
 def _discover(options: argparse.Namespace) -> None:

@@ -14,10 +14,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Unpack
 
-from outrider.orchestrator.client.async_client import AsyncClient
-from outrider.orchestrator.client.client import Client
-from outrider.orchestrator.failure import as_error
-from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, Unfinished, announcements
+from outrider.orchestrator.client.client import AsyncClient, Client
+from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, Unfinished, announcements, as_error
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import Settings, flags, settings_from
 from outrider.protocol import values

@@ -1,31 +1,265 @@
-"""One request seen from the client: what to send, what each answer means, what the result is. No socket in here.
+"""One request seen from the client: what may be asked for, what to send, what each answer means and what the result
+is.
 
 `Client` and `AsyncClient` differ only in how they wait; everything else is this.
+
+`Wish`: what a client may ask for: the keywords of `generate` and `stream`, and the checked record that they make.
+
+`TokenLogprob`: what a client gets: chunks while a text grows, a result when it is done. Knows numbers and words; knows
+nothing of sockets.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from outrider.orchestrator.client.result import Chunk, GenerationResult, TokenLogprob, token_logprobs
-from outrider.orchestrator.client.wish import Wish
-from outrider.orchestrator.failure import as_error
-from outrider.protocol import messages
-from outrider.protocol.errors import (
-    InvalidRequest,
-    OtherModel,
-    OutriderError,
-    ServerBusy,
-    ServerStopped,
-    WorkerError,
-)
-from outrider.protocol.messages import Cancel, Done, Failed, Message, Progress, Started
-from outrider.protocol.origins import Origin
+from outrider.orchestrator.handshake import as_error
+from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens
+from outrider.protocol import messages, values
+from outrider.protocol.errors import InvalidRequest, OtherModel, OutriderError, ServerBusy, ServerStopped, WorkerError
+from outrider.protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, RoundRecord, Started, Timings
+from outrider.protocol.sampling import SamplingFields, SamplingParams
+from outrider.protocol.schema import NEVER, Logprobs, Origin
+from outrider.protocol.values import short_repr
+
+MAX_TOKEN = 2**31 - 1
+MAX_CLIENT = 64
+Prompt: TypeAlias = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
+EMPTY = "the prompt is empty; expected text, or at least one token"
+
+
+class Choices(TypedDict, total=False):
+    """How a text is to be made besides sampling; see `Client.generate`."""
+
+    mode: str
+    num_draft_tokens: int | None
+    branches: int | None
+    chat_template: bool
+    origins: bool
+    drafter: str
+    client: str
+
+
+class Wishes(SamplingFields, Choices, total=False):
+    """The keywords of `generate` and `stream`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A prompt, and how it is to go on. Checked, and turned into what is sent, on creation.
+
+    Raises:
+        InvalidRequest: something is of a wrong kind or out of range.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    mode: str = "auto"
+    num_draft_tokens: int | None = None
+    branches: int | None = None
+    chat_template: bool = True
+    origins: bool = False
+    rounds: bool = False
+    drafter: str = ""
+    client: str = ""
+
+    def __post_init__(self) -> None:
+        self._keep("prompt", _as_text(self.prompt) if isinstance(self.prompt, str) else _as_tokens(self.prompt))
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequest(f"sampling is {self.sampling!r}; expected SamplingParams(...)")
+        self._keep("mode", values.word("mode", self.mode, MODES))
+        if self.num_draft_tokens is not None:
+            self._keep("num_draft_tokens", check_draft_tokens(self.num_draft_tokens))
+        if self.branches is not None:
+            self._keep("branches", check_branches(self.branches))
+        self._keep("chat_template", values.flag("chat_template", self.chat_template))
+        self._keep("origins", values.flag("origins", self.origins))
+        self._keep("rounds", values.flag("rounds", self.rounds))
+        self._keep("drafter", values.text("drafter", self.drafter))
+        self._keep("client", values.text("client", self.client))
+        if len(self.client) > MAX_CLIENT:
+            raise InvalidRequest(f"client has {len(self.client)} characters; expected at most {MAX_CLIENT}")
+
+    @classmethod
+    def of(
+        cls, function: str, prompt: Prompt, sampling: SamplingParams | None, rounds: bool, wishes: Mapping[str, Any]
+    ) -> Wish:
+        """What `function`, as its caller knows it, was given; a keyword goes before the same field of `sampling`.
+
+        Raises:
+            TypeError: there is no such keyword.
+        """
+        chosen = {name: value for name, value in wishes.items() if name in Choices.__annotations__}
+        fields = {name: value for name, value in wishes.items() if name not in chosen}
+        if not fields.keys() <= SamplingFields.__annotations__.keys():
+            raise values.unknown_keyword(function, fields, (*Wishes.__annotations__, "sampling"))
+        sampling = SamplingParams() if sampling is None else sampling
+        if fields and isinstance(sampling, SamplingParams):
+            sampling = sampling.changed(**fields)
+        return cls(prompt, sampling, rounds=rounds, **chosen)
+
+    def _keep(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the record is frozen for everybody else
+
+    def message(self, request: str) -> Generate:
+        """The request to send to a first server."""
+        return Generate(
+            request=request,
+            prompt=self.prompt if isinstance(self.prompt, str) else None,
+            tokens=None if isinstance(self.prompt, str) else np.asarray(self.prompt, np.int32),
+            sampling=self.sampling,
+            mode=self.mode,
+            num_draft_tokens=self.num_draft_tokens,
+            branches=self.branches,
+            chat_template=self.chat_template,
+            origins=self.origins,
+            rounds=self.rounds,
+            drafter=self.drafter,
+            client=self.client,
+        )
+
+
+def _as_text(prompt: str) -> str:
+    if not prompt:
+        raise InvalidRequest(EMPTY)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the prompt is not Unicode text ({error.reason}); expected UTF-8") from None
+    return values.plain(prompt)
+
+
+def _as_tokens(prompt: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    try:
+        many = np.asarray(prompt)
+    except (TypeError, ValueError):  # rows of different lengths, say
+        many = np.array(None)
+    if many.shape == (0,):
+        raise InvalidRequest(EMPTY)
+    if many.ndim != 1 or many.dtype.kind not in "iu":
+        raise InvalidRequest("the prompt is neither text nor token ids; expected a str or a sequence of whole numbers")
+    if many.min() < 0 or many.max() > MAX_TOKEN:
+        raise InvalidRequest(f"the prompt has a token id out of range; expected whole numbers from 0 to {MAX_TOKEN}")
+    return many.astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A generated token's log-probability, and the likeliest tokens of its place with theirs, the likeliest first.
+
+    The target's own, after penalties, bias and grammar, before temperature and filters.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Chunk:
+    """Text that became final, never cut inside a character, and the tokens committed since the last chunk.
+
+    `logprobs`, `origins`: one a token, `rounds`: those that brought them, if the request asked for them.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    origins: tuple[Origin, ...] | None = None
+    rounds: tuple[RoundRecord, ...] | None = None
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GenerationResult:
+    """A finished completion.
+
+    `token_ids` are the generated tokens, the one that ended the text included. `finish_reason` is eos, stop, length or
+    cancelled. `mode` is what ran, `seed` what gives this text again. `notes` tell why speculation was off, if it was.
+    `logprobs`, `origins`: one a token, if the request asked for them. The repr has no numbers by the token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = field(repr=False)
+    finish_reason: str
+    timings: Timings = field(repr=False)
+    seed: int
+    mode: str
+    prompt_tokens: int
+    model: str
+    draft_model: str
+    notes: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    origins: tuple[Origin, ...] | None = field(default=None, repr=False)
+
+    __repr__ = short_repr
+
+    def summary(self) -> str:
+        """mlx-lm's statistics lines, one for speculation, and one for each reason why there was none."""
+        times = self.timings
+        prompt_rate = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
+        lines = [
+            f"Prompt: {self._prompt()}, {prompt_rate:.3f} tokens-per-sec",
+            f"Generation: {plural(times.predicted_n, 'token')}, {times.predicted_per_second:.3f} tokens-per-sec",
+            *([f"Peak memory: {times.peak_bytes / 1e9:.3f} GB"] if times.peak_bytes else []),
+            f"Speculation: {speculation(times, self.mode)}",
+        ]
+        return "\n".join(lines + [f"Note: {note}" for note in self.notes])
+
+    def _prompt(self) -> str:
+        """The rate beside it is of what was read; what was cached took no time."""
+        cached, read = self.timings.cache_n, self.timings.prompt_n
+        apart = f" ({cached} cached, {read} read)" if cached else ""
+        return plural(cached + read, "token") + apart
+
+
+def plural(count: int, noun: str) -> str:
+    """A number and what it counts."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def token_logprobs(found: Logprobs) -> tuple[TokenLogprob, ...]:
+    """One a row; what could not be said at all is left out of the likeliest."""
+    rows = zip(found.ids.tolist(), found.values.tolist(), strict=True)
+    return tuple(
+        TokenLogprob(ids[0], values[0], tuple((i, v) for i, v in zip(ids[1:], values[1:], strict=True) if v > NEVER))
+        for ids, values in rows
+    )
+
+
+def speculation(times: Timings, mode: str) -> str:
+    """Rounds, drafted, accepted, tokens per round and hits in words; `mode` is what ran."""
+    # The prompt's own round, with its one token, is not of decoding and not made of drafts.
+    rounds = max(times.rounds - 1, 0)
+    if not times.draft_n:
+        return "off" if mode == "ar" else f"nothing was drafted in {plural(rounds, 'round')}"
+    looked_up = times.cache_hits + times.cache_misses
+    per_round = (times.predicted_n - 1) / rounds if rounds else 0.0
+    return (
+        f"{plural(rounds, 'round')}, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
+        f" ({_share(times.draft_n_accepted, times.draft_n)}), {per_round:.2f} tokens per round,"
+        f" {plural(times.cache_hits, 'hit')} ({_share(times.cache_hits, looked_up)})"
+        + (f", {times.cache_late} late" if times.cache_late else "")
+        + _by_name(times)
+    )
+
+
+def _by_name(times: Timings) -> str:
+    """Whose tokens held, where several drafted."""
+    held = times.draft_n_accepted_by
+    return ", accepted by " + " and ".join(f"{one.name} {one.count}" for one in held) if len(held) > 1 else ""
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
 
 # So long a text waits for the next server, which loads its models first, and so often its client looks for it.
 RECONNECT_SECONDS, RETRY_SECONDS = 120.0, 0.25

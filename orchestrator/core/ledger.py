@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from outrider.orchestrator.core.account import Stopwatch
 from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
 from outrider.orchestrator.core.request import Request, Round
-from outrider.orchestrator.core.stopwatch import Stopwatch
 from outrider.orchestrator.core.trace import ORCHESTRATOR, TARGET, TARGETS_DRAFTER, Trace
 from outrider.protocol.messages import Branches, Drafted, Outcome, RoundRecord, Span
 

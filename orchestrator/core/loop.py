@@ -13,22 +13,20 @@ from pathlib import Path
 
 import zmq
 
+from outrider.orchestrator.auth import Gate
 from outrider.orchestrator.core.learning import tuning
-from outrider.orchestrator.core.learning.memory import Memory
-from outrider.orchestrator.core.learning.tuning import Tuning
+from outrider.orchestrator.core.learning.tuning import Memory, Tuning
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.workers.pool import WorkerPool
 from outrider.orchestrator.core.workers.worker import Loss
-from outrider.orchestrator.events import Admit, Broke, Quit, Speaks, Stop, ToCore, ToFront, WorkersChanged
-from outrider.orchestrator.gate import Gate
-from outrider.orchestrator.mailbox import Mailbox
+from outrider.orchestrator.events import Admit, Broke, Mailbox, Quit, Speaks, Stop, ToCore, ToFront, WorkersChanged
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Outcome
-from outrider.protocol.tallies import Durations
+from outrider.protocol.stats import Durations
 
 log = logging.getLogger(__name__)
 

@@ -1,20 +1,87 @@
-"""What a request does next: its round begins, is prepared for or is waited for, and whoever has a part in it is told.
+"""What a request does next: its round begins, is prepared for or is waited for, and whoever has a part in it is
+told.
 
 What that is the proposer decides; this carries it out. Knows one request at a time.
+
+`may_prepare`: what the target is to have prepared: chains for the outcomes it may find, so a hit costs no word between
+verifies. The proposer decides about them as it would decide after the outcome. Sends nothing.
+
+`wait_for_chain`: how long a request waits for a drafter: never longer than what it waits for is expected to take, with
+some slack.
+
+Alternation (MineDraft, arXiv 2603.18016): the target verifies one half of the requests, the other is drafted for.
+
+Left alone, requests whose outcomes come together are drafted for together and verified together: the target waits for
+the drafter, then the drafter for the target. Held apart, each half's chains are drafted, from exact features where a
+head reads them, while the other half is verified. That pays where two forwards over half the rows, or a draft and one
+of them, take less than a draft and one forward over all. Pure of time and messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 from outrider.orchestrator.core.crew import Crew
 from outrider.orchestrator.core.dispatch import Dispatch, Workers
+from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ledger import Ledger
-from outrider.orchestrator.core.limits import room
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.preparing import may_prepare, prepared
 from outrider.orchestrator.core.proposals.proposal import Proposal
-from outrider.orchestrator.core.proposals.proposer import Ask, Linger, Proposer, Step
-from outrider.orchestrator.core.request import Request
-from outrider.orchestrator.core.waits import wait_for_branch, wait_for_chain
+from outrider.orchestrator.core.proposals.proposer import Ask, Linger, Proposer, Step, longest_wait_ms
+from outrider.orchestrator.core.request import Request, Waiting, room, up_to_end
+from outrider.protocol.clock import MILLISECOND_NS
+
+
+def may_prepare(request: Request, proposer: Proposer) -> bool:
+    """Where nobody waits, nor drafts beside it. A residual q would travel twice."""
+    ahead = request.mode == "ssd" and not proposer.unites(request)
+    return ahead and not request.waiting and not request.admit.sampling.is_residual
+
+
+def prepared(request: Request, proposer: Proposer, context: int) -> Iterator[tuple[tuple[int, ...], Proposal]]:
+    """What follows on outcomes that have a complete branch and do not end the request."""
+    for committed, found in request.cache.complete(request.depth):
+        space = room(request, context, len(committed))
+        if space > 0 and up_to_end(request, context, committed)[1] is None:
+            yield committed, proposer.branch(request, found, space, committed)
+
+
+# A wait that may include a drafter's first work, or that full depth asks for, gets this long before the target goes on.
+PATIENCE_MS = 2000.0
+
+
+def wait_for_chain(estimates: Estimates, step: Ask, full_depth: bool, now_ns: int) -> Waiting:
+    """The wait for a just-in-time chain, asked for now."""
+    limit_ms = longest_wait_ms(estimates.draft_ms(step.depth))
+    if full_depth or not estimates.has_drafted:
+        limit_ms = max(limit_ms, PATIENCE_MS)
+    if step.missed and not full_depth:
+        limit_ms = _in_company(estimates, limit_ms)
+    return Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
+
+
+def wait_for_branch(estimates: Estimates, request: Request, step: Linger, full_depth: bool, now_ns: int) -> Waiting:
+    """The wait for a branch to come or grow, begun now or gone on with; in all never longer than for a whole tree."""
+    asked_ns = request.waiting.asked_ns if request.waiting else now_ns
+    missed = request.waiting.missed if request.waiting else step.missed
+    limit_ms = longest_wait_ms(step.milliseconds)
+    whole_ms = _in_company(estimates, longest_wait_ms((request.depth + 1) * estimates.depth_ms() + estimates.link_ms()))
+    if full_depth:
+        limit_ms = whole_ms = PATIENCE_MS
+    deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
+    return Waiting(asked_ns, deadline_ns, step.committed, missed)
+
+
+def _in_company(estimates: Estimates, limit_ms: float) -> float:
+    """Of several requests none that missed waits past the others' next forward, whatever keeps the drafter: it goes
+    along in the one behind."""
+    return limit_ms if estimates.active == 1 else min(limit_ms, estimates.verify_ms(1))
+
+
+def wait_for_others(estimates: Estimates, waiting: Waiting, depth: int, now_ns: int) -> Waiting:
+    """The wait of a chain that has come, until the other half was verified."""
+    limit_ms = longest_wait_ms(estimates.verify_ms(depth + 1))
+    return Waiting(waiting.asked_ns, now_ns + int(limit_ms * MILLISECOND_NS), missed=waiting.missed)
 
 
 class NextRound:
@@ -110,3 +177,43 @@ class NextRound:
 
     def _room(self, request: Request) -> int:
         return room(request, self._workers.target_context)
+
+
+# It has to be so much quicker by the estimates, which know nothing of the hop between two halves.
+CLEARLY = 0.9
+
+
+class Alternation:
+    """Of SD's requests, by the two sides that they are on."""
+
+    def __init__(self, estimates: Estimates) -> None:
+        self._estimates = estimates
+
+    def side(self, requests: Collection[Request]) -> int:
+        """Where a new one goes: to the fewer."""
+        return int(2 * sum(request.side for request in requests) < len(requests))
+
+    def holds(self, request: Request, requests: Collection[Request]) -> bool:
+        """Whether a chain that has come waits until the other side's verify has ended."""
+        mine = [other for other in requests if _takes_turns(other)]
+        under_way = any(other.side != request.side and _is_verified(other) for other in mine)
+        return under_way and _takes_turns(request) and self.pays(len(mine), request.depth)
+
+    def pays(self, requests: int, depth: int) -> bool:
+        """Whether so many requests with chains of `depth` take less time in two halves than together."""
+        estimates, rows = self._estimates, depth + 1
+        if requests < 2 or not estimates.has_drafted:
+            return False
+        draft, larger = estimates.draft_ms(depth), (requests + 1) // 2
+        first, second = estimates.forward_ms(larger * rows), estimates.forward_ms((requests - larger) * rows)
+        together = draft + estimates.forward_ms(requests * rows)
+        return max(first + second, draft + first) < CLEARLY * together
+
+
+def _takes_turns(request: Request) -> bool:
+    return request.mode == "sd" and bool(request.drafters)
+
+
+def _is_verified(request: Request) -> bool:
+    """Whether the target has a round of it, other than its prompt."""
+    return not (request.waiting or request.reads or request.over)

@@ -9,15 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.core.learning.controller import Controller
-from outrider.orchestrator.core.learning.drift import Drift
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.learning.forecasts import Plan
-from outrider.orchestrator.core.learning.kinds import FREE
-from outrider.orchestrator.core.learning.text_odds import TextOdds
-from outrider.orchestrator.core.learning.texts import Texts
+from outrider.orchestrator.core.learning.texts import FREE, Drift, TextOdds, Texts
 from outrider.orchestrator.core.learning.tuning import Choice, Tuning, nearest
-from outrider.orchestrator.core.proposals.copies import LONGEST_COPY, longest_copy
 from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal
+from outrider.orchestrator.core.proposals.tree import LONGEST_COPY, longest_copy
 from outrider.orchestrator.core.request import Foretold, Request, Round, RoundSettings, Waiting
 from outrider.orchestrator.events import Admit
 from outrider.protocol.abilities import OwnDrafter
@@ -144,7 +141,7 @@ class Planner:
     def proposed(self, request: Request) -> None:
         lookup = request.proposal.lookup
         if lookup is not Lookup.NONE:
-            # Late or not: `fallback` says whether that is worth a wait.
+            # Late or not: `proposer` says whether that is worth a wait.
             self.estimates.saw_lookup(lookup.found, request.covered)
 
     def branches(self, request: Request, message: Branches, now_ns: int) -> None:

@@ -1,6 +1,10 @@
-"""One running request as the core sees it: its tokens, its round, what it waits for.
+"""One running request as the core sees it: its tokens, its round, its drafters, what it waits for and where it ends.
 
 Knows tokens and times; knows no text, socket or model.
+
+`Part`: a drafter's part in one request: what it knows of the text, what it was asked for, and how far that has come.
+
+`growth`: where a request must end: its end tokens, its length, the target's context.
 """
 
 from __future__ import annotations
@@ -9,21 +13,48 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.orchestrator.core.account import Account
-from outrider.orchestrator.core.learning.drift import Drift
+from outrider.orchestrator.core.account import Account, RoundRecords
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.learning.forecasts import Plan
-from outrider.orchestrator.core.learning.kinds import FREE
-from outrider.orchestrator.core.learning.text_odds import TextOdds
-from outrider.orchestrator.core.learning.texts import Text
+from outrider.orchestrator.core.learning.texts import FREE, Drift, Text, TextOdds
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.part import Part
 from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
-from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.events import Admit
-from outrider.protocol.messages import Outcome
-from outrider.protocol.origins import Origin
+from outrider.protocol.messages import Branches, Drafted, Outcome
+from outrider.protocol.schema import Origin
+
+NO_RANKS = range(0)
+
+
+@dataclass(slots=True)
+class Part:
+    """It was told the first `known_len` tokens.
+
+    What it was asked for last is of `round`: branches for the outcomes of these `ranks`, likeliest first, or, where
+    there are none, a chain; `depth` tokens. `asked_ns`: when; 0: with a text to read, so that the answer's time tells
+    nothing. `heard_ns`: when the latest of its `pushes` came. `done`: no more is to come, or nobody waits for it.
+    """
+
+    known_len: int = 0
+    round: int = 0
+    ranks: range = NO_RANKS
+    depth: int = 0
+    asked_ns: int = 0
+    heard_ns: int = 0
+    pushes: int = 0
+    done: bool = True
+
+    def is_asked(self, round_: int, ranks: range, depth: int, known_len: int, now_ns: int) -> None:
+        """It is told the text up to `known_len`, and to do this."""
+        self.round, self.ranks, self.depth, self.known_len = round_, ranks, depth, known_len
+        self.asked_ns, self.heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
+
+    def is_awaited(self, message: Branches | Drafted) -> bool:
+        """Whether this answers what it was asked for last, which was not answered in full."""
+        is_kind = isinstance(message, Branches) == bool(self.ranks)
+        return is_kind and not self.done and (message.round, message.base_len) == (self.round, self.known_len)
+
 
 # A drafter that was lost so often in a row while it drafted for a request, without a word for that, is not taken back.
 MOST_LOSSES = 2
@@ -231,3 +262,22 @@ class Settled:
     nodes: Sequence[int]
     kept: tuple[int, ...]
     reason: str | None
+
+
+def growth(request: Request, context: int) -> int:
+    """How many tokens the request may still grow by."""
+    return min(request.remaining, context - len(request.tokens))
+
+
+def room(request: Request, context: int, ahead: int = 0) -> int:
+    """How long a chain may be, `ahead` tokens on: the bonus must still fit the request and the target's context."""
+    return min(request.remaining - 1, context - len(request.tokens)) - ahead
+
+
+def up_to_end(request: Request, context: int, new: Sequence[int]) -> tuple[list[int], str | None]:
+    """The tokens of `new` that count, and why the request ends with them if it does."""
+    space = growth(request, context)
+    for index, token in enumerate(new[:space]):
+        if token in request.admit.eos:
+            return list(new[: index + 1]), "eos"
+    return list(new[:space]), "length" if len(new) >= space else None

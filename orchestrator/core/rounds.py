@@ -3,44 +3,60 @@
 AR, SD and SSD are this one loop with different proposals. Handling an outcome comes in this order: integer checks, the
 lookup, the next VERIFY, COMMIT, and only then word to the front, which does the text. Owns the running requests; knows
 tokens and integers only. Time is passed in.
+
+`begun`: a request's beginning: how its rounds will be made, who drafts for it, and what is to be told about that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
-from outrider.orchestrator.core.alternation import Alternation
-from outrider.orchestrator.core.beginning import begun
-from outrider.orchestrator.core.cache_room import CacheRoom
+from outrider.orchestrator.core.account import Account, RoundRecords
 from outrider.orchestrator.core.crew import Crew
-from outrider.orchestrator.core.dispatch import Dispatch, Workers
+from outrider.orchestrator.core.dispatch import Dispatch, PrefillReadings, Workers
 from outrider.orchestrator.core.door import LATE, Door
+from outrider.orchestrator.core.learning.texts import kind_of
 from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.orchestrator.core.ledger import Ledger
-from outrider.orchestrator.core.limits import room, up_to_end
-from outrider.orchestrator.core.next_round import NextRound
-from outrider.orchestrator.core.ngram import PIECE
+from outrider.orchestrator.core.next_round import Alternation, NextRound, wait_for_others
+from outrider.orchestrator.core.ngram import PIECE, NgramIndex
 from outrider.orchestrator.core.outage import Outage
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.prefill import PrefillReadings
 from outrider.orchestrator.core.proposals.proposer import Proposer
-from outrider.orchestrator.core.request import Request, RoundSettings, Settled
+from outrider.orchestrator.core.request import Part, Request, RoundSettings, Settled, room, up_to_end
+from outrider.orchestrator.core.speculation_cache import CacheRoom, SpeculationCache
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.waits import wait_for_others
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
-from outrider.protocol.messages import (
-    Branches,
-    Drafted,
-    Fault,
-    Features,
-    Message,
-    Outcome,
-    Prefilled,
-    Remark,
-    Resync,
-)
-from outrider.protocol.patience import ASK_AGAIN_NS
+from outrider.protocol.clock import ASK_AGAIN_NS
+from outrider.protocol.messages import Branches, Drafted, Fault, Features, Message, Outcome, Prefilled, Remark, Resync
+
+
+def begun(admit: Admit, workers: Workers, planner: Planner, room: CacheRoom, now_ns: int) -> Request:
+    """The request as it stands before anybody was told of it; its n-grams are still to be read."""
+    less = workers.notes() if admit.mode != "ar" else []
+    if not workers.target_abilities.chains:
+        admit = replace(admit, mode="ar")
+    drafters = workers.drafters() if admit.takes_workers else set()
+    tokens = [*admit.tokens, *admit.said]
+    looks = kind_of(tokens, admit.sampling.grammar is not None, admit.code)
+    text = planner.texts.begun(looks, admit.sampling.temp == 0)
+    plan, notes = planner.first_plan(admit, len(drafters), text.kind)
+    return Request(
+        admit,
+        plan,
+        tokens=tokens,
+        ngrams=NgramIndex(),
+        text=text,
+        drafters={name: Part() for name in sorted(drafters)},
+        cache=SpeculationCache(room),
+        heard_ns=now_ns,
+        account=Account(admitted_ns=now_ns),
+        records=RoundRecords(now_ns) if admit.rounds else None,
+        takes_trees=planner.trees and workers.target_abilities.trees and not admit.sampling.is_residual,
+        notes=[*less, *notes],
+    )
 
 
 class Rounds:

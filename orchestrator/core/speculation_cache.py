@@ -4,6 +4,9 @@ An outcome (k, t) is known by the tokens it makes final: the first k of the chai
 
 Holds only what arrived before the outcome was handled, so a hit is a prediction, never a look at the answer. Several
 drafters fill one cache: where two have prepared the same outcome the deeper branch counts, whosever it is.
+
+`CacheRoom`: how many bytes the branches of all requests may take, and of each: what is over is not kept, and counted.
+An honest drafter's branches take kilobytes. The bounds are for one that sends as much as a frame holds.
 """
 
 from __future__ import annotations
@@ -11,9 +14,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outrider.orchestrator.core.cache_room import CacheRoom
 from outrider.protocol.messages import Beside, Branches
-from outrider.protocol.sparse import SparseQ
+from outrider.protocol.trees import SparseQ
+
+A_REQUEST, IN_ALL = 16 << 20, 64 << 20
+"""Bytes."""
+
+
+@dataclass(slots=True)
+class CacheRoom:
+    """What is held of it, and how many messages found no place."""
+
+    held: int = 0
+    dropped: int = 0
+
+    def takes(self, size: int, of_request: int) -> bool:
+        """Whether `size` bytes more may be held, for a request that has `of_request`; then they are."""
+        if of_request + size > A_REQUEST or self.held + size > IN_ALL:
+            self.dropped += 1
+            return False
+        self.held += size
+        return True
+
+    def give_back(self, size: int) -> None:
+        self.held -= size
+
 
 _TOKEN_BYTES = 40  # a number and its place in a tuple
 

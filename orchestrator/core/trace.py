@@ -1,7 +1,7 @@
 """What every process did, on one clock, as a Chrome/Perfetto trace (open it at ui.perfetto.dev).
 
 All spans are CLOCK_MONOTONIC nanoseconds of this machine; workers send theirs with their answers, and those of other
-machines were put on this clock before (`far_clock`).
+machines were put on this clock before (`worker.FarClock`).
 """
 
 from __future__ import annotations

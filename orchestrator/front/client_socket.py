@@ -13,10 +13,9 @@ from typing import Any
 
 import zmq
 
-from outrider.orchestrator.allowance import Allowance, Rate
-from outrider.orchestrator.client_key import client_of
-from outrider.orchestrator.doorkeeper import Doorkeeper
-from outrider.orchestrator.failure import kind_of
+from outrider.orchestrator.auth import client_of
+from outrider.orchestrator.handshake import kind_of
+from outrider.orchestrator.limits import Allowance, Doorkeeper, Rate
 from outrider.protocol import clock
 from outrider.protocol.codec import decode, encode, request_of
 from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy

@@ -13,32 +13,31 @@ from dataclasses import replace
 
 import zmq
 
-from outrider.orchestrator.client_key import client_of
+from outrider.orchestrator.auth import client_of
 from outrider.orchestrator.events import (
     Began,
     Broke,
     Committed,
+    CoreFacts,
+    End,
     Ended,
+    Lines,
     PrefillAt,
     Stop,
     ToFront,
     WorkersChanged,
     together,
 )
-from outrider.orchestrator.failure import kind_of
 from outrider.orchestrator.front.admission import Admission
-from outrider.orchestrator.front.books import Books
 from outrider.orchestrator.front.client_socket import ClientSocket, Letter
 from outrider.orchestrator.front.text import Piece
-from outrider.orchestrator.front.ticket import Ticket, note
-from outrider.orchestrator.front.waiting import FairQueue, Whose
-from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage
-from outrider.orchestrator.kv_room import check_holds
-from outrider.orchestrator.lines import CoreFacts, End, Lines
+from outrider.orchestrator.front.totals import Books
+from outrider.orchestrator.front.waiting import FairQueue, Ticket, Whose, note
+from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, kind_of
+from outrider.orchestrator.limits import check_holds
 from outrider.orchestrator.pair.pairing import ChosenPair
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped
-from outrider.protocol.kv import KvUse
 from outrider.protocol.messages import (
     Cancel,
     Chunk,
@@ -53,6 +52,7 @@ from outrider.protocol.messages import (
     Timings,
     WorkerStats,
 )
+from outrider.protocol.stats import KvUse
 from outrider.protocol.version import PACKAGE_VERSION
 
 LETTERS_PER_TURN = 64

@@ -17,9 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
-from outrider.orchestrator.machine.log_file import log_file
-from outrider.orchestrator.machine.log_tail import log_tail
-from outrider.orchestrator.machine.spawn import STDERR, STEADY_MEMORY, child_environment, python
+from outrider.orchestrator.machine.spawn import STDERR, STEADY_MEMORY, child_environment, log_file, log_tail, python
 from outrider.orchestrator.pair.model_files import ModelFiles
 from outrider.protocol.errors import EndpointError, WorkerError
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from outrider.protocol import extras
+from outrider.protocol import version
 from outrider.protocol.endpoints import Tcp, parse
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.version import PROTOCOL_VERSION
@@ -49,7 +49,7 @@ class Beacon:
         where = parse(endpoint)
         if not isinstance(where, Tcp):
             raise InvalidRequest(f"{endpoint} can't be announced; expected tcp://HOST:PORT")
-        extras.require("discovery", "finding servers")
+        version.require("discovery", "finding servers")
         from zeroconf import NonUniqueNameException, ServiceInfo
 
         own = _own_addresses() if where.host in ANYWHERE else [_address_of(where.host)]
@@ -78,7 +78,7 @@ def find(trusted: Collection[str], seconds: float = SECONDS, interfaces: Sequenc
         EndpointError: there is none, or more than one; the message tells which there are.
         InvalidRequest: zeroconf is not installed.
     """
-    extras.require("discovery", "finding servers")
+    version.require("discovery", "finding servers")
     found = _announced(seconds, interfaces)
     known = [one for one in found if one.key in trusted]
     if len(known) > 1:

@@ -1,25 +1,65 @@
-"""Worker processes: started in a session of their own, ended with the orchestrator however it goes.
+"""The processes that the orchestrator starts: workers, and what is read, logged and removed beside them.
 
-A worker holds the read end of a pipe whose end of file ends it; its stderr is a log in the run directory. Knows command
+`SpawnedWorker`: worker processes: started in a session of their own, ended with the orchestrator however it goes. A
+worker holds the read end of a pipe whose end of file ends it; its stderr is a log in the run directory. Knows command
 lines and process ids; knows nothing of messages.
+
+`log_file`: the log of a process that this one starts: a file, or nothing where none can be written.
+
+`log_tail`: the end of a log file as one line, for an error message.
+
+`Sweeper`: removes what a killed server leaves behind: its run directory and its socket file. A shell waits at the end
+of a pipe that only the server holds; when the server is gone without a word, the pipe ends and the shell sweeps. A
+server that ends in order removes its files itself and dismisses the sweeper first.
+
+`measured`: who should read a draft's prompts on this Mac: MLX, or its Core ML package where a measurement finds that
+quicker. The measurement is a process of the draft worker's and is kept by it; a drafter finds it there by itself.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
-from outrider.orchestrator.machine import blas, cores
-from outrider.orchestrator.machine.log_file import log_file
-from outrider.orchestrator.machine.log_tail import log_tail
-from outrider.orchestrator.machine.mlx_library import require_mlx
-from outrider.orchestrator.pair.heads import own_drafters
-from outrider.orchestrator.pair.model_files import PACKAGE
+from outrider.orchestrator.machine import system
+from outrider.orchestrator.machine.system import require_mlx
+from outrider.orchestrator.pair.model_files import PACKAGE, own_drafters
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.claim import PathClaim
 from outrider.protocol.errors import WorkerError
+
+log = logging.getLogger(__name__)
+
+
+def log_file(path: Path, mode: str) -> BinaryIO:
+    """Opened; a process that can't be heard is better than none."""
+    try:
+        return open(path, mode)  # type: ignore[return-value]
+    except OSError as error:
+        log.warning("can't write %s (%s): that process runs without a log", path, error.strerror)
+        return open("/dev/null", "wb")
+
+
+TAIL_BYTES = 4096
+TAIL_LINES = 3
+
+
+def log_tail(path: Path) -> str:
+    """The last lines; empty when there are none, or no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return " | ".join(line.strip() for line in lines[-TAIL_LINES:] if line.strip())
+
 
 STDERR = 2
 MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker", "prefill": "outrider.prefill_worker"}
@@ -104,7 +144,10 @@ def spawn_worker(
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
-                env={**STEADY_MEMORY, **blas.environment(child_environment(), settings.threads, settings.cpu_kernels)},
+                env={
+                    **STEADY_MEMORY,
+                    **system.environment(child_environment(), settings.threads, settings.cpu_kernels),
+                },
                 pass_fds=inherited,
                 start_new_session=True,
             )
@@ -114,7 +157,7 @@ def spawn_worker(
     finally:
         for number in inherited:
             os.close(number)
-    cores.place(process.pid, role, settings)
+    system.place(process.pid, role, settings)
     return SpawnedWorker(name, process, lifeline, log)
 
 
@@ -155,3 +198,50 @@ def child_environment() -> dict[str, str]:
     """This process's environment, in which our rooms are found wherever it was started."""
     paths = [str(PACKAGE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "TOKENIZERS_PARALLELISM": "false"}
+
+
+# $1: the run directory. $2: a socket elsewhere, $3: what its lock file holds and $4: its inode while it is still ours.
+_SCRIPT = """
+while read -r _; do :; done
+rm -rf -- "$1"
+[ -n "$2" ] && [ "$(cat -- "$2.lock")" = "$3" ] && [ "$(ls -di -- "$2")" = "$4 $2" ] && rm -f -- "$2" "$2.lock"
+"""
+
+
+class Sweeper:
+    """Waits beside the server for its end, to remove `directory` and the socket of `claim`; what others made stays."""
+
+    def __init__(self, directory: Path, claim: PathClaim | None) -> None:
+        elsewhere = [claim.path, claim.token, str(claim.inode)] if claim is not None else ["", "", ""]
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _SCRIPT, "outrider-sweeper", str(directory), *elsewhere],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a signal to the server's group must not end the one who sweeps after it
+        )
+
+    def dismiss(self) -> None:
+        """Nothing is left to sweep."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+READER_SECONDS = 1200.0
+
+
+def measured(draft_model: str) -> str | None:
+    """A sentence that says who reads which prompts, or why that is not known; None where there is no Core ML."""
+    if sys.platform != "darwin":
+        return None
+    command = python("-m", "outrider.drafting.coreml.prompts", "--model", draft_model)
+    try:
+        done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=READER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"prompts stay with MLX: Core ML had not read them after {READER_SECONDS:g} s"
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or ["no reason told"]
+        return f"MLX reads prompts: {said[-1]}"
+    return str(json.loads(done.stdout)["sentence"])

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.orchestrator.pair import gguf_tokenizer, gguf_weights
-from outrider.orchestrator.pair.gguf import GgufFile
-from outrider.orchestrator.pair.gguf_weights import GROUP, PLAIN, Matrix
+from outrider.orchestrator.pair import gguf, gguf_tokenizer
+from outrider.orchestrator.pair.gguf import GROUP, PLAIN, GgufFile, Matrix
 from outrider.protocol.errors import ModelError
 
 SHARD = 2**29
@@ -94,7 +93,7 @@ def write_model(file: GgufFile, folder: Path, keep_precision: bool = False) -> N
     bits = {
         new: found
         for old, new in names.items()
-        if len(file.tensors[old].shape) > 1 and (found := gguf_weights.bits_of(file.tensors[old].kind, keep_precision))
+        if len(file.tensors[old].shape) > 1 and (found := gguf.bits_of(file.tensors[old].kind, keep_precision))
     }
     config = _config(file, known, dtype) | _quantization(bits)
     tokenizer = gguf_tokenizer.read_tokenizer(file, config["vocab_size"])
@@ -159,10 +158,10 @@ def _converted(
             raise ModelError(f"{file.path}: the tensor {old} has {len(place.shape)} dimensions; expected 1 or 2")
         of_norm = old.endswith("norm.weight")
         if of_norm and known.norms_plus_one:
-            norm = gguf_weights.convert(file, old, None, "float32").parts["weight"] - np.float32(1)
-            matrix = Matrix({"weight": gguf_weights.in_dtype(norm, dtype)})
+            norm = gguf.convert(file, old, None, "float32").parts["weight"] - np.float32(1)
+            matrix = Matrix({"weight": gguf.in_dtype(norm, dtype)})
         else:
-            matrix = gguf_weights.convert(file, old, bits.get(new), dtype)
+            matrix = gguf.convert(file, old, bits.get(new), dtype)
         for suffix, part in matrix.parts.items():
             if known.permuted and (".attn_q." in old or ".attn_k." in old):
                 part = _unpermuted(file, old, part, heads if ".attn_q." in old else kv_heads)

@@ -1,8 +1,10 @@
 """Where a model's files are: a name, a Hugging Face id, a folder or a GGUF file becomes a folder, without MLX.
 
-A copy in the Hugging Face cache is used as it is; otherwise it is downloaded, unless offline mode is on. A GGUF file is
-converted once. Names are those of `pulled`, and `tiny`, the pair that comes along. Reads config.json; knows nothing of
-weights and tokens.
+A copy in the Hugging Face cache is used as it is; otherwise it is downloaded, unless offline mode is on. A GGUF file
+is converted once. Names are those of `pulled`, and `tiny`, the pair that comes along. Reads config.json; knows nothing
+of weights and tokens.
+
+`kind_of`: who drafts in the target's process, and what all that can draft in a cluster are called.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.orchestrator.pair.pulled import PULLED, pull
-from outrider.orchestrator.pair.store import content_hash, made_once
+from outrider.orchestrator.pair.pulled import PULLED, content_hash, made_once, pull
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
-from outrider.protocol.heads import own_head
+from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, OF_TARGET, head_kind, names_of, own_head
 
 PACKAGE = Path(__file__).absolute().parents[2]
 """The package `outrider`: in a checkout its rooms are links to the folders beside it."""
@@ -235,3 +237,31 @@ def _why(error: Exception) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):
         return "Hugging Face can't be reached and the cache has no copy"
     return f"Hugging Face can't be reached ({type(error).__name__})"
+
+
+def kind_of(head: str | Path, target: str | Path) -> str | None:
+    """What kind of head lies in a folder, for the target in another; None: none that is known here."""
+    return head_kind(*(read_json(Path(folder) / "config.json") for folder in (head, target)))
+
+
+def own_drafters(settings: ServeSettings) -> tuple[tuple[str, str], ...]:
+    """Kind and folder of each drafter of the target's process; `settings` must name folders (see `pairing`)."""
+    found: list[tuple[str, str]] = []
+    if settings.colocate:
+        kind = settings.draft_backend if settings.drafts_by_head else DRAFT_MODEL
+        found.append((kind, str(settings.draft_model)))
+    for head in settings.head:
+        if head in OF_TARGET:
+            found.append((head, str(settings.model)))
+        else:
+            found.append((kind_of(head, settings.model or "") or "head", head))
+    return tuple(found)
+
+
+def drafters(settings: ServeSettings) -> tuple[str, ...]:
+    """By which names a request may choose who drafts for it."""
+    own = names_of(kind for kind, _ in own_drafters(settings))
+    worker = (DRAFT_MODEL,) if settings.has_draft_worker else ()
+    copies = (NGRAM,) if settings.ngrams else ()
+    joint = tuple(f"{DRAFT_MODEL}{JOINT}{name}" for name in own) if worker else ()
+    return (*worker, *own, *copies, *joint)

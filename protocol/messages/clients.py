@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from outrider.protocol.fields import (
+from outrider.protocol.messages.rounds import Span
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import (
     ClientName,
     Count,
+    Logprobs,
     Mode,
     Name,
     OneOf,
@@ -19,11 +22,7 @@ from outrider.protocol.fields import (
     Tokens,
     Told,
 )
-from outrider.protocol.kv import CacheUse, KvCost, KvUse
-from outrider.protocol.logprobs import Logprobs
-from outrider.protocol.messages.rounds import Span
-from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.tallies import Durations, Tally
+from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from outrider.protocol.fields import Count, Name, OneOf, Size, Text, Token
+from outrider.protocol.schema import Count, Name, OneOf, Size, Text, Token
 
 TextDeed = Annotated[str, OneOf(("open", "close", "mark", "roll back", "set", "save", "adopt", "drop"))]
 

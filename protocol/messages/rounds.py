@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Annotated
 
-from outrider.protocol.fields import (
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import (
     MAX_BESIDE,
     MAX_BRANCHES,
     Breadth,
@@ -22,6 +23,7 @@ from outrider.protocol.fields import (
     Depth,
     Final,
     Halves,
+    Logprobs,
     Name,
     Nanoseconds,
     Node,
@@ -34,9 +36,7 @@ from outrider.protocol.fields import (
     Token,
     Tokens,
 )
-from outrider.protocol.logprobs import Logprobs
-from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ
+from outrider.protocol.trees import SparseQ
 
 
 @dataclass(frozen=True, slots=True)

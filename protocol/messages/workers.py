@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.protocol.abilities import Abilities
-from outrider.protocol.fields import (
-    Count,
-    Name,
-    Nanoseconds,
-    RequestId,
-    Role,
-    Serial,
-    Text,
-)
-from outrider.protocol.kv import CacheUse, KvCost
+from outrider.protocol.schema import Count, Name, Nanoseconds, RequestId, Role, Serial, Text
+from outrider.protocol.stats import CacheUse, KvCost
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.server.answers.telling import Choice
 from outrider.server.mapping.form import Form
-from outrider.server.mapping.toolbox import Toolbox
+from outrider.server.mapping.speech import Toolbox
 from outrider.server.model.tool_format import ToolCall
 
 Notes = Callable[[Sequence[Choice]], list[str]]

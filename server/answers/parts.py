@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from outrider.server.mapping.toolbox import Toolbox
+from outrider.server.mapping.speech import Toolbox
 from outrider.server.model.served import Prompt, ServedModel, Thoughts
-from outrider.server.model.thinking import Tags
-from outrider.server.model.tool_format import NoCall, ToolCall, ToolFormat
+from outrider.server.model.tool_format import NoCall, Tags, ToolCall, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)

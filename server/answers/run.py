@@ -2,26 +2,185 @@
 
 The line is as long as the texts are: a reader who is late finds what came meanwhile in one piece, and holds nobody up.
 Whoever closes the run cancels what is not finished.
+
+`Line`: what arrives for one reader in asyncio, in order; who waits for it hears of silence, too. Knows one event loop.
+A queue within `asyncio.timeout` makes and cancels a timer for each thing that arrives. Here one goes on for as long as
+somebody waits now and then, and wakes up no sooner than the silence may be over.
+
+`Extras`: what tokens have beside their text, as far as it was asked for: it grows with them and is told once. Knows
+tokens, texts and rounds as the client hands them out; knows no API.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from outrider.orchestrator.client.async_asker import AsyncAsker, AsyncStream
-from outrider.orchestrator.client.result import Chunk, GenerationResult
+from outrider.orchestrator.client.asker import AsyncAsker, AsyncStream
+from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, TokenLogprob
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import OutriderError
-from outrider.server.answers.extras import NO_EXTRAS, Extras, extras_of
-from outrider.server.answers.line import Line
+from outrider.protocol.messages import DraftWork, RoundRecord, Span
+from outrider.protocol.schema import Origin
 from outrider.server.mapping.manner import Manner
 from outrider.server.metrics import Watch
 from outrider.server.problems import Refused
+from outrider.server.shapes import base as shapes
+
+T = TypeVar("T")
+
+
+class Line(Generic[T]):
+    """As long as it gets: who puts something in never waits."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._things: list[T] = []
+        self._reader: asyncio.Future[None] | None = None
+        self._at_once: Callable[[T], bool] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._patience = self._rings_at = self._until = 0.0
+
+    def put(self, one: T) -> None:
+        if self._at_once is not None and self._awaited is not None and self._at_once(one):
+            self._until = self._loop.time() + self._patience
+        else:
+            self._things.append(one)
+            self._wake()
+
+    async def take(self, patience: float, at_once: Callable[[T], bool] | None = None) -> list[T]:
+        """All there is; nothing after `patience` seconds in which nothing came.
+
+        What comes while this waits is offered to `at_once` in the very turn of the loop that brings it, and is taken
+        only if that returns False.
+        """
+        if not self._things:
+            self._at_once = at_once
+            await self._arrival(patience)
+        found, self._things = self._things, []
+        return found
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    async def _arrival(self, patience: float) -> None:
+        self._patience, self._until = patience, self._loop.time() + patience
+        if self._alarm is not None and self._until < self._rings_at:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._alarm is None:
+            self._set_alarm()
+        self._reader = self._loop.create_future()
+        await self._reader
+
+    def _set_alarm(self) -> None:
+        self._rings_at = self._until
+        self._alarm = self._loop.call_at(self._rings_at, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        if self._until <= self._rings_at:
+            self._wake()
+        else:
+            self._set_alarm()  # something has come since it was set
+
+    @property
+    def _awaited(self) -> asyncio.Future[None] | None:
+        """What a reader waits for who has not been woken yet."""
+        return self._reader if self._reader is not None and not self._reader.done() else None
+
+    def _wake(self) -> None:
+        if (reader := self._awaited) is not None:
+            reader.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class SaidToken:
+    """The text that a token completes, often a part of a word, and who said it first."""
+
+    text: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Of some tokens in a row."""
+
+    logprobs: tuple[TokenLogprob, ...] = ()
+    origins: tuple[SaidToken, ...] = ()
+    rounds: tuple[RoundRecord, ...] = ()
+    ids: tuple[int, ...] = ()
+
+    def __add__(self, later: Extras) -> Extras:
+        return joined((self, later)) if later is not NO_EXTRAS else self
+
+
+NO_EXTRAS = Extras()
+
+
+def joined(many: Iterable[Extras]) -> Extras:
+    """Of all their tokens."""
+    rows = list(many)
+    return Extras(
+        tuple(one for row in rows for one in row.logprobs),
+        tuple(one for row in rows for one in row.origins),
+        tuple(one for row in rows for one in row.rounds),
+        tuple(one for row in rows for one in row.ids),
+    )
+
+
+def extras_of(chunk: Chunk, words: TextStream | None, with_ids: bool = False) -> Extras:
+    """`words` has taken the tokens before; None: nobody asked for texts and origins."""
+    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not with_ids:
+        return NO_EXTRAS
+    said = () if words is None else tuple(_said(chunk, words))
+    return Extras(chunk.logprobs or (), said, chunk.rounds or (), chunk.token_ids if with_ids else ())
+
+
+def _said(chunk: Chunk, words: TextStream) -> Iterator[SaidToken]:
+    for token, origin in zip(chunk.token_ids, chunk.origins or (), strict=True):
+        yield SaidToken(words.feed((token,)).text, origin)
+
+
+def speculated(extras: Extras) -> shapes.Speculated | None:
+    """As OpenAI's two older APIs have it here; None where there is nothing to tell."""
+    if not extras.origins and not extras.rounds:
+        return None
+    origins = [shapes.TokenOrigin(text=one.text, origin=one.origin.name.lower()) for one in extras.origins]
+    return shapes.Speculated(origins=origins or None, rounds=[_round(one) for one in extras.rounds] or None)
+
+
+def _round(record: RoundRecord) -> shapes.Round:
+    return shapes.Round(
+        round=record.round,
+        lookup=record.lookup,
+        source=record.source,
+        drafted=record.drafted,
+        accepted=record.accepted,
+        tokens=record.tokens,
+        verify=shapes.Work(**_times(record.verify)),
+        decided=shapes.Work(**_times(record.decided)) if record.decided is not None else None,
+        drafting=[_work(one) for one in record.drafting],
+    )
+
+
+def _work(one: DraftWork) -> shapes.Drafting:
+    return shapes.Drafting(
+        drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches, **_times(one.work)
+    )
+
+
+def _times(span: Span) -> dict[str, float]:
+    return {"start_ms": span.started_ns / MILLISECOND_NS, "ms": (span.ended_ns - span.started_ns) / MILLISECOND_NS}
+
 
 log = logging.getLogger(__name__)
 

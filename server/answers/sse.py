@@ -2,21 +2,27 @@
 
 A reader who leaves ends the run behind it; one who takes nothing for a while is made to (`connection.py`). A stream
 that fails says so in an event of its own API and ends; its status has been sent long before.
+
+`Stencil`: an event whose text alone changes from chunk to chunk: written once by its shape, and filled in from then
+on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.protocol.errors import OutriderError
 from outrider.server.answers.run import News
 from outrider.server.answers.telling import Telling, Words
-from outrider.server.pieces import Pieces, Straight, pieces
+from outrider.server.connection import Pieces, Straight, pieces
 from outrider.server.problems import Problem, Refused, problem_of
 
 DONE = b"data: [DONE]\n\n"
@@ -114,3 +120,17 @@ async def gone(receive: Receive) -> None:
     """Returns when the reader has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+_PLACE = secrets.token_hex(16)
+
+
+class Stencil:
+    """`written` is the event with a text; the text stands in it once, as JSON."""
+
+    def __init__(self, written: Callable[[str], bytes]) -> None:
+        self._before, self._after = written(_PLACE).split(to_json(_PLACE))
+
+    def filled(self, text: str) -> bytes:
+        """The event with this text."""
+        return self._before + to_json(text) + self._after

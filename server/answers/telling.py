@@ -9,12 +9,11 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.orchestrator.front import totals
 from outrider.protocol.messages import Timings
-from outrider.server.answers.extras import NO_EXTRAS, Extras, joined
 from outrider.server.answers.parts import Part, Said, Splitter, Thought
-from outrider.server.answers.run import AtOnce, Ended, Grown, News, Reading, Run
+from outrider.server.answers.run import NO_EXTRAS, AtOnce, Ended, Extras, Grown, News, Reading, Run, joined
 from outrider.server.model.tool_format import ToolCall
 
 SILENCE_SECONDS = 5.0

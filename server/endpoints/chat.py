@@ -1,26 +1,293 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions.
+
+`Events`: a chat's answer in OpenAI's shapes: whole, or as the chunks of a stream.
+
+OpenAI's chat completions as a conversation, its tools and its manner.
+"""
 
 from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.server.answers import chat_events
-from outrider.server.answers.afterwards import checker
-from outrider.server.answers.parts import splitter
-from outrider.server.answers.probabilities import speller
-from outrider.server.answers.run import job
-from outrider.server.answers.sse import EventStream
-from outrider.server.answers.telling import Telling
-from outrider.server.answers.thoughts import counter
+from outrider.server.answers import sse
+from outrider.server.answers.afterwards import Notes, checker, no_notes
+from outrider.server.answers.parts import Part, Said, Thought, splitter
+from outrider.server.answers.run import NO_EXTRAS, Extras, job, speculated
+from outrider.server.answers.sse import EventStream, Stencil
+from outrider.server.answers.telling import Choice, Telling, Told, Waited, Words, sum_of, timings
+from outrider.server.answers.usage import FINGERPRINT, Count, Speller, about, counter, speller, usage
 from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import chunks, described, typed
-from outrider.server.mapping import chat
-from outrider.server.mapping.asked import choices, usage_wanted
+from outrider.server.mapping import speech
 from outrider.server.mapping.form import form_of
-from outrider.server.mapping.manner import manner_of, room
-from outrider.server.problems import Refused
-from outrider.server.shapes.chat import ChatChunk, ChatCompletion, ChatRequest
+from outrider.server.mapping.manner import choices, manner_of, room, usage_wanted
+from outrider.server.mapping.speech import ANY, MUST, Toolbox, function, toolbox
+from outrider.server.mapping.speech import Choice as ToolChoice
+from outrider.server.model.served import Conversation, ServedModel
+from outrider.server.model.tool_format import ToolCall
+from outrider.server.problems import Problem, Refused
+from outrider.server.shapes.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatMessage,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+    Finish,
+    FunctionOut,
+    Tool,
+    ToolCallDelta,
+    ToolCallOut,
+    ToolChosen,
+    ToolsAllowed,
+)
+from outrider.server.shapes.chat import Part as PartIn
+
+_FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all chunks of an answer have in common. `seed` is the request's, `prompt_tokens` its prompt's.
+
+    `thoughts` counts a choice's; `speller`: for log-probabilities, if they are wanted. `notes`: of choices.
+    """
+
+    model: str
+    seed: int
+    prompt_tokens: int
+    thoughts: Count
+    speller: Speller | None = None
+    notes: Notes = no_notes
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def beside(self, extras: Extras) -> dict[str, Any]:
+        """What a choice has beside its text."""
+        rows = self.speller.content(extras.logprobs) if self.speller is not None else None
+        return {"logprobs": rows, "speculation": speculated(extras)}
+
+
+def completion(head: Head, choices: Sequence[Choice]) -> ChatCompletion:
+    """The whole answer."""
+    return ChatCompletion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        system_fingerprint=FINGERPRINT,
+        choices=[_choice(head, choice) for choice in choices],
+        usage=usage(head.prompt_tokens, choices, head.thoughts),
+        timings=timings(sum_of(choices)),
+        outrider=about(choices[0].result, head.seed, head.notes(choices)),
+    )
+
+
+class Events:
+    """A stream's: each choice begins with its role and ends with its reason and its timings."""
+
+    def __init__(self, head: Head, choices: int, include_usage: bool) -> None:
+        self._head = head
+        self._include_usage = include_usage
+        self._calls = [0] * choices
+        self._ended: list[Choice] = []
+        self._stencil = cache(self._written)
+
+    def begin(self) -> bytes:
+        first = Delta(role="assistant", content="")
+        return b"".join(_chunk(self._head, ChunkChoice(index=n, delta=first)) for n in range(len(self._calls)))
+
+    def of(self, one: Words) -> bytes:
+        match one:
+            case Told(index=index, part=Said() | Thought() as part, extras=extras) if extras is NO_EXTRAS:
+                return self._stencil(index, isinstance(part, Thought)).filled(part.text)
+            case Told(index=index, part=part, extras=extras):
+                delta = _delta(part, self._calls[index])
+                self._calls[index] += isinstance(part, ToolCall)
+                return _chunk(self._head, ChunkChoice(index=index, delta=delta, **self._head.beside(extras)))
+            case Waited(note=note):
+                return sse.comment(note)
+            case Choice():
+                self._ended.append(one)
+                return _end(self._head, one)
+
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return sse.DONE
+        head, ended = self._head, self._ended
+        last = ChatChunk(
+            id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[],
+            usage=usage(head.prompt_tokens, ended, head.thoughts), timings=timings(sum_of(ended)),
+            outrider=about(ended[0].result, head.seed, head.notes(ended)),
+        )  # fmt: skip
+        return sse.event(last.model_dump_json()) + sse.DONE
+
+    def failed(self, problem: Problem) -> bytes:
+        return sse.failed(problem)
+
+    def _written(self, index: int, is_thought: bool) -> Stencil:
+        kind = Thought if is_thought else Said
+        return Stencil(lambda text: _chunk(self._head, ChunkChoice(index=index, delta=_delta(kind(text), 0))))
+
+
+def call_id(call: ToolCall) -> str:
+    """The model's own, or a fresh one."""
+    return call.id or f"call_{secrets.token_hex(12)}"
+
+
+def _chunk(head: Head, choice: ChunkChoice) -> bytes:
+    chunk = ChatChunk(
+        id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[choice]
+    )
+    return sse.event(chunk.model_dump_json())
+
+
+def _end(head: Head, choice: Choice) -> bytes:
+    last = ChunkChoice(
+        index=choice.index,
+        delta=Delta(),
+        finish_reason=_FINISH.get(choice.finish, "stop"),
+        **head.beside(choice.untold),
+    )
+    chunk = ChatChunk(
+        id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[last],
+        timings=timings(choice.timings), outrider=about(choice.result, head.seed, head.notes([choice])),
+    )  # fmt: skip
+    return sse.event(chunk.model_dump_json())
+
+
+def _delta(part: Part, calls_before: int) -> Delta:
+    match part:
+        case Said(text=text):
+            return Delta(content=text)
+        case Thought(text=text):
+            return Delta(reasoning_content=text)
+        case ToolCall():
+            made = FunctionOut(name=part.name, arguments=part.arguments)
+            return Delta(tool_calls=[ToolCallDelta(index=calls_before, id=call_id(part), function=made)])
+
+
+def _choice(head: Head, choice: Choice) -> ChatChoice:
+    calls = [ToolCallOut(id=call_id(c), function=FunctionOut(name=c.name, arguments=c.arguments)) for c in choice.calls]
+    message = AnswerMessage(
+        content=choice.said if choice.said or not calls else None,
+        reasoning_content=choice.thought or None,
+        tool_calls=calls or None,
+    )
+    return ChatChoice(
+        index=choice.index,
+        message=message,
+        finish_reason=_FINISH.get(choice.finish, "stop"),
+        **head.beside(choice.extras),
+    )
+
+
+_REFUSED = {
+    "audio": "audio output is not supported",
+    "functions": "it is deprecated; use tools",
+    "function_call": "it is deprecated; use tool_choice",
+    "web_search_options": "web search is not supported",
+}
+
+
+def refuse(asked: ChatRequest) -> None:
+    """Raises Refused for what would change the answer and can't be done."""
+    for name, why in _REFUSED.items():
+        if getattr(asked, name) is not None:
+            raise Refused(f"{name}: {why}", name)
+    if asked.modalities is not None and asked.modalities != ["text"]:
+        raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
+    if asked.continue_final_message and asked.add_generation_prompt:
+        raise Refused(
+            "continue_final_message and add_generation_prompt can't be used together", "continue_final_message"
+        )
+    if asked.continue_final_message:
+        check_own_turn(asked.messages)
+    if asked.top_logprobs and not asked.logprobs:
+        raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
+
+
+def check_own_turn(said: list[ChatMessage]) -> None:
+    """Raises Refused when the last message is not the model's own, which it could go on with."""
+    if not said or said[-1].role != "assistant":
+        raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
+
+
+def logprobs(asked: ChatRequest) -> int | None:
+    """How many of each place's likeliest tokens are told; None: no log-probabilities at all."""
+    return asked.top_logprobs or 0 if asked.logprobs else None
+
+
+def tools_of(model: ServedModel, asked: ChatRequest) -> Toolbox:
+    strict = [tool.function.name for tool in asked.tools or () if tool.function is not None and tool.function.strict]
+    return toolbox(model, tools(asked.tools), _tool_choice(asked), strict)
+
+
+def _tool_choice(asked: ChatRequest) -> ToolChoice:
+    one = asked.parallel_tool_calls is False
+    match asked.tool_choice:
+        case None | str() as kind:
+            return ToolChoice(kind or ANY, one=one)
+        case ToolChosen(function=function):
+            return ToolChoice(MUST, (function.name,), one=True)
+        case ToolsAllowed(allowed_tools=allowed):
+            return ToolChoice(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
+
+
+def conversation(asked: ChatRequest, box: Toolbox) -> Conversation:
+    keywords = dict(asked.chat_template_kwargs or {})
+    if asked.reasoning_effort is not None:
+        keywords.setdefault("reasoning_effort", asked.reasoning_effort)
+    go_on = bool(asked.continue_final_message)
+    return Conversation(
+        messages=messages(asked.messages),
+        tools=box.tools,
+        keywords=keywords,
+        answer=asked.add_generation_prompt is not False,
+        go_on=go_on,
+    )
+
+
+def messages(given: list[ChatMessage]) -> list[dict[str, Any]]:
+    """As templates take them. Raises Refused for a part that can't be read."""
+    return [_message(message, f"messages.{place}.content") for place, message in enumerate(given)]
+
+
+def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
+    """As templates take them. Raises Refused for one that is no function."""
+    found = []
+    for place, tool in enumerate(given or ()):
+        if tool.type != "function" or tool.function is None:
+            raise Refused(f"tools.{place}: only function tools are supported", f"tools.{place}")
+        found.append(function(tool.function.name, tool.function.description, tool.function.parameters))
+    return found
+
+
+def _message(message: ChatMessage, where: str) -> dict[str, Any]:
+    content = _content(message.content, where)
+    if message.role == "assistant":
+        calls = [speech.call(c.function.name, c.function.arguments, c.id) for c in message.tool_calls or ()]
+        return speech.assistant(content, calls, message.reasoning_content or message.reasoning or "")
+    if message.role == "tool":
+        return speech.result(content, message.tool_call_id or "", message.name)
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": content, **({"name": message.name} if message.name else {})}
+
+
+def _content(content: str | list[PartIn] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return speech.text_of(((part.type, part.text) for part in content), ("text",), where)
+
 
 router = APIRouter(route_class=typed())
 
@@ -29,24 +296,22 @@ router = APIRouter(route_class=typed())
 async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Response:
     """Answers a conversation."""
     desk.check_model(asked.model)
-    chat.refuse(asked)
-    box = chat.box(desk.model, asked)
-    form, wanted = await desk.form(form_of(asked)), chat.logprobs(asked)
-    prompt = await desk.prompt(chat.conversation(asked, box))
+    refuse(asked)
+    box = tools_of(desk.model, asked)
+    form, wanted = await desk.form(form_of(asked)), logprobs(asked)
+    prompt = await desk.prompt(conversation(asked, box))
     grammar = await desk.grammar(prompt, form, box)
     manner = manner_of(desk.model, asked, room(desk.model, len(prompt.tokens), _most(asked)), grammar, wanted)
     jobs = [job(desk.model.codec, prompt.tokens, manner.another(index)) for index in range(choices(asked))]
     splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None) for _ in jobs]
     spell = speller(desk.model, manner.sampling)
     thoughts = counter(desk.model, prompt)
-    head = chat_events.Head(
-        desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), thoughts, spell, checker(form, box)
-    )
+    head = Head(desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), thoughts, spell, checker(form, box))
     with_usage = usage_wanted(asked)
     if not asked.stream:
-        return as_json(chat_events.completion(head, await desk.whole(request, jobs, splitters, box.one)))
+        return as_json(completion(head, await desk.whole(request, jobs, splitters, box.one)))
     run = await desk.streaming(request, jobs)
-    return EventStream(Telling(run, splitters, box.one), chat_events.Events(head, len(jobs), with_usage))
+    return EventStream(Telling(run, splitters, box.one), Events(head, len(jobs), with_usage))
 
 
 def _most(asked: ChatRequest) -> int | None:

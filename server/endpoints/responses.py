@@ -1,25 +1,392 @@
-"""POST /v1/responses and /v1/responses/input_tokens."""
+"""POST /v1/responses and /v1/responses/input_tokens.
+
+`Events`: an answer in the shapes of OpenAI's responses API: whole, or as the events of a stream, item by item.
+
+`Item`: the items that a response's output is made of: a message, a thought or a call each, as it grows and whole.
+
+OpenAI's responses as a conversation, its tools and its manner.
+"""
 
 from __future__ import annotations
 
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.server.answers import response_events
-from outrider.server.answers.afterwards import checker
-from outrider.server.answers.parts import splitter
-from outrider.server.answers.probabilities import speller
+from outrider.server.answers import sse
+from outrider.server.answers.afterwards import Notes, checker, no_notes
+from outrider.server.answers.parts import Part, Said, Thought, splitter
 from outrider.server.answers.run import Job
 from outrider.server.answers.sse import EventStream
-from outrider.server.answers.telling import Telling
-from outrider.server.answers.thoughts import counter
+from outrider.server.answers.telling import Choice, Telling, Told, Waited, Words, timings
+from outrider.server.answers.usage import Count, Speller, Wording, about, counter, responses_usage, speller
 from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, named_events, typed
-from outrider.server.mapping import responses
+from outrider.server.mapping import speech
+from outrider.server.mapping.form import Form, by_format
 from outrider.server.mapping.manner import manner, room, stops
-from outrider.server.shapes.responses import InputTokens, ResponseObject, ResponsesRequest
+from outrider.server.mapping.speech import ANY, MUST, Toolbox, function, toolbox
+from outrider.server.mapping.speech import Choice as ToolChoice
+from outrider.server.model.served import Conversation, ServedModel
+from outrider.server.model.tool_format import ToolCall
+from outrider.server.problems import Problem, Refused
+from outrider.server.shapes.base import Object
+from outrider.server.shapes.chat import SpelledToken
+from outrider.server.shapes.responses import (
+    Content,
+    FunctionChosen,
+    FunctionsAllowed,
+    InputTokens,
+    Output,
+    OutputCall,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+    ResponseObject,
+    ResponsesRequest,
+)
+from outrider.server.shapes.responses import Item as ItemIn
+
+_PREFIX = {Said: "msg", Thought: "rs", ToolCall: "fc"}
+
+
+class Item:
+    """A part that grows, under its own id, with the log-probabilities of its words, if there is a `wording`."""
+
+    def __init__(self, part: Part, status: str, wording: Wording | None) -> None:
+        self.part = part
+        self._wording = wording
+        self.rows = self._next(part)
+        self.status = status
+        self.id = f"{_PREFIX[type(part)]}_{secrets.token_hex(12)}"
+        self._call_id = part.id or f"call_{secrets.token_hex(12)}" if isinstance(part, ToolCall) else ""
+
+    @property
+    def word(self) -> str:
+        return "output_text" if isinstance(self.part, Said) else "reasoning_text"
+
+    def content(self, text: str) -> dict[str, Any]:
+        """The one part of its content with `text`."""
+        return (self._words(text) if isinstance(self.part, Said) else ReasoningText(text=text)).model_dump()
+
+    def grow(self, part: Part) -> list[SpelledToken]:
+        """Returns the log-probabilities that came with it."""
+        rows = self._next(part)
+        self.rows += rows
+        if isinstance(self.part, Said) and isinstance(part, Said):
+            self.part = Said(self.part.text + part.text, self.part.at)
+        elif isinstance(self.part, Thought) and isinstance(part, Thought):
+            self.part = Thought(self.part.text + part.text)
+        return rows
+
+    def _next(self, part: Part) -> list[SpelledToken]:
+        return self._wording.next(part) if self._wording is not None and isinstance(part, Said) else []
+
+    def _words(self, text: str) -> OutputText:
+        rows = self.rows if text else []
+        return OutputText(text=text, logprobs=rows if self._wording is not None else None)
+
+    def empty(self) -> Output:
+        match self.part:
+            case Said():
+                return OutputMessage(id=self.id, status=self.status, content=[])
+            case Thought():
+                return OutputReasoning(id=self.id, status=self.status, content=[])
+            case ToolCall(name=name):
+                return OutputCall(id=self.id, call_id=self._call_id, name=name, arguments="", status=self.status)
+
+    def whole(self) -> Output:
+        match self.part:
+            case Said(text=text):
+                return OutputMessage(id=self.id, status=self.status, content=[self._words(text)])
+            case Thought(text=text):
+                return OutputReasoning(id=self.id, status=self.status, content=[ReasoningText(text=text)])
+            case ToolCall(name=name, arguments=arguments):
+                return OutputCall(id=self.id, call_id=self._call_id, name=name, arguments=arguments, status=self.status)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is known before the first word, and what was asked and is told again.
+
+    `thoughts` counts a choice's; `speller`: for log-probabilities, if they are wanted.
+    """
+
+    model: str
+    seed: int
+    prompt_tokens: int
+    thoughts: Count
+    notes: Sequence[str]
+    tool_choice: str | Object
+    tools: list[Object]
+    parallel: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    speller: Speller | None = None
+    checked: Notes = no_notes
+    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
+    created_at: int = field(default_factory=lambda: int(time.time()))
+
+    def shape(self, output: list[Output], **more: Any) -> ResponseObject:
+        return ResponseObject(
+            id=self.id,
+            created_at=self.created_at,
+            model=self.model,
+            output=output,
+            instructions=self.instructions,
+            max_output_tokens=self.max_output_tokens,
+            parallel_tool_calls=self.parallel,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            tool_choice=self.tool_choice,
+            tools=self.tools,
+            **more,
+        )
+
+
+def response(head: Head, choice: Choice, items: list[Output] | None = None) -> ResponseObject:
+    """The whole answer; `items` are those that a stream has told already."""
+    cut = choice.finish == "length"
+    state = "incomplete" if cut else "completed"
+    made = items if items is not None else _items(head, choice, state)
+    return head.shape(
+        made,
+        status=state,
+        incomplete_details={"reason": "max_output_tokens"} if cut else None,
+        usage=responses_usage(head.prompt_tokens, choice, head.thoughts),
+        timings=timings(choice.timings),
+        outrider=about(choice.result, head.seed, [*head.notes, *head.checked([choice])]),
+    )
+
+
+def _items(head: Head, choice: Choice, state: str) -> list[Output]:
+    wording = Wording(head.speller) if head.speller is not None else None
+    if wording is not None:
+        wording.take(choice.extras.logprobs)
+    return [Item(part, state, wording).whole() for part in choice.parts]
+
+
+class Events:
+    """One stream's; each event has its number."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._wording = Wording(head.speller) if head.speller is not None else None
+        self._number = -1
+        self._items: list[Output] = []
+        self._item: Item | None = None
+
+    def begin(self) -> bytes:
+        """response.created; items follow, and response.completed or response.incomplete with the whole answer."""
+        begun = self._head.shape([], status="in_progress").model_dump()
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def of(self, one: Words) -> bytes:
+        match one:
+            case Waited(note=note):
+                return sse.comment(note)
+            case Told(part=part, extras=extras):
+                if self._wording is not None:
+                    self._wording.take(extras.logprobs)
+                return b"".join(self._grown(part))
+            case Choice():
+                before = b"".join(self._closed("incomplete" if one.finish == "length" else "completed"))
+                answer = response(self._head, one, self._items)
+                return before + self._event(f"response.{answer.status}", response=answer.model_dump())
+
+    def end(self) -> bytes:
+        return b""
+
+    def failed(self, problem: Problem) -> bytes:
+        """An error in the middle of the stream: the whole answer is one that failed."""
+        error = {"code": problem.code or "server_error", "message": problem.message}
+        answer = self._head.shape(self._items, status="failed", error=error)
+        return self._event("response.failed", response=answer.model_dump())
+
+    def _grown(self, part: Part) -> Iterator[bytes]:
+        if self._item is None or type(self._item.part) is not type(part) or isinstance(part, ToolCall):
+            yield from self._closed("completed")
+            self._item = Item(part, "in_progress", self._wording)
+            rows = self._item.rows
+            yield from self._begun(self._item)
+        else:
+            rows = self._item.grow(part)
+        yield self._delta(self._item, part, rows)
+
+    def _begun(self, item: Item) -> Iterator[bytes]:
+        at = len(self._items)
+        yield self._event("response.output_item.added", output_index=at, item=item.empty().model_dump())
+        if not isinstance(item.part, ToolCall):
+            yield self._event(
+                "response.content_part.added", item_id=item.id, output_index=at, content_index=0, part=item.content("")
+            )
+
+    def _delta(self, item: Item, part: Part, rows: list[SpelledToken]) -> bytes:
+        at: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items)}
+        if isinstance(part, ToolCall):
+            return self._event("response.function_call_arguments.delta", **at, delta=part.arguments)
+        more = {"logprobs": _plain(rows)} if isinstance(part, Said) else {}
+        return self._event(f"response.{item.word}.delta", **at, content_index=0, delta=part.text, **more)
+
+    def _closed(self, state: str) -> Iterator[bytes]:
+        item = self._item
+        if item is None:
+            return
+        item.status = state
+        at: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items)}
+        if isinstance(item.part, ToolCall):
+            yield self._event(
+                "response.function_call_arguments.done", **at, name=item.part.name, arguments=item.part.arguments
+            )
+        else:
+            more = {"logprobs": _plain(item.rows)} if isinstance(item.part, Said) else {}
+            yield self._event(f"response.{item.word}.done", **at, content_index=0, text=item.part.text, **more)
+            yield self._event("response.content_part.done", **at, content_index=0, part=item.content(item.part.text))
+        whole = item.whole()
+        yield self._event("response.output_item.done", output_index=len(self._items), item=whole.model_dump())
+        self._items.append(whole)
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        self._number += 1
+        body = {"type": kind, "sequence_number": self._number, **fields}
+        return sse.event(json.dumps(body, ensure_ascii=False), kind)
+
+
+def _plain(rows: Sequence[SpelledToken]) -> list[Object]:
+    return [row.model_dump() for row in rows]
+
+
+_LOGPROBS = "message.output_text.logprobs"
+_READABLE = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_REFUSED = {
+    "previous_response_id": "responses are not stored; send the whole input",
+    "conversation": "conversations are not stored; send the whole input",
+    "prompt": "prompts are not stored; send instructions and input",
+    "max_tool_calls": "tools are called by the client",
+}
+
+
+def refuse(asked: ResponsesRequest) -> None:
+    """Raises Refused for what would change the answer and can't be done."""
+    if asked.top_logprobs and logprobs(asked) is None:
+        raise Refused(f"top_logprobs: none are wanted; expected {_LOGPROBS} in include", "top_logprobs")
+    for name, why in _REFUSED.items():
+        if getattr(asked, name) is not None:
+            raise Refused(f"{name}: {why}", name)
+    if asked.background:
+        raise Refused("background: responses can't run in the background; leave it out", "background")
+
+
+def logprobs(asked: ResponsesRequest) -> int | None:
+    """How many of each place's likeliest tokens are told; None: no log-probabilities at all."""
+    return asked.top_logprobs or 0 if _LOGPROBS in (asked.include or ()) else None
+
+
+def form_of(asked: ResponsesRequest) -> Form | None:
+    """What `text.format` asks for. Raises Refused."""
+    given = (asked.text or {}).get("format")
+    if given is not None and not isinstance(given, dict):
+        raise Refused("text.format: expected an object", "text")
+    return by_format(given, "text.format", may_be_loose=True)
+
+
+def tools_of(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
+    given = []
+    for place, tool in enumerate(asked.tools or ()):
+        if tool.type != "function":
+            continue  # an offer that nobody here can keep; `notes` says so
+        if not tool.name:
+            raise Refused(f"tools.{place}: the function has no name", f"tools.{place}")
+        given.append(function(tool.name, tool.description, tool.parameters))
+    strict = [tool.name for tool in asked.tools or () if tool.strict and tool.name]
+    return toolbox(model, given, _tool_choice(asked), strict)
+
+
+def _tool_choice(asked: ResponsesRequest) -> ToolChoice:
+    one = asked.parallel_tool_calls is False
+    match asked.tool_choice:
+        case None | str() as kind:
+            return ToolChoice(kind or ANY, one=one)
+        case FunctionChosen(name=name):
+            return ToolChoice(MUST, (name,), one=True)
+        case FunctionsAllowed(mode=mode, tools=allowed):
+            return ToolChoice(mode, tuple(tool.name for tool in allowed), one)
+
+
+def notes(asked: ResponsesRequest) -> list[str]:
+    """What was left out: coding agents offer tools that run at OpenAI beside their own."""
+    others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
+    return [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
+
+
+def conversation(asked: ResponsesRequest, box: Toolbox) -> Conversation:
+    said: list[dict[str, Any]] = []
+    if asked.instructions:
+        said.append({"role": "system", "content": asked.instructions})
+    if isinstance(asked.input, str):
+        said.append({"role": "user", "content": asked.input})
+    else:
+        said += _items_in(asked.input)
+    keywords = dict(asked.chat_template_kwargs or {})
+    if asked.reasoning is not None and asked.reasoning.effort is not None:
+        keywords.setdefault("reasoning_effort", asked.reasoning.effort)
+    return Conversation(said, box.tools, keywords)
+
+
+def _items_in(items: list[ItemIn]) -> list[dict[str, Any]]:
+    """Calls and thoughts are items of their own here, and belong to one turn of the assistant's in a template."""
+    said: list[dict[str, Any]] = []
+    for place, item in enumerate(items):
+        where = f"input.{place}"
+        match item.type:
+            case "message" if item.role is not None:
+                _say(said, item.role, _text(item.content, f"{where}.content"))
+            case "function_call":
+                _own(said).setdefault("tool_calls", []).append(
+                    speech.call(item.name or "", item.arguments or "{}", item.call_id)
+                )
+            case "function_call_output":
+                said.append(speech.result(_text(item.output, f"{where}.output"), item.call_id or "", None))
+            case "reasoning":
+                thought = _text(item.content, f"{where}.content")
+                said.append(speech.assistant("", [], thought))
+            case other:
+                raise Refused(f"{where}: an item of type {other[:40]!r} can't be read here", where)
+    return [message for message in said if not _is_empty(message)]
+
+
+def _say(said: list[dict[str, Any]], role: str, text: str) -> None:
+    if role == "assistant" and said and said[-1]["role"] == "assistant" and not said[-1]["content"]:
+        said[-1]["content"] = text  # behind its own thought
+    else:
+        said.append({"role": "system" if role == "developer" else role, "content": text})
+
+
+def _own(said: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's turn at the end; a new one where another speaks last."""
+    if not said or said[-1]["role"] != "assistant":
+        said.append(speech.assistant("", []))
+    return said[-1]
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant" and not any(message.get(k) for k in ("content", "tool_calls"))
+
+
+def _text(content: str | list[Content] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return speech.text_of(((part.type, part.text) for part in content), _READABLE, where)
+
 
 router = APIRouter(route_class=typed())
 
@@ -28,10 +395,10 @@ router = APIRouter(route_class=typed())
 async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> Response:
     """Answers an input."""
     desk.check_model(asked.model)
-    responses.refuse(asked)
-    box = responses.box(desk.model, asked)
-    form = await desk.form(responses.form(asked))
-    prompt = await desk.prompt(responses.conversation(asked, box))
+    refuse(asked)
+    box = tools_of(desk.model, asked)
+    form = await desk.form(form_of(asked))
+    prompt = await desk.prompt(conversation(asked, box))
     grammar = await desk.grammar(prompt, form, box)
     how = manner(
         desk.model,
@@ -49,14 +416,14 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         repetition_penalty=asked.repetition_penalty,
         ignore_eos=asked.ignore_eos,
         grammar=grammar,
-        logprobs=responses.logprobs(asked),
+        logprobs=logprobs(asked),
     )
-    head = response_events.Head(
+    head = Head(
         model=desk.model.id,
         seed=how.sampling.seed or 0,
         prompt_tokens=len(prompt.tokens),
         thoughts=counter(desk.model, prompt),
-        notes=responses.notes(asked),
+        notes=notes(asked),
         tool_choice=_choice(asked),
         tools=[tool.model_dump() for tool in asked.tools or ()],
         parallel=asked.parallel_tool_calls is not False,
@@ -71,17 +438,17 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
     splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None)]
     if not asked.stream:
         (choice,) = await desk.whole(request, jobs, splitters, box.one)
-        return as_json(response_events.response(head, choice))
+        return as_json(response(head, choice))
     run = await desk.streaming(request, jobs)
-    return EventStream(Telling(run, splitters, box.one), response_events.Events(head))
+    return EventStream(Telling(run, splitters, box.one), Events(head))
 
 
 @router.post("/responses/input_tokens", response_model=None, responses=described(InputTokens))
 async def count(asked: ResponsesRequest, desk: TheDesk) -> Response:
     """The tokens that an input is."""
     desk.check_model(asked.model)
-    responses.refuse(asked)
-    prompt = await desk.prompt(responses.conversation(asked, responses.box(desk.model, asked)))
+    refuse(asked)
+    prompt = await desk.prompt(conversation(asked, tools_of(desk.model, asked)))
     return as_json(InputTokens(input_tokens=len(prompt.tokens)))
 
 

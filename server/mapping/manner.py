@@ -1,6 +1,8 @@
 """How an answer is sampled and drafted: every API's fields as one record.
 
 What a request leaves out is what the model's authors recommend (generation_config.json), else Outrider's own default.
+
+What OpenAI's two older APIs ask for beside the text: how many choices, and whether a stream tells its usage.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.sampling import MAX_SEED, SamplingParams
+from outrider.protocol.sampling import MAX_SEED, Grammar, SamplingParams
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import Refused
 from outrider.server.shapes.base import Sampling, Speculation, Watched
@@ -127,3 +128,16 @@ def _bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
     if wrong:
         raise Refused(f"logit_bias: {wrong[:200]} is not a token id; expected whole numbers as strings", "logit_bias")
     return tuple((int(token), bias) for token, bias in (given or {}).items())
+
+
+def choices(asked: Sampling) -> int:
+    return asked.n if asked.n is not None else 1
+
+
+def usage_wanted(asked: Sampling) -> bool:
+    """Raises Refused for stream_options without a stream."""
+    if asked.stream_options is None:
+        return False
+    if not asked.stream:
+        raise Refused("stream_options needs stream: true", "stream_options")
+    return bool(asked.stream_options.include_usage)

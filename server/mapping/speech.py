@@ -1,11 +1,19 @@
-"""Messages as templates take them, which is as dicts, and the parts of content that can be read."""
+"""Messages and tools as templates take them, of every API.
+
+`text_of`: messages as templates take them, which is as dicts, and the parts of content that can be read.
+
+`Toolbox`: which tools an answer may call: every API's `tools` and `tool_choice` as one record. The model is shown only
+those that may be called.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from outrider.server.model.served import ServedModel
 from outrider.server.problems import Refused
 
 
@@ -50,3 +58,67 @@ def _object(arguments: str | dict[str, Any]) -> Any:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments  # the template may take it; that the model once wrote nonsense must not end the conversation
+
+
+ANY, NONE, MUST = "auto", "none", "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """`tools` in OpenAI's shape, as templates and parsers take them. `must`: one is called; `one`: no more than one.
+
+    `strict`: the names of those whose calls are held to their schemas in any case; `guided`: all are, for the model
+    knows tools only in words.
+    """
+
+    tools: tuple[dict[str, Any], ...] = ()
+    must: bool = False
+    one: bool = False
+    strict: frozenset[str] = frozenset()
+    guided: bool = False
+
+    @property
+    def binds(self) -> bool:
+        """Whether calls are held to more than what the model writes by itself."""
+        return self.must or self.guided or bool(self.strict)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`tool_choice`: `kind` is auto, none or required; `names`: of these tools alone, None: of all.
+
+    `one`: no more than one call, as where a tool is named.
+    """
+
+    kind: str = ANY
+    names: tuple[str, ...] | None = None
+    one: bool = False
+
+
+def function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool in OpenAI's shape."""
+    schema = parameters if parameters is not None else {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
+
+
+def toolbox(model: ServedModel, tools: Sequence[dict[str, Any]], choice: Choice, strict: Iterable[str] = ()) -> Toolbox:
+    """The tools that may be called; `strict`: the names of those that say so.
+
+    Raises:
+        Refused: the model knows no tools, two have one name, or what is required is not there.
+    """
+    by_name = {tool["function"]["name"]: tool for tool in tools}
+    if len(by_name) < len(tools):
+        raise Refused("tools: two have the same name; expected different names", "tools")
+    for name in choice.names or ():
+        if name not in by_name:
+            raise Refused(f"tool_choice names {name[:80]!r}, which is not among the tools", "tool_choice")
+    allowed = tools if choice.names is None else [by_name[name] for name in dict.fromkeys(choice.names)]
+    if choice.kind == MUST and not allowed:
+        raise Refused("tool_choice requires a call, but there are no tools", "tool_choice")
+    if choice.kind == NONE or not allowed:
+        return Toolbox()
+    if model.tools is None:
+        raise Refused(f"{model.id} has no template or no format for calling tools; leave tools out", "tools")
+    held = frozenset(strict) & {tool["function"]["name"] for tool in allowed}
+    return Toolbox(tuple(allowed), choice.kind == MUST, choice.one, held, model.tools_in_words)

@@ -14,8 +14,7 @@ from typing import Any
 
 from outrider.server.problems import Refused
 from outrider.server.shapes.base import Asked
-from outrider.server.shapes.chat import ChatRequest
-from outrider.server.shapes.completions import CompletionRequest
+from outrider.server.shapes.chat import ChatRequest, CompletionRequest
 from outrider.server.shapes.messages import MessagesRequest
 from outrider.server.shapes.plain import TokenizeRequest
 from outrider.server.shapes.responses import ResponsesRequest

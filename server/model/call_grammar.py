@@ -1,20 +1,316 @@
 """Calls of tools as Lark rules: in the model's own format, with arguments that satisfy each tool's schema.
 
 What mlx-lm's parser then reads is such a call. Knows formats and schemas; nothing of requests.
+
+`Arguments`: how each of mlx-lm's formats writes calls between its marks: what a grammar needs to hold a model to them.
+In a style @name is a function's or an argument's name, @n which call it is, @nl a line break or none.
+
+`as_json`: how formats that write a call's arguments one by one write a value, so that mlx-lm's parser reads what was
+meant. Each way gives a Lark expression for the values that a schema allows and the mark behind them; None where the
+format has no words for them, or where its parser would take them for something else.
+
+`Rules`: a grammar in Lark's notation that grows rule by rule, and the few things that ours are made of. Text is
+spelled by the model's own marks where it has them as special tokens, which bytes in a grammar do not match.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from keyword import kwlist
 from typing import Any
 
-from outrider.grammar.compiler import SPACE
+from llguidance import regex_to_lark
+
+from outrider.grammar.compiler import SPACE, Vocabulary
 from outrider.protocol.errors import InvalidRequest
-from outrider.server.model.call_styles import Arguments, Style
-from outrider.server.model.call_values import Schema
-from outrider.server.model.lark import Rules, one_of
+
+ANY = "/(?s:.*)/"
+
+
+class Rules:
+    """Each rule has a name of its own. What a method returns is an expression for others to use."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._marks = sorted(vocabulary.marks, key=lambda mark: len(mark[1]), reverse=True)
+        self._lines: list[str] = []
+
+    def text(self, start: str) -> str:
+        """The whole grammar, which begins with the expression `start`."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._lines])
+
+    def literal(self, text: str) -> str:
+        """Just this text."""
+        return " ".join(self._pieces(text))
+
+    def rule(self, expression: str) -> str:
+        return self._named(f"r{len(self._lines)}", expression)
+
+    def terminal(self, expression: str) -> str:
+        """A lexeme: it is as long as it can be, and holds no special token."""
+        return self._named(f"T{len(self._lines)}", expression)
+
+    def json(self, schema: dict[str, Any]) -> str:
+        """JSON by a schema. References begin at its own root."""
+        return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
+
+    def free(self, *without: str) -> str:
+        """Any text that none of these stands in."""
+        return self.terminal(" & ".join([ANY, *(f"~({ANY} {quoted(one)} {ANY})" for one in without)]))
+
+    def before(self, text: str, mark: str) -> str:
+        """The terminal `text`, in which `mark` does not stand, and then the mark.
+
+        As bytes it belongs to the lexeme, which would not know else where it ends.
+        """
+        first, *rest = self._pieces(mark)
+        joined = [self.terminal(f"{text} {first}")] if first.startswith('"') else [text, first]
+        return " ".join([*joined, *rest])
+
+    def marks_but(self, text: str, ends: Collection[int]) -> str:
+        """Any special token, but for those that `text` has, and `ends`; empty when there is none."""
+        found = [token for token, mark in self._marks if mark not in text and token not in ends]
+        return f"<[{','.join(_ranges(found))}]>" if found else ""
+
+    def _pieces(self, text: str) -> list[str]:
+        for token, mark in self._marks:
+            before, found, after = text.partition(mark)
+            if found:
+                return [*self._pieces(before), f"<[{token}]>", *self._pieces(after)]
+        return [quoted(text)] if text else []
+
+    def _named(self, name: str, expression: str) -> str:
+        self._lines.append(f"{name}: {expression}")
+        return name
+
+
+def _ranges(tokens: Collection[int]) -> list[str]:
+    """Tokens in a row are one range; some models have thousands."""
+    runs = groupby(enumerate(sorted(tokens)), lambda pair: pair[1] - pair[0])
+    rows = [[token for _, token in run] for _, run in runs]
+    return [f"{row[0]}-{row[-1]}" for row in rows]
+
+
+def one_of(expressions: Sequence[str]) -> str:
+    return f"({' | '.join(expressions)})"
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+Schema = dict[str, Any]
+Way = Callable[[Rules, Schema, str], str | None]
+
+_SILENT = {"title", "description", "default", "examples", "deprecated", "format", "x-guidance"}
+_STRING = {"type", "enum", "const", "minLength", "maxLength", "pattern"}
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_NULL = "/(?i:null)/"
+_NOTHING = "/(?i:none|nil)/"
+_CONTAINER = r"/\s*[\[{](?s:.*)/"
+_SPACED = r"/[\s\x1c-\x1f](?s:.*)/", r"/(?s:.*)[\s\x1c-\x1f]/"
+
+
+def as_json(rules: Rules, schema: Schema, after: str) -> str | None:
+    """Anything, strings in quotes."""
+    return f"{rules.json(schema)} {rules.literal(after)}"
+
+
+def glm(rules: Rules, schema: Schema, after: str) -> str | None:
+    """What is declared a string, and that alone, without quotes; it is trimmed."""
+    if schema.get("type") == "string":
+        return _string(rules, schema, after, _SPACED)
+    return as_json(rules, schema, after)
+
+
+def qwen(rules: Rules, schema: Schema, after: str) -> str | None:
+    """By the type that is declared: of several what Python writes as JSON does; undeclared only strings, and null."""
+    kind = schema.get("type")
+    if kind is None or kind == "string":
+        return _string_or_null(rules, schema, after, [] if kind else [_CONTAINER])
+    if isinstance(kind, str) or set(kind) <= {"string", "null", "integer", "number"}:
+        return as_json(rules, schema, after)
+    return None
+
+
+def minimax(rules: Rules, schema: Schema, after: str) -> str | None:
+    """By all types that the schema names, strings last, which are trimmed."""
+    kinds = types_of(schema)
+    if kinds and "string" not in kinds:
+        return as_json(rules, schema, after)
+    return _string_or_null(rules, schema, after, _SPACED, _NOTHING)
+
+
+def minicpm(rules: Rules, schema: Schema, after: str) -> str | None:
+    """The same, but that a string with a tag in it would have to be CDATA."""
+    kinds = types_of(schema)
+    if kinds and "string" not in kinds:
+        return as_json(rules, schema, after)
+    return _string_or_null(rules, schema, after, [*_SPACED, _with("<")], _NOTHING)
+
+
+def between(quote: str, never: str) -> Way:
+    """Strings between two of `quote`, in which `never` does not stand, and what has no parts as JSON."""
+
+    def way(rules: Rules, schema: Schema, after: str) -> str | None:
+        kinds = types_of(schema)
+        if kinds and kinds <= {"integer", "number", "boolean", "null"}:
+            return as_json(rules, schema, after)
+        text = _string(rules, schema, quote, [_with(never)]) if kinds == {"string"} else None
+        return text and f"{rules.literal(quote)} {text} {rules.literal(after)}"
+
+    return way
+
+
+def types_of(schema: Schema) -> set[str]:
+    """All types that a schema names; empty where it names none, or refers to another."""
+    kind, found = schema.get("type"), set[str]()
+    if "$ref" in schema or "allOf" in schema:
+        return found
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
+    found |= {kind} if isinstance(kind, str) else set(kind or ())
+    found |= {_KINDS.get(type(value), "null") for value in values}
+    for choice in _choices(schema):
+        inner = types_of(choice) if isinstance(choice, dict) else set[str]()
+        if not inner:
+            return inner
+        found |= inner
+    return found
+
+
+def _choices(schema: Schema) -> list[Any]:
+    return [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+
+
+def _string_or_null(rules: Rules, schema: Schema, after: str, never: Sequence[str], *nothing: str) -> str | None:
+    """A string without quotes, or null where the schema allows it beside: then `nothing` are words for it, too."""
+    kinds = types_of(schema)
+    if kinds == {"string"}:
+        return _string(rules, schema, after, [_NULL, *never])
+    strings = [choice for choice in _choices(schema) if types_of(choice) == {"string"}]
+    if kinds != {"string", "null"} or len(strings) != 1 or set(schema) - _SILENT - {"anyOf", "oneOf"}:
+        return None
+    text = _string(rules, strings[0], after, [_NULL, *nothing, *never])
+    return text and one_of([f"{rules.literal('null')} {rules.literal(after)}", text])
+
+
+def _string(rules: Rules, schema: Schema, after: str, never: Sequence[str]) -> str | None:
+    """A string without quotes, which is none of `never` and has no `after` in it."""
+    if set(schema) - _SILENT - _STRING:
+        return None
+    parts = [ANY]
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if values:
+        parts.append(one_of([quoted(value) for value in values]))
+    if {"minLength", "maxLength"} & set(schema):
+        parts.append(f"/(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/")
+    if "pattern" in schema:
+        found = _found(schema["pattern"])
+        if found is None:
+            return None
+        parts.append(found)
+    parts += [f"~({one})" for one in (*never, _with(after.strip()))]
+    return rules.before(rules.terminal(" & ".join(parts)), after)
+
+
+def _with(text: str) -> str:
+    return f"{ANY} {quoted(text)} {ANY}"
+
+
+def _found(pattern: str) -> str | None:
+    """Texts in which `pattern` is found; anchors are known at its ends only."""
+    inner = pattern.removeprefix("^").removesuffix("$")
+    anchored = "|" in inner and inner != pattern
+    if anchored or inner.endswith("\\") or "^" in inner.replace("[^", "") or "$" in inner:
+        return None
+    before = "" if pattern.startswith("^") else ANY
+    after = "" if pattern.endswith("$") else ANY
+    return f"({before} /{regex_to_lark(f'(?:{inner})', use_ascii='dw')}/ {after})"
+
+
+_WORD = r"[\w.-]+"
+_IDENTIFIER = rf"(?!(?:{'|'.join(kwlist)})$)[^\W\d]\w*"
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Arguments one by one: each between `before` and `after`, and `comma` between two."""
+
+    before: str
+    after: str
+    way: Way
+    comma: str = ""
+    names: str = _WORD
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """A call is `before`, its arguments, and `after`; without arguments it is `empty`, where that is another.
+
+    `arguments`: None where they are one JSON object. `block`: what begins, parts and ends the calls between one pair of
+    marks; None: each call has a pair of its own. `names`: functions that can be written so.
+    """
+
+    before: str
+    after: str
+    arguments: Arguments | None = None
+    block: tuple[str, str, str] | None = None
+    names: str = _WORD
+    empty: str | None = None
+
+
+def style_of(parser: str, template: str) -> Style | None:
+    """That of one of mlx-lm's parsers; None for one that is not known here."""
+    return _HEADED if parser == "mistral" and "[ARGS]" in template else _STYLES.get(parser)
+
+
+def _tagged(tag: str, empty: str | None = None) -> Style:
+    before = f"<{tag}arg_key>@name</{tag}arg_key>@nl<{tag}arg_value>"
+    return Style("@name@nl", "", Arguments(before, f"</{tag}arg_value>@nl", glm), empty=empty)
+
+
+_HEADED = Style("@name[ARGS]", "", names=r"[\w-]+")
+_LINES = "@nl", "@nl", "@nl"
+_STYLES = {
+    "json_tools": Style('@nl{"name": "@name", "arguments": ', "}@nl", names=r'[^"\\\x00-\x1f@]+'),
+    "mistral": Style('{"name": "@name", "arguments": ', "}", block=(" [", ", ", "]"), names=r'[^"\\\x00-\x1f@]+'),
+    "kimi_k2": Style(
+        "<|tool_call_begin|>functions.@name:@n<|tool_call_argument_begin|>", "<|tool_call_end|>", block=("", "", "")
+    ),
+    "kimi_k3": Style(
+        '<|open|>call tool="@name" index="@n"<|sep|><|open|>json type="object"<|sep|>',
+        "<|close|>json<|sep|><|close|>call<|sep|>",
+        block=("", "", ""),
+    ),
+    "qwen3_coder": Style(
+        "\n<function=@name>\n", "</function>\n", Arguments("<parameter=@name>\n", "\n</parameter>\n", qwen)
+    ),
+    "glm47": _tagged(""),
+    "laguna": _tagged(""),
+    "longcat": _tagged("longcat_", '@nl{"name": "@name", "arguments": {}}@nl'),
+    "minimax_m2": Style(
+        '<invoke name="@name">@nl', "</invoke>",
+        Arguments('<parameter name="@name">', "</parameter>@nl", minimax), _LINES,
+    ),
+    "muse_spark": Style(
+        '<atem:invoke name="@name">@nl', "</atem:invoke>",
+        Arguments('<atem:parameter name="@name">', "</atem:parameter>@nl", as_json), _LINES,
+    ),
+    "minicpm5": Style('"@name">@nl', "", Arguments('<param name="@name">', "</param>@nl", minicpm)),
+    "pythonic": Style(
+        "@name(", ")", Arguments("@name=", "", as_json, ", ", _IDENTIFIER), ("[", ", ", "]"), _IDENTIFIER
+    ),
+    "function_gemma": Style(
+        "call:@name{", "}", Arguments("@name:", "", between("<escape>", "}"), ",", r"\w+"), names=r"\w+"
+    ),
+    "gemma4": Style(
+        "call:@name{", "}", Arguments("@name:", "", between('<|"|>', "\0"), ",", r"\w+"), names=r"[\w-]+"
+    ),
+}  # fmt: skip
+
 
 _WORDS_ONLY = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}

@@ -12,15 +12,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from outrider.grammar.vocabulary import Vocabulary, vocabulary_of
-from outrider.orchestrator.pair.chat import Message, chat_template, render, without_end
+from outrider.grammar.compiler import Vocabulary, vocabulary_of
+from outrider.orchestrator.pair.chat import Message, as_text, chat_template, render, without_end
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model, read_json
-from outrider.orchestrator.pair.model_text import as_text
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
-from outrider.server.model.thinking import Tags, thinking_tags
-from outrider.server.model.tool_format import ToolFormat, tool_format
-from outrider.server.model.tool_words import FORMAT, NOTE, in_words
+from outrider.server.model.tool_format import FORMAT, NOTE, Tags, ToolFormat, in_words, thinking_tags, tool_format
 
 EMBEDDED = "outrider-embedded"
 _DEFAULTS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}

@@ -1,7 +1,12 @@
 """What all shapes have in common: numbers are no words, and what of a request is not known here is kept apart.
 
-Fields whose absence changes nothing in the answer are listed, accepted and ignored; what becomes of a field that is not
-listed is `mapping.unknown`'s to say.
+Fields whose absence changes nothing in the answer are listed, accepted and ignored; what becomes of a field that is
+not listed is `mapping.unknown`'s to say.
+
+Numbers that requests give, with the bounds that hold where they are used, so that the description tells them too.
+
+`Speculated`: what speculation did for an answer, token by token and round by round: Outrider's own, for who asked for
+it.
 """
 
 from __future__ import annotations
@@ -11,22 +16,31 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.server.shapes.ranges import (
-    Branches,
-    ContextSize,
-    DraftTokens,
-    MaxTokens,
-    MinP,
-    MinTokens,
-    Penalty,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    Timeout,
-    TokenBias,
-    TopK,
-    TopP,
-)
+from outrider.orchestrator.http_settings import MOST_SECONDS
+from outrider.orchestrator.settings import MAX_BRANCHES_ASKED, MAX_DRAFT_TOKENS
+from outrider.protocol.sampling import MAX_SEED, MOST_BIAS, NUMBERS, WHOLE
+
+
+def _within(name: str) -> Any:
+    low, high = (WHOLE | NUMBERS)[name]
+    return Field(ge=low, le=high)
+
+
+Temperature = Annotated[float, _within("temp")]
+TopP = Annotated[float, _within("top_p")]
+MinP = Annotated[float, _within("min_p")]
+TopK = Annotated[int, Field(ge=-1, le=WHOLE["top_k"][1], description="0 and -1 are off")]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+MaxTokens = Annotated[int, _within("max_tokens")]
+MinTokens = Annotated[int, _within("min_tokens")]
+Penalty = Annotated[float, _within("presence_penalty")]
+RepetitionPenalty = Annotated[float, _within("repetition_penalty")]
+ContextSize = Annotated[int, _within("repetition_context_size")]
+TokenBias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+DraftTokens = Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
+Branches = Annotated[int, Field(ge=1, le=MAX_BRANCHES_ASKED)]
+Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS, description="seconds after which the answer is given up")]
+
 
 MOST_CHOICES = 128
 MOST_STOPS = 32
@@ -209,3 +223,47 @@ class Outrider(Answered):
 
 Timings = dict[str, Any]
 """A request in numbers, in llama.cpp's names; docs/server.md has each."""
+
+
+class TokenOrigin(Answered):
+    """The text that a token completes, and who said it first."""
+
+    text: str
+    origin: str = Field(description="target, prepared, drafted (just in time), head (just in time, by one) or copied")
+
+
+class Work(Answered):
+    """When it began, and how long it took; milliseconds on one clock, which begins with the request."""
+
+    start_ms: float
+    ms: float
+
+
+class Drafting(Work):
+    """What a drafter did for `round`: so many `branches` are `depth` tokens deep now; 0: a chain that was asked for."""
+
+    drafter: str
+    round: int
+    depth: int
+    branches: int
+
+
+class Round(Answered):
+    """One verify that has ended: a chain of `drafted` tokens, of which `accepted` held; it made `tokens` final."""
+
+    round: int
+    lookup: str = Field(description="what was prepared for the outcome before: hit, grown, late, miss; none: not asked")
+    source: str = Field(description="where the chain came from: cache, drafter, ngram (the text), none")
+    drafted: int
+    accepted: int
+    tokens: int
+    verify: Work
+    decided: Work | None = Field(description="from the outcome before until the orchestrator knew how to go on")
+    drafting: list[Drafting]
+
+
+class Speculated(Answered):
+    """`origins`: a token each; `rounds`: those that ended meanwhile."""
+
+    origins: list[TokenOrigin] | None = absent()
+    rounds: list[Round] | None = absent()

@@ -11,15 +11,20 @@ from outrider.server.shapes.base import (
     Answered,
     Asked,
     Loose,
+    MaxTokens,
     Object,
     Outrider,
+    Seed,
     Speculation,
     Stops,
+    Temperature,
+    Timeout,
     Timings,
+    TopK,
+    TopP,
     absent,
     many,
 )
-from outrider.server.shapes.ranges import MaxTokens, Seed, Temperature, Timeout, TopK, TopP
 
 
 class Block(Loose):

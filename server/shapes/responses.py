@@ -13,6 +13,7 @@ from outrider.server.shapes.base import (
     CachedTokens,
     Generation,
     Loose,
+    MaxTokens,
     Object,
     Outrider,
     ReasoningTokens,
@@ -22,7 +23,6 @@ from outrider.server.shapes.base import (
     many,
 )
 from outrider.server.shapes.chat import SpelledToken
-from outrider.server.shapes.ranges import MaxTokens
 
 
 class Content(Loose):

@@ -58,10 +58,9 @@ WITHIN = {
     },
     "bench": {
         "timing": set(),
-        "trace": set(),
         "contest": {"timing"},
         "crowd": {"contest"},
-        "commands": {"timing", "trace", "contest", "crowd"},
+        "commands": {"timing", "contest", "crowd"},
     },
     "drafting/coreml": {
         "package": set(),
@@ -80,14 +79,14 @@ WITHOUT_MLX = ("protocol", "grammar", "orchestrator", "server", "fleet", "outrid
 MLX = {"mlx", "mlx_lm"}
 # Who may ask what time it is: to tell people, never to decide. All else is by clocks that nobody can set.
 TELLS_THE_TIME = {
-    "orchestrator/gate.py",  # whether a file is another one than it was
+    "orchestrator/auth.py",  # whether a file is another one than it was
     "orchestrator/pair/chat.py",
-    "orchestrator/pair/store.py",  # the same
+    "orchestrator/pair/pulled.py",  # the same
     "protocol/logs.py",
-    "server/answers/chat_events.py",
-    "server/answers/completion_events.py",
-    "server/answers/response_events.py",
-    "server/endpoints/models.py",
+    "server/endpoints/chat.py",
+    "server/endpoints/completions.py",
+    "server/endpoints/responses.py",
+    "server/endpoints/status.py",
     "server/model/served.py",
     "server/tracing.py",
 }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.trace.breakdown import breakdown, table
-from outrider.bench.trace.timeline import Bar
+from outrider.bench.trace import Bar, breakdown, table
 from outrider.protocol.errors import InvalidRequest
 
 

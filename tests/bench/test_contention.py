@@ -12,7 +12,7 @@ import pytest
 
 from outrider.bench.contest.contention import Contention
 from outrider.bench.contest.field import keep_on
-from outrider.orchestrator.machine import cores
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
@@ -31,7 +31,7 @@ def is_gone(pid: int) -> bool:
 def test_it_is_busy_on_the_targets_core_and_ends_with_the_bench() -> None:
     with Contention(ServeSettings()) as busy:
         assert not is_gone(busy.pid)
-        core = cores.core_of("target", ServeSettings())
+        core = system.core_of("target", ServeSettings())
         if core is not None:
             assert os.sched_getaffinity(busy.pid) == {core}
             assert f"core {core}, the target's" in busy.describe()

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.crowd import curves
-from outrider.bench.crowd.ask import Question, ask_all
-from outrider.bench.crowd.reply import Arrival, Reply, timed
+from outrider.bench.crowd import report
+from outrider.bench.crowd.ask import Arrival, Question, Reply, ask_all, timed
 from outrider.bench.crowd.report import section, table
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.client.result import Chunk
+from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
@@ -60,7 +59,7 @@ def test_an_interval_of_latency_is_over_rounds_and_requests() -> None:
 def test_without_peer_and_auto_nothing_is_held_against_them(tmp_path: Path) -> None:
     found = [section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
     assert found[0].best is None and found[0].rows[0].against_peer is None
-    curves.draw(found, tmp_path / "picture.png", "two ways")
+    report.draw(found, tmp_path / "picture.png", "two ways")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.commands import tune
-from outrider.bench.timing.curve import Curve
 from outrider.bench.timing.forecast import (
     Forecast,
     best_of,
@@ -18,8 +17,8 @@ from outrider.bench.timing.forecast import (
     recommendation,
     slowdown,
 )
-from outrider.bench.timing.probe import Probe
-from outrider.bench.timing.rehearsal import Rehearsal, Rehearsed, agreeing
+from outrider.bench.timing.loops import Curve
+from outrider.bench.timing.probe import Probe, Rehearsal, Rehearsed, agreeing
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.settings import ServeSettings
 

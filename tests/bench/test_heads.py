@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.bench.commands import tune_heads
-from outrider.bench.timing.heads import PLAIN, Found, Way, best_of_each, measure
+from outrider.bench.commands.tune_heads import PLAIN, Found, Way, best_of_each, measure
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.learning import tuning
 from outrider.orchestrator.pair.pairing import choose_pair

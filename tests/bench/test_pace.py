@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.bench.contest.contest import require_pace
-from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Timings
 from outrider.protocol.profile import NOT_KEPT

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from outrider.bench.timing.forecast import forecasts, recommendation
-from outrider.bench.timing.hourglass import Hourglass
-from outrider.bench.timing.probe import SECONDS, Probe, probe
+from outrider.bench.timing.probe import SECONDS, Hourglass, Probe, probe
 from outrider.bench.timing.workbench import Together
 from outrider.protocol import clock
 from outrider.protocol.messages import Branch, Branches, Drafted, Outcome, Span

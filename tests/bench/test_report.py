@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.contest import bars, report
-from outrider.bench.contest.contest import Run
+from outrider.bench.contest import report
+from outrider.bench.contest.contest import Run, Timed
 from outrider.bench.contest.field import BOTH_CORES, of_main_table, of_second_table
-from outrider.bench.contest.statistics import Timed
 from outrider.bench.contest.summary import Judged
 from outrider.protocol.errors import InvalidRequest
 
@@ -44,10 +43,10 @@ def test_each_contestant_stands_in_the_table_of_its_cores() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_the_picture_has_a_panel_a_table(tmp_path: Path, count: int) -> None:
-    bars.draw([made()] * count, tmp_path / "bench.png", "test")
+    report.draw([made()] * count, tmp_path / "bench.png", "test")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be written"):
-        bars.draw([made()], tmp_path / "missing" / "bench.png", "test")
+        report.draw([made()], tmp_path / "missing" / "bench.png", "test")

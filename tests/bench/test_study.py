@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from outrider.bench.commands import files
-from outrider.bench.commands.overlap import _table
-from outrider.bench.contest.statistics import Timed, bootstrap, ratio, repeated_share
-from outrider.bench.timing.overlap import Overlap
-from outrider.bench.trace.timeline import Bar, draw, drawn, read
+from outrider.bench.commands.overlap import Overlap, _table
+from outrider.bench.contest.contest import Timed, bootstrap, ratio, repeated_share
+from outrider.bench.trace import Bar, draw, drawn, read
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.core.learning.speedup import (
+from outrider.orchestrator.core.learning.forecasts import (
     Costs,
     Kind,
     Odds,
@@ -182,7 +181,7 @@ def test_overlap_writes_the_picture_that_is_named(
 
 @pytest.fixture
 def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.protocol.extras.find_spec", lambda name: None if name == "matplotlib" else object())
+    monkeypatch.setattr("outrider.protocol.version.find_spec", lambda name: None if name == "matplotlib" else object())
 
 
 @pytest.mark.usefixtures("without_matplotlib")

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.commands import texts
+from outrider.bench.commands import files
 from outrider.bench.contest import field as fields
-from outrider.bench.contest import ratios
-from outrider.bench.contest.contest import Run
+from outrider.bench.contest import report
+from outrider.bench.contest.contest import Run, Timed
 from outrider.bench.contest.field import llama_name
 from outrider.bench.contest.peers import SPECULATIONS, WITH_DRAFT, Chosen, choose
-from outrider.bench.contest.statistics import Timed
 from outrider.bench.crowd import footprint
 from outrider.bench.prompts import SUITE
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
@@ -65,15 +64,15 @@ MADE = {
     ],
 )
 def test_each_ratio_is_against_the_best_of_its_class(question: str, kind: str, against: str, value: float) -> None:
-    found = next(one for one in ratios.ratios(MADE, CLASSES, 1) if (one.name, one.kind) == (question, kind))
+    found = next(one for one in report.ratios(MADE, CLASSES, 1) if (one.name, one.kind) == (question, kind))
     assert found.against == against
     assert found.value.value == pytest.approx(value)
 
 
 def test_a_ratio_without_contestants_is_left_out() -> None:
-    found = ratios.ratios({"ar": MADE["ar"], "auto": MADE["auto"]}, CLASSES, 1)
+    found = report.ratios({"ar": MADE["ar"], "auto": MADE["auto"]}, CLASSES, 1)
     assert {one.name for one in found} == {"auto over the best mode"}
-    assert "| auto over the best mode | 1.92 [1.60, 2.40] | 1.60 | 2.40 | ar |" in ratios.table(found)
+    assert "| auto over the best mode | 1.92 [1.60, 2.40] | 1.60 | 2.40 | ar |" in report.ratio_table(found)
 
 
 class ClusterOfSettings:
@@ -116,12 +115,12 @@ def test_a_suites_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("Q: {{ messages[0].content }} A:")
     (tmp_path / "chat.txt").write_text("Why?\n%\nHow?\n")
     pair: Any = SimpleNamespace(target=find_model(str(folder), weights=False))
-    found = texts.of_classes(Namespace(classes=None, suite=tmp_path), pair, ())
-    codec = texts.load_codec(pair.target)
+    found = files.of_classes(Namespace(classes=None, suite=tmp_path), pair, ())
+    codec = files.load_codec(pair.target)
     assert found == {"chat": [codec.encode(text, special=False) for text in ("Q: Why? A:", "Q: How? A:")]}
-    assert texts.of_classes(Namespace(classes="json", suite=None), pair, ())["json"]
-    assert len(texts.of_classes(Namespace(classes="math", suite=SUITE), pair, ())["math"]) == 20
-    assert texts.in_turn([[(1,), (2,)], [(3,)]]) == [(1,), (3,), (2,)]
+    assert files.of_classes(Namespace(classes="json", suite=None), pair, ())["json"]
+    assert len(files.of_classes(Namespace(classes="math", suite=SUITE), pair, ())["math"]) == 20
+    assert files.in_turn([[(1,), (2,)], [(3,)]]) == [(1,), (3,), (2,)]
 
 
 def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.contest.explain import Subject, lines
-from outrider.bench.contest.summary import Judged, judge, judge_plain, kinds_of, summary
+from outrider.bench.contest.summary import Judged, Subject, judge, judge_plain, kinds_of, lines, summary
 from outrider.bench.timing.alone import Alone
-from outrider.bench.timing.curve import Curve
+from outrider.bench.timing.loops import Curve
 from outrider.protocol.messages import Timings
 
 VERIFY = Curve(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))

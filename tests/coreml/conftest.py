@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from outrider.drafting.coreml.converter.converter import Options, convert
 from outrider.drafting.coreml.host.drafter import CoreMLDrafter
-from outrider.drafting.coreml.host.host import Host
-from outrider.drafting.coreml.host.line import Line
+from outrider.drafting.coreml.host.host import Host, Line
 from outrider.drafting.coreml.package.layout import Mode
 from outrider.drafting.coreml.package.package import Package, open_package
 from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime

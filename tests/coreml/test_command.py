@@ -52,9 +52,9 @@ def test_torch_and_tensorflow_are_never_imported() -> None:
     program = (
         "import sys\n"
         "from drafting.coreml import load\n"
-        "from drafting.coreml.converter import converter, mlpackage\n"
-        "from drafting.coreml.package import quiet\n"
-        "quiet.coremltools(), quiet.mil(), quiet.model_proto()\n"
+        "from drafting.coreml.converter import converter\n"
+        "from drafting.coreml.package import saved\n"
+        "saved.coremltools(), saved.mil(), saved.model_proto()\n"
         "sys.exit(', '.join({'torch', 'tensorflow'} & set(sys.modules)) or 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)

@@ -14,15 +14,13 @@ import pytest
 
 from outrider.drafting.coreml import load
 from outrider.drafting.coreml.host.drafter import CoreMLDrafter
-from outrider.drafting.coreml.package import quiet
+from outrider.drafting.coreml.package import saved
 from outrider.drafting.coreml.package.package import MLPACKAGE
-from outrider.drafting.coreml.runtime import coreml_runtime
-from outrider.drafting.coreml.runtime.coreml_runtime import CoreMLRuntime
+from outrider.drafting.coreml.runtime import runtimes
 from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtime import RuntimeFault
+from outrider.drafting.coreml.runtime.runtimes import CoreMLRuntime, RuntimeFault
 from outrider.drafting.coreml.trials import selection, trial
-from outrider.drafting.coreml.trials.packages import OnePackage
-from outrider.drafting.coreml.trials.selection import Selection
+from outrider.drafting.coreml.trials.selection import OnePackage, Selection
 from outrider.drafting.mlx import MlxDrafter
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
@@ -62,7 +60,7 @@ class FakeCoreML:
             Path(destination).mkdir()
             return destination
 
-        units = {name: SimpleNamespace(name=name) for name in coreml_runtime.UNITS}
+        units = {name: SimpleNamespace(name=name) for name in runtimes.UNITS}
         self.module = SimpleNamespace(
             models=SimpleNamespace(CompiledMLModel=CompiledMLModel, utils=SimpleNamespace(compile_model=compile_model)),
             ComputeUnit=units,
@@ -79,9 +77,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, bench: Callable[..., Bench]) -> Iterat
     for mode in ("stateless", "hybrid", "onehot"):
         bench("llama", mode=mode)  # made with the real coremltools
     stand_in = FakeCoreML()
-    monkeypatch.setattr(quiet, "coremltools", lambda: stand_in.module)
-    monkeypatch.setattr(coreml_runtime.sys, "platform", "darwin")
-    monkeypatch.setattr(coreml_runtime, "os_build", lambda: "24F74")
+    monkeypatch.setattr(saved, "coremltools", lambda: stand_in.module)
+    monkeypatch.setattr(runtimes.sys, "platform", "darwin")
+    monkeypatch.setattr(runtimes, "os_build", lambda: "24F74")
     yield stand_in
     for mode in ("stateless", "hybrid", "onehot"):
         compiled = bench("llama", mode=mode).package.path / "compiled-24F74.mlmodelc"

@@ -13,15 +13,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outrider.drafting.coreml import doctor, placements, prompts, survey
+from outrider.drafting.coreml import doctor, prompts, survey
 from outrider.drafting.coreml.converter.converter import Options
-from outrider.drafting.coreml.package.manifest import Manifest
-from outrider.drafting.coreml.package.package import Package
-from outrider.drafting.coreml.trials import machine, probe, verdicts
-from outrider.drafting.coreml.trials.packages import OfCheckpoint
-from outrider.drafting.coreml.trials.probe import Verdict
-from outrider.drafting.coreml.trials.sacrifice import Ending
-from outrider.drafting.coreml.trials.verdicts import Tried, Verdicts
+from outrider.drafting.coreml.package.package import Manifest, Package
+from outrider.drafting.coreml.trials import selection
+from outrider.drafting.coreml.trials.selection import OfCheckpoint, Tried, Verdict, Verdicts
+from outrider.drafting.coreml.trials.trial import Ending
 from tests.coreml.conftest import GOOD, SIZES, Bench
 
 
@@ -52,7 +49,7 @@ def test_the_machine_in_json(tmp_path: Path) -> None:
     ],
 )
 def test_the_blas_is_told_from_what_is_loaded(mapped: str, system: str, library: str) -> None:
-    assert machine.blas_of(mapped, system)[0] == library
+    assert doctor.blas_of(mapped, system)[0] == library
 
 
 def test_placements_of_a_draft(
@@ -66,7 +63,7 @@ def test_placements_of_a_draft(
     model = tiny_model("llama", **SIZES)
     before = {place.name: place for place in doctor.examine(str(model), try_now=False).placements}
     assert set(before) == {"MLX on the CPU", "Core ML"} and "not converted yet" in before["Core ML"].note
-    note = placements._OWN_CORES if mx.default_device().type == mx.gpu else "shares the CPU with the target"
+    note = doctor._OWN_CORES if mx.default_device().type == mx.gpu else "shares the CPU with the target"
     assert before["MLX on the CPU"].note == note
     after = {place.name: place for place in doctor.examine(str(model), try_now=True).placements}
     assert set(after) == {
@@ -91,17 +88,17 @@ def test_verdicts_become_placements(
     bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = bench("llama").package
-    monkeypatch.setattr(placements.sys, "platform", "darwin")
-    monkeypatch.setattr(verdicts, "os_build", lambda: "24F74")
-    monkeypatch.setattr(placements.store, "root", lambda: tmp_path)
+    monkeypatch.setattr(doctor.sys, "platform", "darwin")
+    monkeypatch.setattr(selection, "os_build", lambda: "24F74")
+    monkeypatch.setattr(doctor.converter, "root", lambda: tmp_path)
     packages = OfCheckpoint.of(bench("llama").model_path, 256)
-    assert [place.usable for place in placements.on_core_ml(packages, try_now=False)] == [False, False]
-    kept = Verdicts(placements.store.probes(), packages.source_hash)
+    assert [place.usable for place in doctor.on_core_ml(packages, try_now=False)] == [False, False]
+    kept = Verdicts(doctor.converter.probes(), packages.source_hash)
     slower = dataclasses.replace(GOOD, ms={name: 2 * ms for name, ms in GOOD.ms.items()})
     kept.add(Tried.of(bench("llama", mode="hybrid").package, Verdict("CPU_AND_NE", slower)))
     kept.add(Tried.of(package, Verdict("CPU_AND_NE", GOOD)))
     kept.add(Tried.of(package, Verdict("CPU_ONLY", None, "it crashed")))
-    engine, other, cpu = placements.on_core_ml(packages, try_now=False)
+    engine, other, cpu = doctor.on_core_ml(packages, try_now=False)
     assert (engine.usable, engine.one_ms, engine.eight_ms, engine.engine_share) == (True, 2.25, 2.5, 0.97)
     assert [place.name for place in (engine, other)] == [
         "Core ML on CPU_AND_NE, stateless fp16", "Core ML on CPU_AND_NE, hybrid fp16"
@@ -130,14 +127,14 @@ def test_the_survey_has_a_row_for_every_mode_and_kind(
         wanted.append(options)
         return dataclasses.replace(made.package, manifest=_as(made.package.manifest, options))
 
-    monkeypatch.setattr(survey.store, "package_of", package_of)
+    monkeypatch.setattr(survey.converter, "package_of", package_of)
     tried: list[tuple[str, int]] = []
 
     def try_out(package: object, units: str, predictions: int) -> Verdict:
         tried.append((units, predictions))
-        return probe.judge(GOOD) if len(tried) % 2 else Verdict(units, None, "its trial was ended by SIGKILL")
+        return selection.judge(GOOD) if len(tried) % 2 else Verdict(units, None, "its trial was ended by SIGKILL")
 
-    monkeypatch.setattr(survey.probe, "try_out", try_out)
+    monkeypatch.setattr(survey.selection, "try_out", try_out)
     rows = [survey.cells(row) for row in survey.survey(made.model_path, 50, tmp_path)]
     assert len(rows) == 9 and tried == [("REFERENCE", 50)] * 9
     assert all(len(row) == len(survey.COLUMNS) for row in rows)
@@ -154,5 +151,5 @@ def _as(manifest: Manifest, options: Options) -> Manifest:
 
 def test_default_devices_are_left_as_they_were(tiny_model: Callable[..., Path]) -> None:
     before = mx.default_device()
-    placements.on_mlx(tiny_model("llama", **SIZES), mx.cpu)
+    doctor.on_mlx(tiny_model("llama", **SIZES), mx.cpu)
     assert mx.default_device() == before

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from outrider.orchestrator import Client, LocalCluster, SamplingParams
-from outrider.orchestrator.client.result import GenerationResult
+from outrider.orchestrator.client.dialogue import GenerationResult
 
 NAMES = ("name", "size", "path", "mode")
 LONG = "\n".join(f"    def get_{name}(self):\n        return self._{name}\n" for name in NAMES)

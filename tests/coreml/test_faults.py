@@ -9,7 +9,7 @@ import pytest
 
 from outrider.drafting.coreml.host.drafter import CoreMLDrafter
 from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
+from outrider.drafting.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, State
 from outrider.engine.loading import load
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench

@@ -12,14 +12,12 @@ from numpy.typing import NDArray
 
 from outrider.drafting.coreml import prompts
 from outrider.drafting.coreml.host.drafter import CoreMLDrafter
-from outrider.drafting.coreml.host.host import Host
-from outrider.drafting.coreml.host.line import Line
+from outrider.drafting.coreml.host.host import Host, Line
 from outrider.drafting.coreml.host.prefill import PackageReader
-from outrider.drafting.coreml.runtime import compute_plan
-from outrider.drafting.coreml.runtime.coreml_runtime import CoreMLRuntime
+from outrider.drafting.coreml.runtime import runtimes
 from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtime import Runtime
-from outrider.drafting.coreml.trials import probe
+from outrider.drafting.coreml.runtime.runtimes import CoreMLRuntime, Runtime
+from outrider.drafting.coreml.trials import selection
 from outrider.drafting.coreml.trials.trial import agreement
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
@@ -68,14 +66,14 @@ def test_a_float32_package_is_exact_on_the_cpu(bench: Callable[..., Bench], text
 @pytest.mark.parametrize("mode", MODES)
 def test_the_neural_engine_survives_its_trial_or_is_refused(bench: Callable[..., Bench], mode: str) -> None:
     """Loose: what the probe finds may be bad, but it finds it, in a process of its own."""
-    verdict = probe.try_out(bench("qwen2", mode=mode).package, "CPU_AND_NE")
+    verdict = selection.try_out(bench("qwen2", mode=mode).package, "CPU_AND_NE")
     assert verdict.good or verdict.reason
     if mode == "stateless":
         assert verdict.good, verdict.reason
 
 
 def test_a_plan_tells_the_share_of_the_neural_engine(bench: Callable[..., Bench]) -> None:
-    shares = compute_plan.engine_share(bench("qwen2").package, "CPU_AND_NE")
+    shares = runtimes.engine_share(bench("qwen2").package, "CPU_AND_NE")
     assert "q1" in shares  # a plan may be of the default function only
     assert all(0 <= share <= 1 for share in shares.values())
 
@@ -117,7 +115,7 @@ def test_prompts_read_on_the_cpu_are_the_interpreters(bench: Callable[..., Bench
 
 
 def test_this_mac_tells_whether_it_has_a_neural_engine() -> None:
-    assert isinstance(compute_plan.has_engine(), bool)
+    assert isinstance(runtimes.has_engine(), bool)
 
 
 def test_the_length_from_which_the_package_reads_quicker_is_found(bench: Callable[..., Bench], tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.drafting.coreml.host.line import Line
-from outrider.drafting.coreml.package import blobs, quiet, saved
+from outrider.drafting.coreml.host.host import Line
+from outrider.drafting.coreml.package import saved
 from outrider.drafting.coreml.package.saved import Constant
-from outrider.drafting.coreml.runtime import ops
+from outrider.drafting.coreml.runtime import interpreter
 from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtime import RuntimeFault
+from outrider.drafting.coreml.runtime.runtimes import RuntimeFault
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 
@@ -29,7 +29,7 @@ def executed(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> di
     """The arguments of operations as real graphs of every mode call them, a few of each kind."""
     seen: dict[str, list[dict[str, Any]]] = {}
 
-    def watch(kind: str, run: ops.Op) -> ops.Op:
+    def watch(kind: str, run: interpreter.Op) -> interpreter.Op:
         def watched(**arguments: Any) -> Any:
             calls = seen.setdefault(kind, [])
             if len(calls) < PER_KIND and not any(_shapes(call) == _shapes(arguments) for call in calls):
@@ -38,8 +38,8 @@ def executed(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> di
 
         return watched
 
-    for kind, run in list(ops.OPS.items()):
-        monkeypatch.setitem(ops.OPS, kind, watch(kind, run))
+    for kind, run in list(interpreter.OPS.items()):
+        monkeypatch.setitem(interpreter.OPS, kind, watch(kind, run))
     for mode in ("stateless", "hybrid", "onehot"):
         line = Line(bench("qwen3", mode=mode).host())
         for function in (line._host.layout.functions[1], line._host.layout.prefill):
@@ -49,7 +49,7 @@ def executed(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> di
 
 
 def test_real_operations_agree_with_coremltools(executed: dict[str, list[dict[str, Any]]]) -> None:
-    assert set(executed) == set(ops.OPS)  # nothing in the interpreter that no graph uses
+    assert set(executed) == set(interpreter.OPS)  # nothing in the interpreter that no graph uses
     checked = set()
     for kind, calls in executed.items():
         for arguments in calls:
@@ -57,7 +57,7 @@ def test_real_operations_agree_with_coremltools(executed: dict[str, list[dict[st
             if inferred is None:
                 continue
             checked.add(kind)
-            result = ops.OPS[kind](**arguments)
+            result = interpreter.OPS[kind](**arguments)
             for found, expected in zip(result if isinstance(result, list) else [result], inferred, strict=True):
                 assert found.shape == expected.shape
                 np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-6, err_msg=kind)
@@ -65,22 +65,22 @@ def test_real_operations_agree_with_coremltools(executed: dict[str, list[dict[st
 
 
 def test_constexpr_agrees_with_coremltools() -> None:
-    mil, draws = quiet.mil(), np.random.default_rng(0)
+    mil, draws = saved.mil(), np.random.default_rng(0)
     data = draws.integers(-128, 128, (8, 64, 1, 1)).astype(np.int8)
     scale = draws.random((8, 2, 1, 1)).astype(np.float16)
     zero = draws.integers(-128, 128, scale.shape).astype(np.int8)
-    with mil.Function({"x": mil.Builder.TensorSpec((1,))}, opset_version=quiet.coremltools().target.iOS18):
+    with mil.Function({"x": mil.Builder.TensorSpec((1,))}, opset_version=saved.coremltools().target.iOS18):
         for offset in (zero, None):
             given = {"data": data, "scale": scale} | ({} if offset is None else {"offset": offset})
             var = mil.Builder.constexpr_blockwise_shift_scale(**given)
             expected = var.op.materialized_val_inference()
-            np.testing.assert_allclose(ops.blockwise_shift_scale(**given), expected, rtol=2e-3)
+            np.testing.assert_allclose(interpreter.blockwise_shift_scale(**given), expected, rtol=2e-3)
 
 
 def test_conv_is_a_matrix_product_a_place() -> None:
     draws = np.random.default_rng(1)
     x, weight, bias = draws.random((1, 3, 1, 5)), draws.random((4, 3, 1, 1)), draws.random(4)
-    found = np.asarray(ops.conv(x, weight, bias, strides=np.array([1, 1])))
+    found = np.asarray(interpreter.conv(x, weight, bias, strides=np.array([1, 1])))
     assert found.shape == (1, 4, 1, 5)
     for row in range(4):
         for place in range(5):
@@ -90,27 +90,27 @@ def test_conv_is_a_matrix_product_a_place() -> None:
 
 def test_silu_is_x_over_one_plus_e_to_minus_x() -> None:
     for x in (-40.0, -1.5, 0.0, 0.3, 12.0):
-        assert math.isclose(float(np.asarray(ops.silu(np.array(x)))), x / (1 + math.exp(-x)), abs_tol=1e-15)
+        assert math.isclose(float(np.asarray(interpreter.silu(np.array(x)))), x / (1 + math.exp(-x)), abs_tol=1e-15)
 
 
 def test_slice_update_writes_its_window_and_nothing_else() -> None:
     x, update = np.zeros((2, 6, 3)), np.ones((2, 2, 3))
     begin, end, whole = np.array([0, 3, 0]), np.array([0, 5, 0]), np.array([True, False, True])
-    found = ops.slice_update(x, update, begin, end, end_mask=whole)
+    found = interpreter.slice_update(x, update, begin, end, end_mask=whole)
     assert (found[:, 3:5] == 1).all() and found.sum() == 12 and not x.any()
 
 
 def test_split_takes_a_number_or_sizes() -> None:
     x, axis = np.arange(12.0).reshape(2, 6), np.array(-1)
-    three = ops.split(x, axis, num_splits=np.array(3))
+    three = interpreter.split(x, axis, num_splits=np.array(3))
     assert [part.tolist() for part in three] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
-    uneven = ops.split(x, axis, split_sizes=np.array([5, 1]))
+    uneven = interpreter.split(x, axis, split_sizes=np.array([5, 1]))
     assert [part.shape for part in uneven] == [(2, 5), (2, 1)] and uneven[1].tolist() == [[5], [11]]
 
 
 def test_concat_refuses_to_interleave() -> None:
     with pytest.raises(NotImplementedError):
-        ops.concat([np.zeros(2)], np.array(0), interleave=True)
+        interpreter.concat([np.zeros(2)], np.array(0), interleave=True)
 
 
 def test_states_last_from_call_to_call_and_function_to_function(bench: Callable[..., Bench]) -> None:
@@ -178,7 +178,7 @@ def test_weights_are_read_as_coremltools_reads_them(bench: Callable[..., Bench])
 
 
 def test_a_blob_that_is_not_there_is_refused(tmp_path: Path, bench: Callable[..., Bench]) -> None:
-    file = blobs.BlobFile(bench("qwen3").package.mlpackage / saved.WEIGHTS)
+    file = saved.BlobFile(bench("qwen3").package.mlpackage / saved.WEIGHTS)
     for offset, shape in ((0, (4,)), (64, (10**6,)), (10**9, (4,))):
         with pytest.raises(ModelError, match="does not belong to this model"):
             file.read(offset, "FLOAT16", shape)
@@ -186,8 +186,8 @@ def test_a_blob_that_is_not_there_is_refused(tmp_path: Path, bench: Callable[...
 
 def _inferred(kind: str, arguments: dict[str, Any]) -> list[NDArray[Any]] | None:
     """What coremltools computes for constant arguments while it builds a graph; None where it does not."""
-    mil = quiet.mil()
-    target = quiet.coremltools().target.iOS18
+    mil = saved.mil()
+    target = saved.coremltools().target.iOS18
     given = {name: _plain(value) for name, value in arguments.items()}
     with mil.Function({"unused": mil.Builder.TensorSpec((1,))}, opset_version=target):
         result = getattr(mil.Builder, kind)(**given)

@@ -12,16 +12,16 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafting.backends import make
 from outrider.drafting.coreml import prompts, readers
-from outrider.drafting.coreml.converter import store
+from outrider.drafting.coreml.converter import converter
 from outrider.drafting.coreml.host.prefill import PackageReader
 from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
-from outrider.drafting.coreml.trials.sacrifice import Ending
+from outrider.drafting.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, State
+from outrider.drafting.coreml.trials.trial import Ending
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.columns import KeysValues, OneRow
+from outrider.engine.handover import ReadColumns, ReadingFault
 from outrider.engine.loading import load
-from outrider.engine.ort.columns import OrtRow
-from outrider.engine.reading import ReadColumns, ReadingFault
+from outrider.engine.ort.flat import OrtRow
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
@@ -163,7 +163,7 @@ def test_a_reading_that_is_broken_off_gives_its_cache_back(bench: Callable[..., 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(store, "root", lambda: tmp_path)
+    monkeypatch.setattr(converter, "root", lambda: tmp_path)
     yield tmp_path
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from outrider.drafting.coreml.host.prefill import PackageReader
 from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.engine.handover import Layout
+from outrider.engine.handover import Layout, ReadingFault
 from outrider.engine.loading import load, outline
-from outrider.engine.reading import ReadingFault
 from outrider.prefill_worker.mlx_reader import MlxReader
 from outrider.prefill_worker.package_reader import CoreMLReader
 from tests.coreml.conftest import Bench

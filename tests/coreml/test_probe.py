@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafting.coreml.package import quiet
-from outrider.drafting.coreml.runtime import compute_plan
-from outrider.drafting.coreml.runtime.runtime import DeviceAbsent
-from outrider.drafting.coreml.trials import probe, sacrifice, trial
+from outrider.drafting.coreml.package import saved
+from outrider.drafting.coreml.runtime import runtimes
+from outrider.drafting.coreml.runtime.runtimes import DeviceAbsent
+from outrider.drafting.coreml.trials import selection, trial
 from outrider.drafting.coreml.trials.trial import Trial
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, Bench
@@ -34,7 +34,7 @@ from tests.coreml.conftest import GOOD, Bench
     ],
 )
 def test_the_gate(change: dict[str, Any], reason: str) -> None:
-    verdict = probe.judge(dataclasses.replace(GOOD, **change))
+    verdict = selection.judge(dataclasses.replace(GOOD, **change))
     assert verdict.reason == reason and verdict.good == (not reason)
 
 
@@ -43,9 +43,9 @@ def test_a_trial_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path)
     package = bench("llama").package
     result = tmp_path / "trial.json"
     (tmp_path / "outrider.py").write_text("raise SystemExit('the wrong one')")
-    arguments = [*probe.arguments(package, "REFERENCE", 4), "--result", str(result)]
+    arguments = [*selection.arguments(package, "REFERENCE", 4), "--result", str(result)]
     done = subprocess.run(
-        sacrifice.command(probe.MODULE, *arguments), cwd=tmp_path, env=sacrifice.environment(),
+        trial.command(selection.MODULE, *arguments), cwd=tmp_path, env=trial.environment(),
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == done.stderr == ""
@@ -57,7 +57,7 @@ def test_a_trial_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path)
 def test_a_machine_without_the_device_says_so_once_and_for_all(bench: Callable[..., Bench]) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
-    verdict = probe.try_out(bench("llama").package, "CPU_AND_NE")
+    verdict = selection.try_out(bench("llama").package, "CPU_AND_NE")
     assert verdict.reason.startswith("its trial failed: Core ML runs on macOS only") and verdict.trial is None
     assert verdict.final
 
@@ -76,10 +76,10 @@ def test_a_machine_without_the_device_says_so_once_and_for_all(bench: Callable[.
 def test_a_trial_may_die_or_hang(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, program: str, reason: str, final: bool
 ) -> None:
-    monkeypatch.setattr(sacrifice, "command", lambda module, *arguments: [sys.executable, "-c", program])
+    monkeypatch.setattr(trial, "command", lambda module, *arguments: [sys.executable, "-c", program])
     if final:  # the one that hangs
-        monkeypatch.setattr(probe, "_SECONDS", 1.0)
-    verdict = probe.try_out(bench("llama").package, "CPU_AND_NE")
+        monkeypatch.setattr(selection, "_SECONDS", 1.0)
+    verdict = selection.try_out(bench("llama").package, "CPU_AND_NE")
     assert (verdict.reason, verdict.final, verdict.good) == (reason, final, False)
 
 
@@ -123,9 +123,9 @@ class Plan:
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    monkeypatch.setattr(compute_plan.importlib, "import_module", plan.module)
-    monkeypatch.setattr(compute_plan, "compiled_path", lambda package: Path("model.mlmodelc"))
-    monkeypatch.setattr(quiet, "coremltools", lambda: SimpleNamespace(ComputeUnit={"CPU_AND_NE": 1}))
+    monkeypatch.setattr(runtimes.importlib, "import_module", plan.module)
+    monkeypatch.setattr(runtimes, "compiled_path", lambda package: Path("model.mlmodelc"))
+    monkeypatch.setattr(saved, "coremltools", lambda: SimpleNamespace(ComputeUnit={"CPU_AND_NE": 1}))
 
 
 def test_the_share_counts_operations_that_work(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,15 +134,15 @@ def test_the_share_counts_operations_that_work(bench: Callable[..., Bench], monk
                   ("ios18.softmax", cpu), ("ios18.matmul", engine), ("add", None)]  # fmt: skip
     package = bench("llama").package  # which imports what it needs: before nothing can be
     planned(monkeypatch, Plan({"q1": operations, "q8": [("add", None)]}, [cpu]))
-    assert compute_plan.engine_share(package, "CPU_AND_NE") == {"q1": 0.6667}  # of q8 nothing is told
-    assert not compute_plan.has_engine()
+    assert runtimes.engine_share(package, "CPU_AND_NE") == {"q1": 0.6667}  # of q8 nothing is told
+    assert not runtimes.has_engine()
 
 
 def test_without_a_plan_or_a_word_a_trial_goes_on(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     package = bench("llama").package
     planned(monkeypatch, Plan(None, []))
     with pytest.raises(ModelError, match=r"Core ML does not tell: no plan$"):
-        compute_plan.engine_share(package, "CPU_AND_NE")
+        runtimes.engine_share(package, "CPU_AND_NE")
     assert trial._engine_share(package, "CPU_AND_NE") == {}
     trial._check_engine("CPU_AND_NE")
     planned(monkeypatch, Plan(None, ["MLCPUComputeDevice"]))

@@ -16,13 +16,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from numpy.typing import NDArray
 
-from outrider.drafting.coreml.converter import quantize
+from outrider.drafting.coreml.converter import weights
 from outrider.drafting.coreml.converter.converter import Options, convert
-from outrider.drafting.coreml.converter.quantize import GROUP, Int4, Int8
+from outrider.drafting.coreml.converter.weights import GROUP, Int4, Int8
 from outrider.drafting.coreml.package import saved
 from outrider.drafting.coreml.package.package import open_package
 from outrider.drafting.coreml.package.saved import Constant, Operation, SavedModel
-from outrider.drafting.coreml.runtime import ops
+from outrider.drafting.coreml.runtime import interpreter
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 
@@ -39,8 +39,8 @@ def matrix(seed: int, scale: float, rows: int = 96, columns: int = 192, offset: 
 )  # fmt: skip
 def test_mlx_and_core_ml_hold_the_same_bits(seed: int, exponent: int, offset: float, bits: int) -> None:
     dense = matrix(seed, 2.0**exponent, rows=8, columns=128, offset=offset)
-    form = quantize.int4(dense) if bits == 4 else quantize.int8(dense)
-    in_mlx = quantize.to_mlx(form).dequantized()
+    form = weights.int4(dense) if bits == 4 else weights.int8(dense)
+    in_mlx = weights.to_mlx(form).dequantized()
     assert in_mlx.dtype == np.float16
     assert (in_mlx == form.values).all()
     assert (in_mlx == _by_core_mls_formula(form)).all()
@@ -49,7 +49,7 @@ def test_mlx_and_core_ml_hold_the_same_bits(seed: int, exponent: int, offset: fl
 @pytest.mark.parametrize("scale", [1.0, 0.02, 1e-4])
 def test_the_error_is_what_the_bits_allow(scale: float) -> None:
     dense = matrix(1, scale)
-    for form, most in ((quantize.int8(dense), 0.0095), (quantize.int4(dense), 0.11)):
+    for form, most in ((weights.int8(dense), 0.0095), (weights.int4(dense), 0.11)):
         error = form.values.astype(np.float64) - dense
         assert error.std() <= most * dense.astype(np.float64).std()
 
@@ -57,18 +57,18 @@ def test_the_error_is_what_the_bits_allow(scale: float) -> None:
 def test_extremes_are_kept() -> None:
     dense = matrix(2, 1.0)
     dense[0, 0], dense[1, 1] = 30.0, -30.0
-    for form in (quantize.int8(dense), quantize.int4(dense)):
+    for form in (weights.int8(dense), weights.int4(dense)):
         assert abs(form.values[0, 0] - 30) < 1.2 and abs(form.values[1, 1] + 30) < 1.2
 
 
 def test_zeros_stay_zeros() -> None:
     dense = np.zeros((4, 64), np.float16)
-    assert not quantize.int8(dense).values.any() and not quantize.int4(dense).values.any()
+    assert not weights.int8(dense).values.any() and not weights.int4(dense).values.any()
 
 
 def test_a_width_that_does_not_divide_into_groups_is_refused() -> None:
     with pytest.raises(ModelError, match="q_proj has 96 columns; int4 needs a multiple of 64"):
-        quantize.int4(matrix(0, 1.0, columns=96), "q_proj")
+        weights.int4(matrix(0, 1.0, columns=96), "q_proj")
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -124,7 +124,7 @@ def _matrices_on_disk(model: SavedModel) -> list[NDArray[np.float16]]:
     found = []
     for operation in model.functions[model.default_function].operations:
         if operation.kind == "constexpr_blockwise_shift_scale":
-            expanded = ops.blockwise_shift_scale(**_parts(model, operation)).astype(np.float16)
+            expanded = interpreter.blockwise_shift_scale(**_parts(model, operation)).astype(np.float16)
             found.append(expanded.reshape(expanded.shape[:2]))
     return found
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.coreml.converter import mlpackage, store
+from outrider.drafting.coreml.converter import converter
 from outrider.drafting.coreml.converter.converter import Options, convert
 from outrider.drafting.coreml.converter.weights import WeightReader
 from outrider.drafting.coreml.package import saved
@@ -199,7 +199,7 @@ def test_a_disk_that_fills_up_half_way(
         monkeypatch.setattr(np, "save", _raise(OSError(errno.ENOSPC, "No space left on device")))
         expected = "No space left on device"
     else:
-        utils = mlpackage.quiet.coremltools().utils
+        utils = converter.saved.coremltools().utils
         monkeypatch.setattr(utils, "save_spec", _raise(RuntimeError("[MIL FileWriter]: Unknown error")))
         expected = "MIL FileWriter"
     assert expected in refused(tiny_model("llama", **SIZES), tmp_path)
@@ -286,11 +286,11 @@ def test_a_model_is_converted_once_and_found_again(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, stages = tiny_model("llama", **SIZES), list[str]()
-    first = store.package_of(model, SHORT, lambda stage, done, total: stages.append(stage), tmp_path / "store")
+    first = converter.package_of(model, SHORT, lambda stage, done, total: stages.append(stage), tmp_path / "store")
     assert {"reading", "reading weights", "building", "checking"} <= set(stages)
     stages.clear()
-    again = store.package_of(model, SHORT, lambda stage, done, total: stages.append(stage), tmp_path / "store")
+    again = converter.package_of(model, SHORT, lambda stage, done, total: stages.append(stage), tmp_path / "store")
     assert again.path == first.path and stages == []
-    other = store.package_of(model, Options(context=64, weights="int8"), folder=tmp_path / "store")
+    other = converter.package_of(model, Options(context=64, weights="int8"), folder=tmp_path / "store")
     assert other.path != first.path
     assert sorted(path.name[:1] != "." for path in (tmp_path / "store").iterdir()) == [True, True]

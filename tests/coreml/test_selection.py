@@ -10,12 +10,18 @@ import pytest
 
 from outrider.drafting.coreml.package.layout import Mode
 from outrider.drafting.coreml.package.package import Package
-from outrider.drafting.coreml.trials import selection, verdicts
-from outrider.drafting.coreml.trials.packages import VARIANTS, OfCheckpoint, OnePackage
-from outrider.drafting.coreml.trials.probe import Verdict
-from outrider.drafting.coreml.trials.selection import Selection
+from outrider.drafting.coreml.trials import selection
+from outrider.drafting.coreml.trials.selection import (
+    VARIANTS,
+    OfCheckpoint,
+    OnePackage,
+    Selection,
+    Tried,
+    Variant,
+    Verdict,
+    Verdicts,
+)
 from outrider.drafting.coreml.trials.trial import Trial
-from outrider.drafting.coreml.trials.verdicts import Tried, Variant, Verdicts
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, Bench
 
@@ -141,7 +147,7 @@ def test_verdicts_are_remembered_by_package_and_system(
     assert selection.choose(one, tmp_path, print, attempt=script).units is None
     assert script.tried == [f"{units} stateless fp16" for units in ("CPU_AND_NE", "CPU_ONLY")]
     script.tried.clear()
-    monkeypatch.setattr(verdicts, "os_build", lambda: "99Z1")
+    monkeypatch.setattr(selection, "os_build", lambda: "99Z1")
     choose(packages, tmp_path, script)
     assert script.tried == ["CPU_AND_NE stateless fp16", "CPU_AND_NE hybrid fp16"]
     script.tried.clear()

@@ -11,13 +11,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from outrider.drafting.calibration import Calibration
-from outrider.drafting.coreml.host.drafter import CoreMLDrafter
-from outrider.drafting.coreml.host.tree import CoreMLTree
+from outrider.drafting.coreml.host.drafter import CoreMLDrafter, CoreMLTree
 from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
+from outrider.drafting.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, State
 from outrider.drafting.drafter import DrafterFault, DrawingDrafter, TokenTree
-from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.fan_out import POLICIES, Calibration
 from outrider.drafting.growth import Wanted
 from outrider.drafting.mlx import MlxDrafter
 from outrider.drafting.work_ahead import WorkAhead

@@ -19,7 +19,7 @@ from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.engine.loading import load
 from outrider.protocol.messages import Branches, Close, Commit, Drafted, Message, Open, Prefilled, Resync, Shutdown
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.worker_process import CPU_KERNELS
+from outrider.protocol.worker_link import CPU_KERNELS
 from tests.system.links import FakeLink, Idle
 
 PIECE, CHUNK = 256, 128  # tokens a forward: of a text that was left behind, of a prompt

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.draft_worker.usual import FADE, Operation, Usual
-from outrider.draft_worker.worker import DraftWorker
+from outrider.draft_worker.worker import FADE, DraftWorker, Operation, Usual
 from outrider.drafting.fan_out import POLICIES
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.protocol.messages import Commit, Open

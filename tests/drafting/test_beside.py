@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.drafting.beside import WIDTH, Place, with_others, worthwhile
-from outrider.drafting.calibration import Calibration
-from outrider.engine.candidate import Candidate
+from outrider.drafting.continuation import WIDTH, Place, with_others, worthwhile
+from outrider.drafting.fan_out import Calibration
+from outrider.engine.tree_feed import Candidate
 from outrider.protocol.trees import fault
 
 CLOSE = [Candidate(5, 0.0), Candidate(6, 0.1), Candidate(7, 0.2), Candidate(8, 0.3)]

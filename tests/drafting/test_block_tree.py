@@ -9,11 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.calibration import Calibration
-from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.fan_out import POLICIES, Calibration
 from outrider.drafting.growth import Wanted
-from outrider.drafting.heads.ahead import UNTRAINED, AheadHead
-from outrider.drafting.heads.block_tree import BlockTree
+from outrider.drafting.heads.ahead import UNTRAINED, AheadHead, BlockTree
 from outrider.drafting.heads.dflash import DFlash
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.engine.noise import gumbel_numpy

@@ -10,10 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from outrider.drafting.heads.chains import Contexts
 from outrider.drafting.heads.checkpoint import read_config, read_weights
-from outrider.drafting.heads.contexts import Contexts
-from outrider.drafting.heads.dflash import DFlash
-from outrider.drafting.heads.dflash_files import build
+from outrider.drafting.heads.dflash import DFlash, build
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.line import Line
 from outrider.drafting.heads.pairs import PairFeed

@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafting.calibration import Calibration
 from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import DrawingDrafter
-from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.fan_out import POLICIES, Calibration
 from outrider.drafting.growth import Wanted
 from outrider.drafting.mlx import MlxDrafter
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.protocol.messages import Branches, Commit, Drafted, Message, Open
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ
+from outrider.protocol.trees import SparseQ
 from tests.alone import advanced, continued
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov

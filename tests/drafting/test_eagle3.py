@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.heads.eagle3 import Eagle3, PEagle
-from outrider.drafting.heads.eagle3_files import read
+from outrider.drafting.heads.eagle3 import Eagle3, PEagle, read
 from outrider.drafting.heads.pairs import MaskedPairs, PairFeed, Pairs
 from outrider.protocol.errors import CannotDraft
 from tests.drafting.eagle3_heads import LAYOUTS, MASK, OFFICIAL_TAPS, PARALLEL, TAPS, TARGET, H, NumpyHead, V, write

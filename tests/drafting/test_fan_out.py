@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.drafting.calibration import MAX_RANK, Calibration, Point
-from outrider.drafting.fan_out import POLICIES, best_first, geometric
+from outrider.drafting.fan_out import MAX_RANK, POLICIES, Calibration, Point, best_first, geometric
 
 GAPS = tuple(0.4 * rank for rank in range(12))
 

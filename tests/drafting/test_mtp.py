@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from outrider.drafting.heads.load import load as load_head
-from outrider.drafting.heads.mtp_files import read
+from outrider.drafting.heads.mtp import read
 from outrider.drafting.heads.pairs import PairFeed, Pairs
+from outrider.engine.hidden_states import TapPoints
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.taps import TapPoints
 from outrider.protocol.errors import CannotDraft
 from tests.drafting import nextn_heads
 from tests.drafting.mtp_heads import NAMES, H, by_numpy, model_of, weights_of, write, written

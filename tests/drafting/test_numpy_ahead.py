@@ -10,21 +10,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.calibration import Calibration
 from outrider.drafting.continuation import Continuation
-from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.fan_out import POLICIES, Calibration
 from outrider.drafting.growth import Wanted
-from outrider.drafting.heads import host_columns, tree_check
-from outrider.drafting.heads.ahead import AheadHead
+from outrider.drafting.heads import ahead, columns
+from outrider.drafting.heads.ahead import AheadHead, HeadTree
+from outrider.drafting.heads.columns import HostColumns
 from outrider.drafting.heads.head import GuessingHead
-from outrider.drafting.heads.host_columns import HostColumns
-from outrider.drafting.heads.numpy_check import host_of
-from outrider.drafting.heads.numpy_head import NumpyHead
-from outrider.drafting.heads.tree import HeadTree
+from outrider.drafting.heads.pairing import host_of
+from outrider.drafting.heads.pairs import NumpyHead
 from outrider.drafting.together import Together
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_flat import MOST_ROWS
+from outrider.engine.numpy_net import MOST_ROWS
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.target_worker.heads import (
@@ -115,7 +113,7 @@ class Played:
 def test_numpy_prepares_what_mlx_prepares(target: LoadedModel, fed: list[int], made: Made, temp: float) -> None:
     """Hits, misses, rows that come late, a text too long for numpy to read."""
     head = made(target)
-    numpy = host_of(head, target, tree_check.agrees)
+    numpy = host_of(head, target, ahead.agrees)
     assert numpy is not None
     fed.clear()
     by_numpy = Played(head, target, numpy, temp)
@@ -136,14 +134,14 @@ def test_wrong_trees_are_caught_at_load(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch, made: Made, wrong: str
 ) -> None:
     if wrong == "seen":
-        monkeypatch.setattr(host_columns, "hidden", lambda seen: None)
+        monkeypatch.setattr(columns, "hidden", lambda seen: None)
     else:
         monkeypatch.setattr(HostColumns, "keep", lambda self, prefix, columns: self.renumber(prefix, columns))
-    assert host_of(made(target), target, tree_check.agrees) is None
+    assert host_of(made(target), target, ahead.agrees) is None
 
 
 def test_other_heads_are_left_to_mlx(target: LoadedModel) -> None:
-    assert host_of(recurrent_head(target), target, tree_check.agrees) is None
+    assert host_of(recurrent_head(target), target, ahead.agrees) is None
 
 
 def test_a_loaded_head_is_numpys_and_the_target_stays_in_its_files(

@@ -10,17 +10,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.heads import numpy_head
+from outrider.drafting.heads import pairs
+from outrider.drafting.heads.chains import way_of
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.line import Line
 from outrider.drafting.heads.load import load as load_head
-from outrider.drafting.heads.numpy_check import host_of
-from outrider.drafting.heads.numpy_head import NumpyHead
-from outrider.drafting.heads.ways import way_of
-from outrider.engine import numpy_flat
+from outrider.drafting.heads.pairing import host_of
+from outrider.drafting.heads.pairs import NumpyHead
+from outrider.engine import numpy_net
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_flat import MOST_ROWS
+from outrider.engine.numpy_net import MOST_ROWS
 from outrider.protocol.sampling import SamplingParams
 from tests.target_worker.heads import (
     H,
@@ -113,13 +113,13 @@ def test_wrong_vectors_are_caught_at_load(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch, make: Callable[[LoadedModel], Head]
 ) -> None:
     head = make(target)
-    monkeypatch.setattr(numpy_flat, "hidden", lambda seen: None)
+    monkeypatch.setattr(numpy_net, "hidden", lambda seen: None)
     assert host_of(head, target) is None
 
 
 def test_wrong_logits_are_caught_at_load(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     head = random_head(target)
-    monkeypatch.setattr(numpy_head.NumpyHead, "logits", lambda self, hidden: mx.zeros((len(hidden), 258)))
+    monkeypatch.setattr(pairs.NumpyHead, "logits", lambda self, hidden: mx.zeros((len(hidden), 258)))
     assert host_of(head, target) is None
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.drafting.paced import PacedDrafter
-from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.drafting.replay import PacedDrafter, ReplayDrafter, Script
 from outrider.engine.pace import Pace
 from outrider.protocol.profile import Latency, Profile
 from outrider.protocol.sampling import SamplingParams

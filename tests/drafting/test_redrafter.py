@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from outrider.drafting.heads.pairs import PairFeed, Pairs
-from outrider.drafting.heads.redrafter import Redrafter
-from outrider.drafting.heads.redrafter_files import read
+from outrider.drafting.heads.redrafter import Redrafter, read
+from outrider.engine.hidden_states import TapPoints
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.taps import TapPoints
 from outrider.protocol.errors import CannotDraft
 from tests.tiny import write_model
 

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 
-from outrider.drafting.calibration import Calibration, Point
-from outrider.drafting.capacity import ENOUGH, Capacity
 from outrider.drafting.continuation import Continuation
 from outrider.drafting.drafter import Drafter
-from outrider.drafting.fan_out import POLICIES, Wish, shares
+from outrider.drafting.fan_out import POLICIES, Calibration, Point, Wish, shares
 from outrider.drafting.growth import Ready, Wanted
 from outrider.drafting.mlx import MlxDrafter
 from outrider.drafting.replay import ReplayDrafter, Script
-from outrider.drafting.together import Together
+from outrider.drafting.together import ENOUGH, Capacity, Together
 from outrider.drafting.work_ahead import WorkAhead
 from outrider.engine.loading import load
 from outrider.protocol.errors import OutriderError

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from outrider.drafting.calibration import Calibration
-from outrider.drafting.fan_out import POLICIES
+from outrider.drafting.fan_out import POLICIES, Calibration
 from outrider.drafting.growth import Ready, Wanted
 from outrider.drafting.replay import ReplayDrafter, Script
 from outrider.drafting.work_ahead import WorkAhead

@@ -14,8 +14,8 @@ import pytest
 from outrider.engine import abilities as module
 from outrider.engine.abilities import abilities
 from outrider.engine.cache import LengthCache
+from outrider.engine.load_checks import tree_form
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.open_tree import tree_form
 from outrider.protocol.errors import CannotDraft, ModelError
 from tests.harness.model_configs import config_of, model_types
 from tests.harness.tiny_models import write_model

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine.draws import Draws, Keys, draw
+from outrider.engine.load_checks import open_tree
 from outrider.engine.loading import LoadedModel
-from outrider.engine.open_tree import open_tree
+from outrider.engine.residual import Draws, Keys, draw
 from outrider.engine.sampling import warp
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams

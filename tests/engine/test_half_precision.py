@@ -14,8 +14,7 @@ import pytest
 import scipy
 from mlx_lm.sample_utils import make_sampler
 
-from outrider.engine.draws import Draws
-from outrider.engine.residual import target_sampler
+from outrider.engine.residual import Draws, target_sampler
 from outrider.engine.sampling import Sampler, warp
 from outrider.engine.steps import Asked, score
 from outrider.protocol.sampling import SamplingParams

@@ -10,13 +10,11 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from outrider.engine.loading import LoadedModel
-from outrider.engine.slots import Slot
-from outrider.engine.texts import FlatTexts, SeparateTexts
+from outrider.engine.texts import FlatTexts, SeparateTexts, Slot
 from outrider.engine.verify import Ask, Verdict, begin, verify
 from outrider.grammar.compiler import Compiler
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.logprobs import NEVER, Logprobs, joined
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import Grammar, SamplingParams
+from outrider.protocol.schema import NEVER, Logprobs, joined
 
 Loaded = Callable[..., LoadedModel]
 PROMPT = [40, 41, 42, 43, 44, 60, 61, 40, 41]

@@ -12,12 +12,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
+from outrider.engine.hidden_states import TapPoints, Taps
+from outrider.engine.load_checks import open_texts
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.mirror import Follower, MirroredTexts
-from outrider.engine.open_texts import open_texts
 from outrider.engine.prompt_cache import Saved, Start
 from outrider.engine.ranks import Ranks
-from outrider.engine.taps import TapPoints, Taps
 from outrider.engine.texts import Feed
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ModelError, OutriderError

@@ -17,23 +17,22 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
 from outrider.engine.columns import OneRow
+from outrider.engine.hidden_states import TapPoints, Taps
+from outrider.engine.load_checks import open_texts, tree_form
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.open_texts import open_texts
-from outrider.engine.open_tree import tree_form
+from outrider.engine.ort import forward
 from outrider.engine.ort import forward as ort_forward
-from outrider.engine.ort import serve
-from outrider.engine.ort.columns import OrtRow
+from outrider.engine.ort.flat import OrtRow
 from outrider.engine.ort.forward import Forward, Part
 from outrider.engine.ort.graph import Affine, build
 from outrider.engine.prompt_cache import Start
 from outrider.engine.sampling import Sampler
-from outrider.engine.taps import TapPoints, Taps
 from outrider.engine.texts import Feed, FlatTexts
 from outrider.engine.tree import Tree, feed_together
 from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.worker_process import CPU_KERNELS
+from outrider.protocol.worker_link import CPU_KERNELS
 from tests.tiny import FAMILIES
 
 Loaded = Callable[..., LoadedModel]
@@ -132,7 +131,7 @@ def test_every_form_of_affine_weights_is_exact(
     if kind == "uneven":  # rounding what is no integer would be another model
         monkeypatch.setattr(Affine, "zero_points", lambda self: np.rint(-self.biases / self.scales).astype(np.uint8))
         wrong = ort_forward.Forward(model.model, "llama", False)
-        found = serve.alone(wrong, np.array(tokens, np.int32), (len(tokens),))
+        found = forward.alone(wrong, np.array(tokens, np.int32), (len(tokens),))
         assert np.sqrt(np.square(found - own).mean()) > 0.2 * own.std()
 
 

@@ -10,18 +10,16 @@ import pytest
 
 from outrider.engine.cache import first_columns
 from outrider.engine.columns import OneRow
+from outrider.engine.load_checks import Form, open_texts, open_tree, tree_cost, tree_form
 from outrider.engine.loading import LoadedModel
-from outrider.engine.open_texts import open_texts
-from outrider.engine.open_tree import Form, open_tree, tree_cost, tree_form
-from outrider.engine.ort.columns import OrtRow
+from outrider.engine.ort.flat import OrtRow
 from outrider.engine.prompt_cache import LEAST, PromptCache, Saved, Start
 from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
-from outrider.engine.slots import Slot
-from outrider.engine.texts import Feed
+from outrider.engine.texts import Feed, Slot
 from outrider.engine.tree import Tree
-from outrider.protocol.kv import KvCost
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import KvCost
 
 Loaded = Callable[..., LoadedModel]
 COST = KvCost(0, 8)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.engine.columns import KeysValues
-from outrider.engine.reading import ReadColumns, ReadingFault
+from outrider.engine.handover import ReadColumns, ReadingFault
 
 
 class Watched:

@@ -20,17 +20,15 @@ import pytest
 import scipy
 
 from outrider.engine import residual
-from outrider.engine.draws import Draws, Keys, draw
 from outrider.engine.loading import LoadedModel
 from outrider.engine.noise import Purpose, stream
-from outrider.engine.residual import ResidualSampler
+from outrider.engine.residual import Draws, Keys, ResidualSampler, draw
 from outrider.engine.sampling import Sampler, warp
-from outrider.engine.slots import open_slots
+from outrider.engine.texts import open_slots
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ, one_hot
-from outrider.protocol.trees import ROOT, DraftTree, depths, spine, united, walk
+from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, one_hot, spine, united, walk
 from tests.ahead import run_ahead
 
 V = 5

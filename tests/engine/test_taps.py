@@ -13,11 +13,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import create_attention_mask
 
+from outrider.engine.hidden_states import TapPoints, Taps
+from outrider.engine.load_checks import open_texts
 from outrider.engine.loading import LoadedModel
-from outrider.engine.open_texts import open_texts
-from outrider.engine.slots import Slot, open_slots
-from outrider.engine.taps import TapPoints, Taps
-from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
+from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Slot, Texts, open_slots
 from outrider.engine.verify import Ask, Reading, begin, verify
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams

@@ -13,11 +13,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
 
-from outrider.engine import batchcheck, flat, head
+from outrider.engine import flat, hidden_states, load_checks
+from outrider.engine.load_checks import open_texts
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.open_texts import open_texts
-from outrider.engine.slots import open_slots
-from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
+from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts, open_slots
 from outrider.engine.verify import Ask, Reading, begin, verify
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -71,7 +70,7 @@ def test_each_text_gets_the_logits_it_gets_alone(loaded: Loaded, family: str) ->
 
 def test_a_models_way_is_tried_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_texts(loaded("llama"))
-    monkeypatch.setattr(batchcheck, "agrees", lambda *_: False)
+    monkeypatch.setattr(load_checks, "batch_agrees", lambda *_: False)
     again = open_texts(loaded("llama"))
     assert isinstance(again, FlatTexts) and again is not first and again.trees and not any(again.state())
 
@@ -116,7 +115,7 @@ class OfItsOwnLayers(nn.Module):  # type: ignore[misc]
         return layers
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        if isinstance(self.inner.model.embed_tokens, head.Head):
+        if isinstance(self.inner.model.embed_tokens, hidden_states.Head):
             raise AttributeError("no attribute 'weight'")
         logits: mx.array = self.inner(tokens, cache=cache)
         return logits
@@ -139,8 +138,8 @@ def test_a_layout_that_fails_leaves_nothing_in_the_model(tiny_model: Callable[..
 def test_a_layer_that_is_wrapped_shows_its_weights(tiny_model: Callable[..., Path]) -> None:
     model = load(tiny_model("llama", seed=92)).model
     weight = model.model.embed_tokens.weight
-    head.install(model)
-    assert isinstance(model.model.embed_tokens, head.Head) and model.model.embed_tokens.weight is weight
+    hidden_states.install(model)
+    assert isinstance(model.model.embed_tokens, hidden_states.Head) and model.model.embed_tokens.weight is weight
     with pytest.raises(AttributeError):
         _ = model.model.embed_tokens.nothing
 

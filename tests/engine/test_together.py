@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.engine.columns import OneRow
-from outrider.engine.draws import Draws
-from outrider.engine.joint_row import JointRow
+from outrider.engine.columns import JointRow, OneRow
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.columns import OrtRow
+from outrider.engine.ort.flat import OrtRow
+from outrider.engine.residual import Draws
 from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together

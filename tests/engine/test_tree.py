@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine.columns import OneRow
-from outrider.engine.joint_row import JointRow
+from outrider.engine.columns import JointRow, OneRow
+from outrider.engine.load_checks import open_tree, tree_form
 from outrider.engine.loading import LoadedModel
-from outrider.engine.open_tree import open_tree, tree_form
-from outrider.engine.ort.columns import OrtRow
+from outrider.engine.ort.flat import OrtRow
 from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
-from outrider.engine.slots import open_slots
+from outrider.engine.texts import open_slots
 from outrider.engine.tree import Tree
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest, ModelError

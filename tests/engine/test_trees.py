@@ -9,12 +9,10 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from outrider.engine import treecheck
+from outrider.engine import load_checks
+from outrider.engine.load_checks import Own, open_texts
 from outrider.engine.loading import LoadedModel
-from outrider.engine.open_texts import open_texts
-from outrider.engine.selfcheck import Own
-from outrider.engine.slots import Slot, open_slots
-from outrider.engine.texts import FlatTexts
+from outrider.engine.texts import FlatTexts, Slot, open_slots
 from outrider.engine.verify import Ask, Reading, begin, verify
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -126,7 +124,7 @@ def test_what_is_read_beside_a_tree_is_remembered(loaded: Loaded) -> None:
 
 
 def test_a_branch_that_is_not_the_first_is_heard_row_by_row(loaded: Loaded) -> None:
-    from outrider.engine.taps import TapPoints, Taps
+    from outrider.engine.hidden_states import TapPoints, Taps
 
     model = loaded("qwen3", 3)
     truth = decoded(model, GREEDY, 12)
@@ -204,15 +202,15 @@ def test_the_check_at_load_sees_a_wrong_position_and_a_wrong_mask(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded("llama")
-    assert treecheck.agrees(model, Own(model))
-    from outrider.engine import piece
+    assert load_checks.drafts_agree(model, Own(model))
+    from outrider.engine import flat
 
     with monkeypatch.context() as patch:
-        patch.setattr(piece, "depths", lambda parents: list(range(len(parents))))
-        assert not treecheck.agrees(model, Own(model))
+        patch.setattr(flat, "depths", lambda parents: list(range(len(parents))))
+        assert not load_checks.drafts_agree(model, Own(model))
     with monkeypatch.context() as patch:
-        patch.setattr(piece, "_ancestry", lambda parents: mx.tri(len(parents)) > 0)
-        assert not treecheck.agrees(model, Own(model))
+        patch.setattr(flat, "_ancestry", lambda parents: mx.tri(len(parents)) > 0)
+        assert not load_checks.drafts_agree(model, Own(model))
 
 
 def test_trees_are_described_by_their_parents() -> None:
@@ -238,7 +236,7 @@ def test_a_model_is_asked_once_for_each_text_that_several_ways_are_tried_with(mo
         asked.append(tokens.tolist())
         return mx.arange(4.0)[None, None]
 
-    monkeypatch.setattr("outrider.engine.selfcheck.make_prompt_cache", lambda model: None)
+    monkeypatch.setattr("outrider.engine.load_checks.make_prompt_cache", lambda model: None)
     own = Own(SimpleNamespace(model=model, cpu=None))  # type: ignore[arg-type]
     assert own.distance([1, 2], mx.arange(4.0)) == own.distance((1, 2), mx.arange(4.0)) == 0
     assert own.distance([1], mx.zeros(4)) > 1

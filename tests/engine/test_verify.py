@@ -13,12 +13,11 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from outrider.engine.cache import KVState, LengthCache, RollbackError
 from outrider.engine.loading import LoadedModel
-from outrider.engine.slots import Slot, open_slots
-from outrider.engine.texts import Feed, SeparateTexts
+from outrider.engine.texts import Feed, SeparateTexts, Slot, open_slots
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import one_hot
+from outrider.protocol.trees import one_hot
 from tests.ahead import run_ahead
 from tests.tiny import FAMILIES, HYBRIDS
 

@@ -11,18 +11,18 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from outrider.engine import weights
+from outrider.engine import loading
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "qwen3_next"])
 def test_the_same_model_in_another_layout(tiny_model: Callable[..., Path], family: str) -> None:
     (plain, _), (laid, _) = (load_model(tiny_model(family)) for _ in range(2))
-    assert weights.lay_out(laid, 0)
+    assert loading.lay_out(laid, 0)
     ours, theirs = dict(tree_flatten(laid.parameters())), dict(tree_flatten(plain.parameters()))
     assert ours.keys() == theirs.keys()
     assert all(mx.array_equal(ours[name], theirs[name]) for name in theirs)
     text = mx.array([[5, 6, 7, 8, 9]])
-    if weights._has_openblas():
+    if loading._has_openblas():
         assert mx.allclose(laid(text), plain(text), atol=1e-3)  # it adds in another order
     else:
         assert mx.array_equal(laid(text), plain(text))
@@ -32,8 +32,8 @@ def test_a_tied_head_multiplies_the_transposed_copy(tiny_model: Callable[..., Pa
     tied, _ = load_model(tiny_model("llama"))
     untied, _ = load_model(tiny_model("mistral"))
     for model in (tied, untied):
-        weights.lay_out(model, 0)
-    assert type(tied.model.embed_tokens) is weights.HeadEmbedding
+        loading.lay_out(model, 0)
+    assert type(tied.model.embed_tokens) is loading.HeadEmbedding
     assert type(untied.model.embed_tokens) is nn.Embedding
 
 
@@ -41,6 +41,6 @@ def test_large_weights_stay_as_they_are_with_openblas(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = load_model(tiny_model("llama"))
-    monkeypatch.setattr(weights, "_has_openblas", lambda: True)
-    assert not weights.lay_out(model, 2**30)
-    assert weights.lay_out(model, 2**20)
+    monkeypatch.setattr(loading, "_has_openblas", lambda: True)
+    assert not loading.lay_out(model, 2**30)
+    assert loading.lay_out(model, 2**20)

@@ -18,10 +18,8 @@ import pytest
 
 from outrider.fleet.commands import COMMANDS
 from outrider.fleet.commands.status import table
-from outrider.fleet.host import Host, Running, end, is_loopback, require_free
-from outrider.fleet.hosts import Resources
-from outrider.fleet.token import checked_token, made_token
-from outrider.fleet.units import Unit
+from outrider.fleet.commands.unit import Unit
+from outrider.fleet.host import Host, Resources, Running, checked_token, end, is_loopback, made_token, require_free
 from outrider.orchestrator.cli import main
 from outrider.protocol.errors import EndpointError, KeyFault
 

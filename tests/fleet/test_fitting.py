@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.fleet.fitting import check_fits
-from outrider.fleet.hosts import Resources
-from outrider.fleet.plan import Drafter, Placed
+from outrider.fleet.host import Resources
+from outrider.fleet.plan import Drafter, Placed, check_fits
 from outrider.protocol.errors import InvalidRequest
 
 MAC, LINUX = {"metal": 1.0, "ane": 1.0, "CPU": 8.0}, {"CPU": 64.0, "memory": 2.0**36}

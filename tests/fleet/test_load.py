@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from outrider.fleet.hosts import Resources
+from outrider.fleet.host import Resources
 from outrider.fleet.plan import Gate, Placed, Plan, Scale
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from outrider.fleet.hosts import Resources
+from outrider.fleet.host import Resources
 from outrider.fleet.plan import Drafter, Gate, Placed, Plan
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from outrider.fleet.hosts import Resources, to_declare
+from outrider.fleet.host import Resources, to_declare
 from outrider.fleet.plan import Drafter, Gate, Placed, Plan, Scale
 from outrider.fleet.plan_file import plan_of, read_plan
 from outrider.orchestrator.http_settings import HttpSettings

@@ -14,15 +14,12 @@ from llguidance import LLParserLimits
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from outrider.grammar import compiler
-from outrider.grammar.checking import check
-from outrider.grammar.compiler import Compiler
+from outrider.grammar.compiler import Compiler, Vocabulary, check, vocabulary_of
 from outrider.grammar.constraint import Constraint
-from outrider.grammar.vocabulary import Vocabulary, vocabulary_of
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import Grammar, SamplingParams
 
 COMPILER = Compiler(EMBEDDED_TARGET)
 CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))

@@ -24,10 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from outrider.bench.crowd.ask import Question, ask, ask_all
-from outrider.bench.crowd.reply import Arrival, Reply
+from outrider.bench.crowd.ask import Arrival, Question, Reply, ask, ask_all
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values

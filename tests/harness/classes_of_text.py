@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.core.learning.forecasts import DEPTHS, Plan
-from outrider.orchestrator.core.learning.kinds import CODE, FREE, HELD, REPEATING
-from outrider.orchestrator.core.learning.texts import Text
+from outrider.orchestrator.core.learning.texts import CODE, FREE, HELD, REPEATING, Text
 from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.request import RoundSettings

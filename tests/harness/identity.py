@@ -27,9 +27,9 @@ from safetensors.numpy import load_file, save_file
 from outrider.bench.contest.peers import mlx_lm
 from outrider.bench.crowd.ask import Question, ask_all
 from outrider.bench.prompts import Prompt, mixed
-from outrider.orchestrator.certify import certify
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.cli.verify import certify
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET

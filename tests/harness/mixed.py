@@ -22,8 +22,7 @@ from dataclasses import replace
 
 import psutil
 
-from outrider.bench.crowd.ask import Question, ask, ask_all
-from outrider.bench.crowd.reply import Reply
+from outrider.bench.crowd.ask import Question, Reply, ask, ask_all
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster

@@ -18,13 +18,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.bench.commands.lists import numbers
-from outrider.bench.crowd.ask import Question, ask, ask_all
-from outrider.bench.crowd.reply import Reply
-from outrider.orchestrator.certify import certify
-from outrider.orchestrator.claim import Output, faults
+from outrider.bench.commands.files import numbers
+from outrider.bench.crowd.ask import Question, Reply, ask, ask_all
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.cli.verify import Output, certify, faults
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET

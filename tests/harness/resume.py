@@ -26,16 +26,12 @@ from itertools import pairwise
 
 import zmq
 
-from outrider.bench.crowd.ask import Question, ask, ask_all
-from outrider.bench.crowd.reply import Arrival, Reply
+from outrider.bench.crowd.ask import Arrival, Question, Reply, ask, ask_all
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
-from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.client.client import Client, Patience, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import Dialogue
-from outrider.orchestrator.client.patience import Patience
-from outrider.orchestrator.client.result import Chunk
-from outrider.orchestrator.client.resumed import Resumed
+from outrider.orchestrator.client.dialogue import Chunk, Dialogue
 from outrider.protocol import values
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Done, Message

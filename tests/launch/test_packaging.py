@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.cli import http_flags, serve
+from outrider.orchestrator.cli import flags, serve
 from outrider.orchestrator.cli.parser import Parser
 from outrider.protocol.errors import InvalidRequest
 
@@ -32,15 +32,15 @@ def test_mlx_on_linux_is_chosen_and_elsewhere_nothing_is(extra):
 
 
 def test_the_container_serves_to_other_machines_as_nobody_special(monkeypatch):
-    monkeypatch.delenv(http_flags.KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(flags.KEY_VARIABLE, raising=False)
     begins = ast.literal_eval(re.search(r"^ENTRYPOINT (\[.*\])$", CONTAINER, re.MULTILINE).group(1))
     assert begins[:2] == ["outrider", "serve"]
     parser = Parser(prog="x")
     serve.add_flags(parser)
     with pytest.raises(InvalidRequest, match="OUTRIDER_API_KEY"):
-        http_flags.settings_of(parser.parse(begins[2:]))
-    monkeypatch.setenv(http_flags.KEY_VARIABLE, "a-key")
-    settings = http_flags.settings_of(parser.parse(begins[2:]))
+        flags.http_settings_of(parser.parse(begins[2:]))
+    monkeypatch.setenv(flags.KEY_VARIABLE, "a-key")
+    settings = flags.http_settings_of(parser.parse(begins[2:]))
     assert (settings.host, f"EXPOSE {settings.port}" in CONTAINER) == ("0.0.0.0", True)
     assert f":{settings.port}/health" in CONTAINER
     assert CONTAINER.rfind("USER 10001") > CONTAINER.rfind("FROM ")

@@ -19,7 +19,7 @@ from models import train
 from models.training.recipe import Shape
 from outrider.engine.loading import load
 from outrider.engine.texts import Feed, FlatTexts
-from outrider.orchestrator.pair.draft_files import assemble_draft
+from outrider.orchestrator.pair.pulled import assemble_draft
 from outrider.protocol.errors import InvalidRequest, ModelError
 from tests.models import heads
 

@@ -26,7 +26,7 @@ from models.training.heads.writer import write  # noqa: E402
 from models.training.loop import Loop, autocast  # noqa: E402
 from outrider.drafting.heads import load as loading  # noqa: E402
 from outrider.drafting.heads.ahead import AheadHead  # noqa: E402
-from outrider.drafting.heads.contexts import Contexts  # noqa: E402
+from outrider.drafting.heads.chains import Contexts  # noqa: E402
 from outrider.drafting.heads.pairs import PairFeed, Pairs  # noqa: E402
 from outrider.engine.loading import load  # noqa: E402
 from outrider.protocol.digest import digest  # noqa: E402

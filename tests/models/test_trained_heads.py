@@ -20,8 +20,8 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, embedded_hea
 from outrider.protocol.heads import head_kind
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.colocated import beside_target
 from outrider.target_worker.own_drafters import OwnDrafters
-from outrider.target_worker.own_head import beside_target
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.embedded import mixed_tokens
 from tests.system.links import FakeLink, answered

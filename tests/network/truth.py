@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
-from outrider.engine.slots import Slot, open_slots
+from outrider.engine.texts import Slot, open_slots
 from outrider.engine.verify import verify
 from outrider.protocol.sampling import SamplingParams
 

@@ -20,7 +20,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.workers.trust import MOST_LIES
+from outrider.orchestrator.core.workers.worker import MOST_LIES
 from outrider.orchestrator.events import Admit
 from outrider.protocol.abilities import Abilities, OwnDrafter
 from outrider.protocol.messages import KvMemory, Message, Outcome

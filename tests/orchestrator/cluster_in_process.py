@@ -18,8 +18,8 @@ from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, RoundRecord, Span, Verify
-from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Origin
 from tests.harness.virtual.known_text import held, path_of
 from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, through_the_codec

@@ -10,17 +10,28 @@ import pytest
 import zmq
 
 from outrider.orchestrator.client.client import Client
-from outrider.orchestrator.events import Admit, Began, Committed, Ended, Quit, Stop, ToCore, ToFront, WorkersChanged
+from outrider.orchestrator.events import (
+    Admit,
+    Began,
+    Committed,
+    End,
+    Ended,
+    Lines,
+    Mailbox,
+    Quit,
+    Stop,
+    ToCore,
+    ToFront,
+    WorkersChanged,
+)
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.handshake import Announcement
-from outrider.orchestrator.lines import End, Lines
-from outrider.orchestrator.mailbox import Mailbox
 from outrider.orchestrator.pair.pairing import PairText
 from outrider.orchestrator.pair.tokenizer import TextCodec
 from outrider.protocol.messages import Timings, WorkerStats
-from outrider.protocol.tallies import Durations
+from outrider.protocol.stats import Durations
 
 JOIN_SECONDS = 200.0
 Play = Callable[[Admit], list[ToFront]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.allowance import BYTES, MOST_PEERS, Allowance, Rate
+from outrider.orchestrator.limits import BYTES, MOST_PEERS, Allowance, Rate
 from outrider.protocol.clock import SECOND_NS
 
 A, B = b"a", b"b"

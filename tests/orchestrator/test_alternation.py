@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.alternation import Alternation
 from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.next_round import Alternation
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace

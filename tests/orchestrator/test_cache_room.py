@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from outrider.drafting.replay import Script
-from outrider.orchestrator.core import cache_room
-from outrider.orchestrator.core.cache_room import CacheRoom
-from outrider.orchestrator.core.speculation_cache import SpeculationCache
+from outrider.orchestrator.core import speculation_cache
+from outrider.orchestrator.core.speculation_cache import CacheRoom, SpeculationCache
 from outrider.protocol.messages import Branch, Branches, Span
-from outrider.protocol.sparse import SparseQ
+from outrider.protocol.trees import SparseQ
 from tests.orchestrator.cluster_in_process import Cluster
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
@@ -26,8 +25,8 @@ def branches(bonus: int, kilobytes: int, final: bool = False) -> Branches:
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_room, "A_REQUEST", 10 << 10)
-    monkeypatch.setattr(cache_room, "IN_ALL", 15 << 10)
+    monkeypatch.setattr(speculation_cache, "A_REQUEST", 10 << 10)
+    monkeypatch.setattr(speculation_cache, "IN_ALL", 15 << 10)
 
 
 def test_a_request_has_its_bound_and_all_have_theirs() -> None:
@@ -60,7 +59,7 @@ def test_who_was_dropped_has_finished_all_the_same() -> None:
 
 
 def test_a_text_is_the_same_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_room, "A_REQUEST", 300)
+    monkeypatch.setattr(speculation_cache, "A_REQUEST", 300)
     cluster = Cluster(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096), ngrams=False)
     cluster.run(TEXT[:10], 100)
     assert cluster.generated == list(TEXT[10:110])

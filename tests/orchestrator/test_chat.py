@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from outrider.orchestrator.pair.chat import chat_template, render
+from outrider.orchestrator.pair.chat import ModelText, chat_template, render
 from outrider.orchestrator.pair.model_files import find_model
-from outrider.orchestrator.pair.model_text import ModelText
 from outrider.orchestrator.pair.tokenizer import load_codec
 from outrider.protocol.errors import ModelError
 

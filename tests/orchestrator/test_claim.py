@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.claim import Output, faults
+from outrider.orchestrator.cli.verify import Output, faults
 from outrider.protocol.sampling import SamplingParams
 
 EOS = 0

@@ -19,17 +19,16 @@ import pytest
 
 from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main, module_of
 from outrider.orchestrator.cli.parser import Parser
-from outrider.orchestrator.cli.screen import Screen
 from outrider.orchestrator.cli.serve import status_line
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.events import Admit, Began, Committed, Ended
-from outrider.orchestrator.machine import mlx_library
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, PACKAGE
 from outrider.protocol.certificate import Report
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import Stats, Timings
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import Grammar, SamplingParams
+from outrider.protocol.schema import Logprobs
 from tests.orchestrator.stand import says, worker_stats
 
 
@@ -76,7 +75,7 @@ def test_a_program_of_another_room_is_handed_its_arguments(run, become, command)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's package brings its library")
 @pytest.mark.parametrize("command", ["convert", "bench", "doctor", "completion"])
 def test_without_mlx_s_library_the_remedy_is_told_before_anything_imports_it(run, monkeypatch, command):
-    monkeypatch.setattr(mlx_library, "LIBRARY", Path("lib", "libnone.so"))
+    monkeypatch.setattr(system, "LIBRARY", Path("lib", "libnone.so"))
     code, out, err = run(command, *(["bash"] if command == "completion" else []))
     assert (code, out) == (InvalidRequest.exit_code, "") and err.count("\n") == 1
     assert err.startswith(f"outrider {command}: MLX has no backend installed") and "pip install 'outrider[cpu]'" in err
@@ -272,7 +271,7 @@ def test_json_is_one_object_with_the_promised_names(run, stand, codec):
 
 
 def test_json_says_that_a_template_was_used_where_the_model_has_one(run, stand, codec, monkeypatch):
-    monkeypatch.setattr("outrider.orchestrator.pair.model_text.chat_template", lambda folder: "{{ messages }}")
+    monkeypatch.setattr("outrider.orchestrator.pair.chat.chat_template", lambda folder: "{{ messages }}")
     stand.core.play = says(codec, "x")
     for flags, expected in (((), True), (("--ignore-chat-template",), False)):
         _, out, _ = run("generate", "-p", "x", "--connect", stand.endpoint, "--json", *flags)

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from outrider.orchestrator.cli import chat, main
+from outrider.orchestrator.cli.chat import COLOURS, PLAIN, WORDS
 from outrider.orchestrator.cli.editor import Entry, entry_of
-from outrider.orchestrator.cli.paint import COLOURS, PLAIN, WORDS
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, Stop, WorkersChanged
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.chat import render
@@ -27,7 +27,7 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.certificate import Report
 from outrider.protocol.errors import InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.messages import Timings
-from outrider.protocol.origins import Origin
+from outrider.protocol.schema import Origin
 from tests.orchestrator.stand import says, worker_stats
 
 TEMPLATE = (
@@ -67,7 +67,7 @@ def talk(served, monkeypatch, capsys):
 
 @pytest.fixture
 def templated(monkeypatch):
-    monkeypatch.setattr("outrider.orchestrator.pair.model_text.chat_template", lambda folder: TEMPLATE)
+    monkeypatch.setattr("outrider.orchestrator.pair.chat.chat_template", lambda folder: TEMPLATE)
 
 
 def prompts(served):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import zmq
 
+from outrider.orchestrator.auth import Gate
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.gate import Gate
 from outrider.protocol.endpoints import Bound, bind
 from outrider.protocol.errors import KeyFault
 from outrider.protocol.keyring import DRAFTER, Allowed, Keyring

@@ -92,7 +92,7 @@ ENDED_IN_A_FINALIZER = """
 import os, signal, sys, time
 for one in (signal.SIGINT, signal.SIGHUP):
     signal.signal(one, signal.SIG_DFL)
-from outrider.orchestrator.cli.ending import ended_in_order
+from outrider.orchestrator.cli.terminal import ended_in_order
 class Late:
     def __del__(self):
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))

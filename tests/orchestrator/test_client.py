@@ -18,13 +18,12 @@ import zmq
 
 import outrider
 from outrider.orchestrator import AsyncClient, Chunk, Client, LocalCluster, Resumed
-from outrider.orchestrator.client.patience import Patience
-from outrider.orchestrator.client.result import GenerationResult
-from outrider.orchestrator.client.wish import Choices, Wish
+from outrider.orchestrator.client.client import Patience
+from outrider.orchestrator.client.dialogue import Choices, GenerationResult, Wish
 from outrider.orchestrator.events import Admit, Began, Committed, Stop
 from outrider.protocol.directory import private_directory
+from outrider.protocol.endpoints import knock
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped, WorkerError
-from outrider.protocol.knock import knock
 from outrider.protocol.messages import StatsQuery, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
 from tests.orchestrator.stand import says
@@ -158,8 +157,8 @@ def test_a_cluster_of_ones_own_is_waited_for_as_long_as_it_lives(mute, make):
 
 def test_a_far_server_that_shakes_no_hands_has_as_much_time_as_any(monkeypatch):
     """It may have been stopped: only a key that is refused ends the patience at once."""
-    monkeypatch.setattr("outrider.protocol.knock.SECONDS", 0.01)
-    monkeypatch.setattr("outrider.orchestrator.client.patience.knock", partial(knock, seconds=0.01))
+    monkeypatch.setattr("outrider.protocol.endpoints.SECONDS", 0.01)
+    monkeypatch.setattr("outrider.orchestrator.client.client.knock", partial(knock, seconds=0.01))
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         patience = Patience(f"tcp://127.0.0.1:{stopped.getsockname()[1]}", 10.0)
         for _ in range(11):
@@ -178,7 +177,7 @@ def test_a_timeout_is_a_time(make, timeout):
 def test_a_server_that_is_only_busy_is_heard(stand, codec, monkeypatch):
     """The core is silent; the front's answers to the client's questions show that the server lives."""
     heard = threading.Semaphore(0)
-    monkeypatch.setattr("outrider.orchestrator.client.patience.ASK_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
     monkeypatch.setattr(Patience, "heard", lambda self: heard.release() or setattr(self, "_asked", 0))
     results: list[GenerationResult] = []
     client = stand.client(np.float32(100))
@@ -448,7 +447,7 @@ def test_a_closed_stream_cancels_and_says_so(stand, codec):
 
 @pytest.mark.parametrize("brings", ["chunks", "nothing"])
 def test_a_stream_that_another_thread_reads_may_be_closed(stand, codec, monkeypatch, brings):
-    monkeypatch.setattr("outrider.orchestrator.client.patience.ASK_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
     stand.core.play = begins(codec) if brings == "chunks" else lambda admit: [Began(admit.request, "ssd")]
     stream, left = stand.client().stream("x"), threading.Event()
     thread = threading.Thread(target=lambda: list(stream) == [] or left.set())

@@ -12,8 +12,8 @@ from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, Ended
 from outrider.protocol.abilities import Abilities, OwnDrafter
 from outrider.protocol.messages import Close, Halt, Outcome, Span, Verify
-from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Origin
 from tests.honest import HonestWorkers
 
 MS = 1_000_000

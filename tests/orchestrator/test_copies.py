@@ -6,8 +6,8 @@ import pytest
 
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.proposals.copies import LONGEST_COPY, best_tail, copied, filled, longest_copy
 from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.proposals.tree import LONGEST_COPY, best_tail, copied, filled, longest_copy
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider.drafting.replay import Script
-from outrider.orchestrator.core.learning.tempo import TRIAL_ROUNDS
+from outrider.orchestrator.core.crew import TRIAL_ROUNDS
 from outrider.orchestrator.events import Admit, Ended
 from outrider.protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Open, Prepare, Resync, Span
 from outrider.protocol.sampling import SamplingParams

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from outrider.drafting.replay import Script
-from outrider.orchestrator.core.door import LATE, LIES, Door
-from outrider.orchestrator.core.told import MOST_OVER, MOST_ROUNDS
+from outrider.orchestrator.core.door import LATE, LIES, MOST_OVER, MOST_ROUNDS, Door
 from outrider.orchestrator.events import Admit, Committed, PrefillAt
 from outrider.protocol.messages import (
     Branch,
@@ -32,7 +31,7 @@ from outrider.protocol.messages import (
     Span,
 )
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ
+from outrider.protocol.trees import SparseQ
 from tests.orchestrator.cluster_in_process import Cluster
 
 TEXT = tuple(range(1000, 1200))

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from outrider.orchestrator.doorkeeper import Doorkeeper
+from outrider.orchestrator.limits import Doorkeeper
 
 MOST = 8
 

@@ -9,16 +9,15 @@ import pytest
 
 from outrider.bench import prompts
 from outrider.orchestrator.core.learning.controller import Controller
-from outrider.orchestrator.core.learning.drift import SILENT_ROUNDS, TOKENS, Drift
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.learning.forecasts import Plan
-from outrider.orchestrator.core.learning.kinds import CODE, FREE, HELD, REPEATING, kind_of
+from outrider.orchestrator.core.learning.texts import CODE, FREE, HELD, REPEATING, SILENT_ROUNDS, TOKENS, Drift, kind_of
 from outrider.orchestrator.core.learning.tuning import Choice, load, write
 from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.planner import MOST_WISHED, Planner
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.events import Admit
-from outrider.orchestrator.front.looks import is_code
+from outrider.orchestrator.front.admission import is_code
 from outrider.protocol.abilities import OwnDrafter
 from outrider.protocol.sampling import SamplingParams
 

@@ -11,24 +11,20 @@ import numpy as np
 import pytest
 import zmq
 
-from outrider.orchestrator.allowance import Rate
-from outrider.orchestrator.client.result import TokenLogprob
-from outrider.orchestrator.client_key import client_key
+from outrider.orchestrator.auth import Gate, client_key
+from outrider.orchestrator.client.dialogue import TokenLogprob
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, Stop, WorkersChanged
-from outrider.orchestrator.failure import as_error
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import turns_of
-from outrider.orchestrator.gate import Gate
-from outrider.orchestrator.handshake import Failure, Ready, Stage
+from outrider.orchestrator.handshake import Failure, Ready, Stage, as_error
+from outrider.orchestrator.limits import Rate
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
-from outrider.protocol.grammar import Grammar
 from outrider.protocol.keyring import CLIENT, Allowed, Keyring
 from outrider.protocol.keys import ClientKeys, make_pair
-from outrider.protocol.logprobs import NEVER, Logprobs
 from outrider.protocol.messages import (
     Cancel,
     Chunk,
@@ -44,10 +40,9 @@ from outrider.protocol.messages import (
     StatsQuery,
     Timings,
 )
-from outrider.protocol.origins import Origin
-from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.schema import fields_of
-from outrider.protocol.tallies import Durations, Tally
+from outrider.protocol.sampling import Grammar, SamplingParams
+from outrider.protocol.schema import NEVER, Logprobs, Origin, fields_of
+from outrider.protocol.stats import Durations, Tally
 from tests.orchestrator.stand import says, worker_stats
 
 WAIT_MS = 200_000

@@ -14,13 +14,12 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from outrider.orchestrator.gate import Gate, gate_for
+from outrider.orchestrator.auth import Gate, gate_for
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.endpoints import Bound, Tcp, bind, connect, parse
+from outrider.protocol.endpoints import Bound, Tcp, bind, connect, knock, parse
 from outrider.protocol.errors import EndpointError, KeyFault
 from outrider.protocol.keyring import CLIENT, DRAFTER, Allowed, Keyring
 from outrider.protocol.keys import ClientKeys, ServerKeys, make_pair
-from outrider.protocol.knock import knock
 
 WAIT_MS = 200_000
 MANY = int(os.environ.get("OUTRIDER_STRANGERS", "20"))

@@ -17,11 +17,11 @@ from gguf.quants import dequantize
 from tokenizers import Tokenizer, normalizers
 
 from outrider.engine.loading import load
-from outrider.orchestrator.pair import gguf_model, gguf_weights, model_files, store
+from outrider.orchestrator.pair import gguf, gguf_model, model_files, pulled
+from outrider.orchestrator.pair.chat import load_text
 from outrider.orchestrator.pair.gguf import read_gguf
 from outrider.orchestrator.pair.gguf_model import write_model
 from outrider.orchestrator.pair.model_files import find_model
-from outrider.orchestrator.pair.model_text import load_text
 from outrider.orchestrator.pair.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
@@ -65,7 +65,7 @@ def test_simple_blocks_keep_their_very_numbers(tmp_path, kind):
     found, header = weights(converted(file)), read_gguf(file)
     for old, new in (("blk.1.ffn_down", "model.layers.1.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
         parts = [found[f"{new}.{part}"] for part in ("weight", "scales", "biases")]
-        bits = gguf_weights.bits_of(kind, False)
+        bits = gguf.bits_of(kind, False)
         ours = mx.dequantize(parts[0], *(part.astype(mx.float32) for part in parts[1:]), group_size=32, bits=bits)
         assert (np.array(ours) == dequantize(header.bytes_of(f"{old}.weight"), GGMLQuantizationType[kind])).all()
 
@@ -82,7 +82,7 @@ def test_simple_blocks_are_as_mlx_reads_them(tmp_path, kind):
 def test_k_blocks_keep_their_levels(tmp_path, kind, bits):
     """And their groups' scales to half precision."""
     header = read_gguf(write_gguf(tmp_path / "a.gguf", "qwen2", kind))
-    matrix = gguf_weights.convert(header, "blk.0.ffn_up.weight", bits, "float16")
+    matrix = gguf.convert(header, "blk.0.ffn_up.weight", bits, "float16")
     theirs = dequantize(header.bytes_of("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
     parts = [mx.array(matrix.parts[part].astype(np.float32)) for part in ("scales", "biases")]
     ours = np.array(mx.dequantize(mx.array(matrix.parts["weight"]), *parts, group_size=32, bits=bits))
@@ -287,7 +287,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(file, cache, monkeypatch):
 
 def test_a_cache_that_is_not_ours_to_write_is_told(file, tmp_path, monkeypatch):
     (tmp_path / "plain").write_text("")
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "plain" / "below"))
+    monkeypatch.setenv(pulled.VARIABLE, str(tmp_path / "plain" / "below"))
     with pytest.raises(ModelError, match="can't be stored in"):
         converted(file)
 

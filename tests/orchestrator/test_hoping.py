@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.orchestrator.core.proposals.copies import Tail
-from outrider.orchestrator.core.proposals.fallback import after_miss, longest_wait_ms, worth_hoping
+from outrider.orchestrator.core.proposals.proposer import after_miss, longest_wait_ms, worth_hoping
+from outrider.orchestrator.core.proposals.tree import Tail
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.speculation_cache import SpeculationCache

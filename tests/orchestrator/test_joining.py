@@ -11,19 +11,18 @@ import msgpack
 import pytest
 import zmq
 
+from outrider.orchestrator.auth import Gate
 from outrider.orchestrator.core.workers.pool import WorkerPool
 from outrider.orchestrator.events import Speaks
-from outrider.orchestrator.gate import Gate
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import worker_link
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.directory import private_directory
-from outrider.protocol.endpoints import connect
+from outrider.protocol.endpoints import connect, knock
 from outrider.protocol.errors import KeyFault, WorkerError
 from outrider.protocol.keyring import DRAFTER, Allowed, Keyring
 from outrider.protocol.keys import ClientKeys, KeyPair, make_pair
-from outrider.protocol.knock import knock
 from outrider.protocol.messages import Hello, Message, Resync, Shutdown, Welcome
 from outrider.protocol.worker_link import WorkerLink, routing_id
 

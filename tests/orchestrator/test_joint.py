@@ -8,11 +8,9 @@ import pytest
 
 from outrider.orchestrator.core.learning.controller import Controller
 from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.orchestrator.core.learning.forecasts import Way
-from outrider.orchestrator.core.learning.speedup import Costs, Odds, joint_rate, ssd_rate
-from outrider.orchestrator.core.proposals.copies import Tail
-from outrider.orchestrator.core.proposals.fallback import after_miss
-from outrider.orchestrator.core.proposals.merging import unites
+from outrider.orchestrator.core.learning.forecasts import Costs, Odds, Way, joint_rate, ssd_rate
+from outrider.orchestrator.core.proposals.proposer import after_miss
+from outrider.orchestrator.core.proposals.tree import Tail, unites
 from outrider.protocol.abilities import OwnDrafter
 
 VERIFY_MS, DEPTH, HEAD = 20.0, 4, "mtp"

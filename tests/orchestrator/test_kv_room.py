@@ -10,14 +10,14 @@ import pytest
 from outrider.orchestrator.events import Admit, Stop, WorkersChanged
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.handshake import Failure
-from outrider.orchestrator.kv_room import KvRoom, check_holds, kv_room
-from outrider.orchestrator.machine.memory import physical
+from outrider.orchestrator.limits import KvRoom, check_holds, kv_room
+from outrider.orchestrator.machine.system import physical
 from outrider.orchestrator.pair.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from outrider.protocol.kv import KvCost, KvUse
 from outrider.protocol.messages import Cancel, Generate
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import KvCost, KvUse
 from tests.orchestrator.stand import worker_stats
 from tests.orchestrator.test_front import RawClient
 

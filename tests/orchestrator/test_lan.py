@@ -8,7 +8,7 @@ import pytest
 
 from outrider.orchestrator.machine import lan
 from outrider.orchestrator.machine.lan import Beacon, Found, find
-from outrider.protocol import extras
+from outrider.protocol import version
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.keys import make_pair
 from outrider.protocol.version import PROTOCOL_VERSION
@@ -52,7 +52,7 @@ def test_what_cannot_be_joined_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_zeroconf_there_is_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(extras.EXTRAS, "discovery", ("no_zeroconf",))
+    monkeypatch.setitem(version.EXTRAS, "discovery", ("no_zeroconf",))
     for use in (lambda: find({OWN}), lambda: Beacon("tcp://127.0.0.1:1", OWN)):
         with pytest.raises(InvalidRequest, match=r"pip install 'outrider\[discovery\]'"):
             use()

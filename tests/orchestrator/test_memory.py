@@ -11,8 +11,7 @@ from outrider.orchestrator.core.learning import tuning
 from outrider.orchestrator.core.learning.controller import EPISODE_ROUNDS, Controller
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.learning.forecasts import Plan
-from outrider.orchestrator.core.learning.memory import SECONDS, Memory
-from outrider.orchestrator.core.learning.tuning import Choice, Tuning
+from outrider.orchestrator.core.learning.tuning import SECONDS, Choice, Memory, Tuning
 from outrider.orchestrator.settings import ServeSettings
 
 NONE = Path("/none/tuning.json")

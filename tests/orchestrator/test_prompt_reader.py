@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator.machine import prompt_reader
-from outrider.orchestrator.machine.prompt_reader import measured
+from outrider.orchestrator.machine import spawn
+from outrider.orchestrator.machine.spawn import measured
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str = "") -> list[list[str]]:
@@ -19,8 +19,8 @@ def answering(monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str = "
         asked.append(command)
         return subprocess.CompletedProcess(command, code, out, err)
 
-    monkeypatch.setattr(prompt_reader.sys, "platform", "darwin")
-    monkeypatch.setattr(prompt_reader.subprocess, "run", run)
+    monkeypatch.setattr(spawn.sys, "platform", "darwin")
+    monkeypatch.setattr(spawn.subprocess, "run", run)
     return asked
 
 
@@ -37,5 +37,5 @@ def test_a_measurement_that_fails_leaves_prompts_with_mlx_and_says_why(monkeypat
 
 def test_elsewhere_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, 0, "{}")
-    monkeypatch.setattr(prompt_reader.sys, "platform", "linux")
+    monkeypatch.setattr(spawn.sys, "platform", "linux")
     assert measured("d") is None and not asked

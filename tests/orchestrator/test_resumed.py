@@ -14,10 +14,9 @@ import pytest
 
 from outrider.orchestrator import AsyncClient, AsyncResumed, Client, Resumed
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.client.async_asker import AsyncAsker, Grown
-from outrider.orchestrator.client.dialogue import Dialogue
-from outrider.orchestrator.client.result import Chunk, GenerationResult
-from outrider.orchestrator.client.resumed import AsyncMoving
+from outrider.orchestrator.client.asker import AsyncAsker, Grown
+from outrider.orchestrator.client.client import AsyncMoving
+from outrider.orchestrator.client.dialogue import Chunk, Dialogue, GenerationResult
 from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, ToFront, WorkersChanged
 from outrider.orchestrator.front.waiting import FairQueue
 from outrider.orchestrator.pair.pairing import choose_pair, read_pair

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from outrider.orchestrator.core.account import RoundRecords
 from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
-from outrider.orchestrator.core.round_records import RoundRecords
 from outrider.protocol.messages import Branch, Branches, Drafted, DraftWork, Outcome, Span
 
 BEGAN = 1_000

@@ -31,8 +31,8 @@ from outrider.protocol.messages import (
     Span,
     Verify,
 )
-from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Origin
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 

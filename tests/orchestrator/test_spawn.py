@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.machine import blas, cores, mlx_library, spawn
-from outrider.orchestrator.machine.sweeper import Sweeper
+from outrider.orchestrator.machine import spawn, system
+from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
 
@@ -145,60 +145,65 @@ def test_a_drafter_on_the_cpu_is_told_so_and_nobody_else():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's package brings its library")
 def test_mlx_without_its_library_is_told_before_anything_starts(monkeypatch, tmp_path):
-    monkeypatch.setattr(mlx_library, "LIBRARY", Path("lib", "libnone.so"))
+    monkeypatch.setattr(system, "LIBRARY", Path("lib", "libnone.so"))
     with pytest.raises(InvalidRequest, match=r"pip install 'outrider\[cpu\]', or 'outrider\[cuda\]'"):
         spawn.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
     assert not list(tmp_path.iterdir())
 
 
 def test_openblas_is_preloaded_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(blas, "openblas", lambda: Path("/lib/libopenblas.so.0"))
-    made = blas.environment({"LD_PRELOAD": "/other.so", "A": "b"}, 3)
+    monkeypatch.setattr(system, "openblas", lambda: Path("/lib/libopenblas.so.0"))
+    made = system.environment({"LD_PRELOAD": "/other.so", "A": "b"}, 3)
     assert made["LD_PRELOAD"] == "/other.so:/lib/libopenblas.so.0" and made["A"] == "b"
-    assert {made[name] for name in blas.THREAD_VARIABLES} == {"3"}
-    assert blas.environment({"LD_PRELOAD": "/my/libopenblas.so"}, 1)["LD_PRELOAD"] == "/my/libopenblas.so"
+    assert {made[name] for name in system.THREAD_VARIABLES} == {"3"}
+    assert system.environment({"LD_PRELOAD": "/my/libopenblas.so"}, 1)["LD_PRELOAD"] == "/my/libopenblas.so"
 
 
 def test_the_library_can_be_chosen_or_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(blas, "needs_openblas", lambda: True)
+    monkeypatch.setattr(system, "needs_openblas", lambda: True)
     mine = tmp_path / "libopenblas.so.0"
-    monkeypatch.setenv(blas.CHOICE, str(mine))
+    monkeypatch.setenv(system.CHOICE, str(mine))
     with pytest.raises(InvalidRequest, match="which is not a file"):
-        blas.openblas()
+        system.openblas()
     mine.touch()
-    assert blas.openblas() == mine
-    monkeypatch.setenv(blas.CHOICE, "")
-    assert blas.openblas() is None and blas.notes() == ()
-    assert "LD_PRELOAD" not in blas.environment({}, 1)
+    assert system.openblas() == mine
+    monkeypatch.setenv(system.CHOICE, "")
+    assert system.openblas() is None and system.notes() == ()
+    assert "LD_PRELOAD" not in system.environment({}, 1)
 
 
 def test_a_missing_openblas_is_told_with_what_it_costs(monkeypatch):
-    monkeypatch.setattr(blas, "openblas", lambda: None)
-    monkeypatch.setattr(blas, "needs_openblas", lambda: True)
-    assert "LD_PRELOAD" not in blas.environment({}, 1)
-    assert "M times" in blas.notes()[0] and "libopenblas0-pthread" in blas.notes()[0]
-    monkeypatch.setattr(blas, "needs_openblas", lambda: False)
-    assert blas.notes() == ()
+    monkeypatch.setattr(system, "openblas", lambda: None)
+    monkeypatch.setattr(system, "needs_openblas", lambda: True)
+    assert "LD_PRELOAD" not in system.environment({}, 1)
+    assert "M times" in system.notes()[0] and "libopenblas0-pthread" in system.notes()[0]
+    monkeypatch.setattr(system, "needs_openblas", lambda: False)
+    assert system.notes() == ()
 
 
 def test_on_two_cores_target_and_drafter_have_one_each_and_the_orchestrator_is_on_the_drafters(monkeypatch):
-    monkeypatch.setattr(cores, "GIVEN", [4, 9])
-    assert [cores.core_of(role, SETTINGS) for role in ("target", "orchestrator", "draft", "prefill")] == [4, 9, 9, None]
-    assert cores.core_of("draft", ServeSettings(model="m", draft_model="d", threads=2)) is None
-    assert cores.core_of("target", ServeSettings(draft_backend="ngram")) is None
-    monkeypatch.setattr(cores, "GIVEN", [0, 1, 2, 3])
-    assert cores.core_of("draft", SETTINGS) is None
+    monkeypatch.setattr(system, "GIVEN", [4, 9])
+    assert [system.core_of(role, SETTINGS) for role in ("target", "orchestrator", "draft", "prefill")] == [
+        4,
+        9,
+        9,
+        None,
+    ]
+    assert system.core_of("draft", ServeSettings(model="m", draft_model="d", threads=2)) is None
+    assert system.core_of("target", ServeSettings(draft_backend="ngram")) is None
+    monkeypatch.setattr(system, "GIVEN", [0, 1, 2, 3])
+    assert system.core_of("draft", SETTINGS) is None
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="cores are told apart on Linux")
 def test_who_shares_a_core_with_the_orchestrator_is_behind_it_and_what_is_free_again_has_all_cores():
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        cores.put_behind(process.pid)
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == cores.BEHIND
-        cores.pin(process.pid, cores.GIVEN[-1])
-        assert os.sched_getaffinity(process.pid) == {cores.GIVEN[-1]}
-        cores.pin(process.pid, None)
-        assert sorted(os.sched_getaffinity(process.pid)) == cores.GIVEN
+        system.put_behind(process.pid)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == system.BEHIND
+        system.pin(process.pid, system.GIVEN[-1])
+        assert os.sched_getaffinity(process.pid) == {system.GIVEN[-1]}
+        system.pin(process.pid, None)
+        assert sorted(os.sched_getaffinity(process.pid)) == system.GIVEN
         process.kill()
 
 
@@ -210,7 +215,7 @@ def test_what_a_killed_server_leaves_is_swept(tmp_path):
     left.mkdir()
     (left / "target-0.log").write_text("x")
     code = (
-        "import sys, time; from pathlib import Path; from outrider.orchestrator.machine.sweeper import Sweeper;"
+        "import sys, time; from pathlib import Path; from outrider.orchestrator.machine.spawn import Sweeper;"
         "s = Sweeper(Path(sys.argv[1]), None); print(s._process.pid, flush=True); time.sleep(600)"
     )
     server = subprocess.Popen(

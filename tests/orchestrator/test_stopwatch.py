@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from outrider.orchestrator.core.account import BOUNDS_MS, Stopwatch
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.rounds import Rounds
-from outrider.orchestrator.core.stopwatch import BOUNDS_MS, Stopwatch
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, ToFront
 from outrider.protocol.clock import MILLISECOND_NS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.learning.tempo import TRIAL_ROUNDS, Tempo, dealt, evenly, quickest
+from outrider.orchestrator.core.crew import TRIAL_ROUNDS, Tempo, dealt, evenly, quickest
 
 BRANCHES, DEPTH, ROUND_MS = 12, 4, 20.0
 

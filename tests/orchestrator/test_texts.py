@@ -8,8 +8,7 @@ from statistics import fmean
 import pytest
 
 from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.orchestrator.core.learning.kinds import CODE, FREE, HELD, REPEATING
-from outrider.orchestrator.core.learning.texts import Texts
+from outrider.orchestrator.core.learning.texts import CODE, FREE, HELD, REPEATING, Texts
 from outrider.protocol.abilities import OwnDrafter
 from tests.harness.classes_of_text import HOLDS, auto, best_of, cold
 

@@ -11,10 +11,9 @@ from outrider.orchestrator.core.rounds import Rounds
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Began, Committed, Ended, PrefillAt, ToFront, together
 from outrider.protocol.abilities import Abilities
-from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import Close, Message, Outcome, RoundRecord, Span, Timings, Verify
-from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Logprobs, Origin
 from tests.honest import HonestWorkers
 
 REQUESTS = ("a", "b", "c")

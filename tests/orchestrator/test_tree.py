@@ -9,11 +9,10 @@ import pytest
 
 from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import NgramIndex
-from outrider.orchestrator.core.proposals.merging import merged, worth_telling
 from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
-from outrider.orchestrator.core.proposals.tree import Drafts, grown
+from outrider.orchestrator.core.proposals.tree import Drafts, grown, merged, worth_telling
 from outrider.protocol.messages import Beside, Outcome, Span
-from outrider.protocol.origins import Origin
+from outrider.protocol.schema import Origin
 from outrider.protocol.trees import fault, lines
 from tests.orchestrator.test_copies import estimates
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.next_round import PATIENCE_MS, wait_for_chain
 from outrider.orchestrator.core.proposals.proposer import Ask
-from outrider.orchestrator.core.waits import PATIENCE_MS, wait_for_chain
 
 VERIFY_MS = 40.0
 

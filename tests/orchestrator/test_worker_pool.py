@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import zmq
 
-from outrider.orchestrator.allowance import Allowance, Rate
 from outrider.orchestrator.core.workers import supervisor
 from outrider.orchestrator.core.workers.places import MAX_WORKERS
 from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.pulse import QUIET, SILENT, SLACK, UNKNOWN
-from outrider.orchestrator.core.workers.trust import MOST_LIES
-from outrider.orchestrator.core.workers.worker import Loss, reads_alike
-from outrider.orchestrator.machine import memory
+from outrider.orchestrator.core.workers.worker import MOST_LIES, QUIET, SILENT, SLACK, UNKNOWN, Loss, reads_alike
+from outrider.orchestrator.limits import Allowance, Rate
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.abilities import Abilities
@@ -29,7 +27,6 @@ from outrider.protocol.codec import decode, encode
 from outrider.protocol.digest import digest
 from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.kv import KvCost
 from outrider.protocol.messages import (
     Branches,
     Close,
@@ -45,11 +42,12 @@ from outrider.protocol.messages import (
     Span,
     Welcome,
 )
+from outrider.protocol.stats import KvCost
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
 WAIT_MS = 200_000
 
-LIKELY_CAUSE = memory.likely_cause
+LIKELY_CAUSE = system.likely_cause
 
 
 class Spawned:
@@ -225,7 +223,7 @@ def make_hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hall]]:
         halls.append(Hall(directory.path, ServeSettings(**settings)))
         monkeypatch.setattr(supervisor, "spawn_worker", halls[-1].spawn)
         # Whatever limits the tests run under.
-        monkeypatch.setattr(memory, "likely_cause", lambda code, last_words="": "")
+        monkeypatch.setattr(system, "likely_cause", lambda code, last_words="": "")
         halls[-1].pool.start()
         return halls[-1]
 
@@ -578,7 +576,7 @@ def test_a_crash_under_a_limit_of_memory_names_it(
     cause: str,
 ) -> None:
     (tmp_path / "memory.max").write_text(container)
-    monkeypatch.setattr(memory, "likely_cause", partial(LIKELY_CAUSE, bound=tmp_path / "memory.max"))
+    monkeypatch.setattr(system, "likely_cause", partial(LIKELY_CAUSE, bound=tmp_path / "memory.max"))
     monkeypatch.setattr("resource.getrlimit", lambda _: (address_space, address_space))
     hall.worker("target-0")
     hall.spawned["target-0"][1].code = code
@@ -840,8 +838,8 @@ def test_a_drafter_that_floods_is_done_without(hall: Hall, monkeypatch: pytest.M
 def test_what_a_worker_does_not_read_is_bounded_and_said_once(
     make_hall: Callable[..., Hall], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("outrider.orchestrator.core.workers.router.MOST_WAITING", 4)
-    monkeypatch.setattr("outrider.orchestrator.core.workers.router.WARNINGS", Rate(0, 1))
+    monkeypatch.setattr("outrider.orchestrator.core.workers.pool.MOST_WAITING", 4)
+    monkeypatch.setattr("outrider.orchestrator.core.workers.pool.WARNINGS", Rate(0, 1))
     hall = make_hall()
     deaf = hall.worker("target-0")
     deaf.hot.setsockopt(zmq.RCVHWM, 4)

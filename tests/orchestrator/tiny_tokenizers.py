@@ -8,8 +8,7 @@ from random import Random
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.spelling import Spelling
-from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pair.tokenizer import Spelling, TextCodec, load_codec
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 WORDS = (

@@ -17,10 +17,21 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from outrider.protocol.fields import Array, OneOf, Range
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.sampling import MAX_SEED, MOST_LOGPROBS, RULES, SamplingParams
-from outrider.protocol.schema import Fixed, Flag, Many, Maybe, Real, Record, Shape, String, fields_of
+from outrider.protocol.sampling import MAX_SEED, MOST_LOGPROBS, RULES, Grammar, SamplingParams
+from outrider.protocol.schema import (
+    Array,
+    Fixed,
+    Flag,
+    Many,
+    Maybe,
+    OneOf,
+    Range,
+    Real,
+    Record,
+    Shape,
+    String,
+    fields_of,
+)
 
 
 def of_shape(shape: Shape) -> st.SearchStrategy[Any]:

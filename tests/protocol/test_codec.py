@@ -26,7 +26,7 @@ from outrider.protocol.messages import (
     Verify,
 )
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ
+from outrider.protocol.trees import SparseQ
 
 EACH = int(os.environ.get("OUTRIDER_FUZZ", "20"))
 SPAN = Span(1, 2)

@@ -10,10 +10,9 @@ import pytest
 import zmq
 
 from outrider.protocol import claim, endpoints
-from outrider.protocol.endpoints import MAX_PATH, Ipc, Tcp, bind, connect, parse
+from outrider.protocol.endpoints import MAX_PATH, Ipc, Tcp, bind, connect, parse, require_server
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.keys import ServerKeys, make_pair
-from outrider.protocol.knock import require_server
 
 
 @pytest.fixture

@@ -7,28 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from outrider.protocol import extras
+from outrider.protocol import version
 from outrider.protocol.errors import InvalidRequest
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_what_is_there_is_passed_over():
-    for extra in set(extras.EXTRAS) - {"fleet"}:  # ray is no part of the plain tests
-        extras.require(extra, "this")
+    for extra in set(version.EXTRAS) - {"fleet"}:  # ray is no part of the plain tests
+        version.require(extra, "this")
 
 
 def test_what_is_missing_is_named_with_its_extra_and_the_way_around_it(monkeypatch):
-    monkeypatch.setitem(extras.EXTRAS, "serve", ("json", "no_such_a", "no_such_b"))
+    monkeypatch.setitem(version.EXTRAS, "serve", ("json", "no_such_a", "no_such_b"))
     with pytest.raises(InvalidRequest) as told:
-        extras.require("serve", "HTTP", otherwise="--no-http")
+        version.require("serve", "HTTP", otherwise="--no-http")
     assert str(told.value) == (
         "HTTP needs no_such_a and no_such_b; expected pip install 'outrider[serve]', or --no-http"
     )
     with pytest.raises(InvalidRequest, match=r"outrider\[serve\]'$"):
-        extras.require("serve", "HTTP")
+        version.require("serve", "HTTP")
 
 
 def test_every_extra_is_one_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert set(extras.EXTRAS) <= set(project["optional-dependencies"])
+    assert set(version.EXTRAS) <= set(project["optional-dependencies"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from outrider.protocol import far
+from outrider.protocol import endpoints
 
 
 class Cable:
@@ -83,10 +83,10 @@ def ends(
     """A ROUTER, a DEALER that it knows as `far`, and what is between; all is quicker by ten times. The ROUTER may
     still hold the first connection for sound when the second one comes."""
     for name in ("ASK_MS", "GIVE_UP_MS", "CONNECT_MS", "AGAIN_MS", "AGAIN_MOST_MS"):
-        monkeypatch.setattr(far, name, getattr(far, name) // 10)
+        monkeypatch.setattr(endpoints, name, getattr(endpoints, name) // 10)
     router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-    far.prepare(router)
-    far.prepare(dealer)
+    endpoints.prepare(router)
+    endpoints.prepare(dealer)
     if request.param == "one notices":
         router.heartbeat_ivl = dealer.heartbeat_ttl = 0
     dealer.identity = b"far"

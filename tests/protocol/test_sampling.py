@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import Grammar, SamplingParams
 
 
 def test_presets_grow_bolder() -> None:

@@ -11,7 +11,7 @@ from outrider.protocol.codec import decode, encode
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Branch, Branches, Span
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ, one_hot
+from outrider.protocol.trees import SparseQ, one_hot
 
 Q = SparseQ(np.array([[4, 9], [2, 4], [9, 1]], np.int32), np.array([[0.25, 0.75], [1, 0], [0.5, 0.5]], np.float32))
 

@@ -18,11 +18,10 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import application
-from outrider.server.callers import Callers
+from outrider.server.door import Callers
 from outrider.server.mapping.unknown import Ignored
 from outrider.server.model.served import ServedModel, load_served
-from outrider.server.shapes.chat import ChatRequest
-from outrider.server.shapes.completions import CompletionRequest
+from outrider.server.shapes.chat import ChatRequest, CompletionRequest
 from outrider.server.shapes.messages import MessagesRequest
 from outrider.server.shapes.plain import DetokenizeRequest
 from outrider.server.shapes.responses import ResponsesRequest

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 from starlette.requests import Request
 
-from outrider.orchestrator.client.async_asker import AsyncAsker, Grown
+from outrider.orchestrator.client.asker import AsyncAsker, Grown
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET

@@ -23,7 +23,7 @@ from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.server import connection
 from outrider.server.__main__ import config
 from outrider.server.app import application
-from outrider.server.callers import Callers
+from outrider.server.door import Callers
 from outrider.server.model.served import load_served
 
 TEXT, CLAUDE = "/v1/completions", "/v1/messages"

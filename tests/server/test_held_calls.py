@@ -15,16 +15,13 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from outrider.grammar.compiler import Compiler
-from outrider.grammar.vocabulary import vocabulary_of
-from outrider.protocol.grammar import Grammar
+from outrider.grammar.compiler import Compiler, vocabulary_of
+from outrider.protocol.sampling import Grammar
 from outrider.server.answers.parts import Said, Splitter, Thought, splitter
-from outrider.server.mapping.form import Form
-from outrider.server.mapping.held import held
-from outrider.server.mapping.toolbox import Toolbox, function
+from outrider.server.mapping.form import Form, held
+from outrider.server.mapping.speech import Toolbox, function
 from outrider.server.model.served import Prompt, Thoughts
-from outrider.server.model.thinking import Tags
-from outrider.server.model.tool_format import ToolCall, tool_format
+from outrider.server.model.tool_format import Tags, ToolCall, tool_format
 from outrider.server.problems import Refused
 
 END = "<|end|>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from outrider.server.answers.line import Line
+from outrider.server.answers.run import Line
 
 SOON, LATE = 0.01, 3600.0
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.protocol.messages import Stats, Timings, WorkerStats
-from outrider.server.processes import Processes
+from outrider.server.metrics import Processes
 from tests.server.house import House
 
 TALK = [{"role": "user", "content": "hi"}]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from outrider.protocol.origins import Origin
+from outrider.protocol.schema import Origin
 from tests.server.house import House
 from tools.page.visit import ORIGINS
 

@@ -10,9 +10,8 @@ import pytest
 from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
 
 from outrider.server.answers.parts import Said, Splitter, State, Thought
-from outrider.server.mapping.toolbox import Toolbox
-from outrider.server.model.thinking import Tags, thinking_tags
-from outrider.server.model.tool_format import ToolCall, ToolFormat, infer, tool_format
+from outrider.server.mapping.speech import Toolbox
+from outrider.server.model.tool_format import Tags, ToolCall, ToolFormat, infer, thinking_tags, tool_format
 
 THINK = Tags("<think>", "</think>")
 BOX = Toolbox(tools=({"type": "function", "function": {"name": "f", "parameters": {}}},))

@@ -20,9 +20,8 @@ from outrider.server.answers.parts import Splitter
 from outrider.server.answers.run import AtOnce, Grown, News
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.telling import Telling, Told, Words
-from outrider.server.pieces import offer, pieces
+from outrider.server.connection import Server, offer, pieces
 from outrider.server.problems import Problem
-from outrider.server.serving import Server
 
 BEGIN = b"data: begun\n\n"
 PIECES = [b"data: one\n\n", b"data: " + b"x" * 300 + b"\n\n"]

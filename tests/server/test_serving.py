@@ -13,8 +13,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from outrider.orchestrator.machine.http_process import GLIBC, LARGE_PAGES, large_pages
-from outrider.server import serving
-from outrider.server.serving import Server
+from outrider.server import connection
+from outrider.server.connection import Server
 
 NEVER = 1e6
 
@@ -33,7 +33,7 @@ def server() -> Server:
 def test_who_is_told_to_end_ends_without_waiting_for_the_next_look(
     told: Callable[[Server], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "TICK_SECONDS", NEVER)
+    monkeypatch.setattr(connection, "TICK_SECONDS", NEVER)
 
     async def run() -> None:
         one = server()
@@ -52,7 +52,7 @@ def test_a_word_that_came_before_it_began_is_heard() -> None:
 
 
 def test_the_date_is_renewed_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(connection, "TICK_SECONDS", 0.001)
     dates = iter(["Mon", "Tue", "Wed"])
     monkeypatch.setattr(uvicorn.server, "formatdate", lambda _now, usegmt: next(dates, "Thu"))
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.server.answers import sse
-from outrider.server.answers.stencil import Stencil
-from outrider.server.shapes.completions import Completion, CompletionChoice
+from outrider.server.answers.sse import Stencil
+from outrider.server.shapes.chat import Completion, CompletionChoice
 
 
 def event(text: str) -> bytes:

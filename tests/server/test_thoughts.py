@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.server.answers.thoughts import thought_tokens
-from outrider.server.model.thinking import Tags
+from outrider.server.answers.usage import thought_tokens
+from outrider.server.model.tool_format import Tags
 
 TAGS = Tags("<think>", "</think>")
 

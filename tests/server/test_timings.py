@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from outrider.protocol.messages import Timings
-from outrider.protocol.tallies import Tally
+from outrider.protocol.stats import Tally
 from outrider.server.answers.telling import timings
 
 

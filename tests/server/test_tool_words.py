@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 
 from outrider.protocol.errors import ModelError
-from outrider.server.mapping.toolbox import Choice, toolbox
+from outrider.server.mapping.speech import Choice, toolbox
 from outrider.server.model.served import Conversation, ServedModel, load_served
-from outrider.server.model.tool_words import in_words
+from outrider.server.model.tool_format import in_words
 from outrider.server.problems import Refused
 from tests.server.house import House, serving
 from tests.server.scripted import ANSWER, PLAIN, text_of

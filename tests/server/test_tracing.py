@@ -20,7 +20,7 @@ from outrider.orchestrator.http_settings import HttpSettings, tracing_wanted
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest
 from outrider.server.app import application
-from outrider.server.callers import Callers
+from outrider.server.door import Callers
 from outrider.server.model.served import load_served
 from outrider.server.tracing import Tracing
 from tests.server.collector import Collector

@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
-from outrider.server.answers import chat_events, completion_events, message_events, telling
+from outrider.server.answers import telling
 from outrider.server.answers.parts import Splitter
 from outrider.server.answers.run import AtOnce, News, Reading
 from outrider.server.answers.sse import Events
+from outrider.server.endpoints import chat, completions, messages
 from outrider.server.problems import problem_of
 
 
@@ -29,8 +30,8 @@ class Prompt:
 
 
 APIS: dict[str, Events] = {
-    "chat": chat_events.Events(chat_events.Head("m", 1, 5, len), 1, False),  # type: ignore[arg-type]
-    "completions": completion_events.Events(completion_events.Head("m", 1, 5, [""]), False),
+    "chat": chat.Events(chat.Head("m", 1, 5, len), 1, False),  # type: ignore[arg-type]
+    "completions": completions.Events(completions.Head("m", 1, 5, [""]), False),
 }
 
 
@@ -52,8 +53,8 @@ def test_comments_tell_how_much_is_read_and_that_silence_is_no_end(api: str) -> 
 
 
 def test_anthropics_readers_are_sent_pings() -> None:
-    head = message_events.Head("m", 1, 5, lambda choice: None)
-    assert written(message_events.Events(head)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
+    head = messages.Head("m", 1, 5, lambda choice: None)
+    assert written(messages.Events(head)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
 
 
 @pytest.mark.parametrize(

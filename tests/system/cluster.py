@@ -28,12 +28,11 @@ from outrider.orchestrator.core.trace import ORCHESTRATOR, Trace
 from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
 from outrider.protocol import abilities as abilities_of
 from outrider.protocol.abilities import Abilities
-from outrider.protocol.logprobs import Logprobs
 from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.colocated import Colocated
+from outrider.protocol.schema import Logprobs
+from outrider.target_worker.colocated import Colocated, ColocatedHead
 from outrider.target_worker.own_drafters import OwnDrafter, OwnDrafters
-from outrider.target_worker.own_head import ColocatedHead
 from outrider.target_worker.telling import Teller
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers

@@ -11,7 +11,7 @@ import pytest
 from outrider.drafting.drafter import Drafter
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.slots import open_slots
+from outrider.engine.texts import open_slots
 from outrider.engine.verify import verify
 from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import Cluster

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.drafting.drafter import TokenTree
-from outrider.drafting.heads.ahead import AheadHead
-from outrider.drafting.heads.block_tree import BlockTree
+from outrider.drafting.heads.ahead import AheadHead, BlockTree
 from outrider.drafting.heads.dflash import DFlash
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features, Message

@@ -16,9 +16,8 @@ from llguidance import LLParserLimits
 from outrider.drafting.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.grammar import compiler
-from outrider.protocol.grammar import Grammar
 from outrider.protocol.messages import Open, Verify
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.target_worker.worker import TargetWorker
 from tests.system.cluster import AMPLE, MIXED, Cluster, Run
 from tests.system.links import FakeLink, answered

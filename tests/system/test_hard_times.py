@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from outrider.engine.loading import load
-from outrider.engine.slots import open_slots
+from outrider.engine.texts import open_slots
 from outrider.engine.verify import verify
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
 from outrider.protocol.sampling import SamplingParams

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from outrider.drafting.drafter import TokenTree
-from outrider.drafting.heads import tree_check
-from outrider.drafting.heads.ahead import AheadHead
+from outrider.drafting.heads import ahead
+from outrider.drafting.heads.ahead import AheadHead, HeadTree
 from outrider.drafting.heads.head import PairHead, StepHead
-from outrider.drafting.heads.numpy_check import host_of
-from outrider.drafting.heads.numpy_head import NumpyHead
-from outrider.drafting.heads.pairs import PairFeed, Pairs
-from outrider.drafting.heads.tree import HeadTree
+from outrider.drafting.heads.pairing import host_of
+from outrider.drafting.heads.pairs import NumpyHead, PairFeed, Pairs
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
@@ -131,7 +129,7 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
 ) -> None:
     """Whatever was accepted: guesses leave nothing behind, and each true row is read once."""
     head = made(target)
-    numpy = host_of(head, target, tree_check.agrees) if by_numpy else None
+    numpy = host_of(head, target, ahead.agrees) if by_numpy else None
     assert (numpy is not None) == by_numpy
     told: dict[int, np.ndarray[Any, Any]] = {}
     seen: set[int] = set()

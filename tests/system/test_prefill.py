@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from outrider.engine.handover import Layout
+from outrider.engine.load_checks import open_texts
 from outrider.engine.loading import LoadedModel
-from outrider.engine.open_texts import open_texts
 from outrider.engine.texts import Feed, FlatTexts
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Close, Message, Prefill, PromptKv
@@ -45,7 +45,7 @@ def make(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Make:
     clock = VirtualClock()
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
     bytes_per_token = Layout.of(model.model).bytes_per_token
-    monkeypatch.setattr("outrider.prefill_worker.reader.MAX_PIECE", PIECE * bytes_per_token)
+    monkeypatch.setattr("outrider.prefill_worker.worker.MAX_PIECE", PIECE * bytes_per_token)
     return lambda way=unhurt, **settings: PrefillCluster(model, None, clock, way=way, **settings)
 
 

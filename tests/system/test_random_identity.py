@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.crowd.ask import Question
-from outrider.bench.crowd.reply import Arrival, Reply
+from outrider.bench.crowd.ask import Arrival, Question, Reply
 from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import load_codec

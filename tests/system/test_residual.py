@@ -20,7 +20,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import Ask, Forward, begin
 from outrider.protocol.messages import Branches, Drafted, Message, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ, one_hot
+from outrider.protocol.trees import SparseQ, one_hot
 from outrider.target_worker import batch
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.markov import markov, p_values

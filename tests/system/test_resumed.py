@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from tests.harness.random_identity import DIFFERENT
 from tests.harness.resume import broken, kills
 

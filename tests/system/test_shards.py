@@ -19,13 +19,13 @@ import pytest
 
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator import GenerationResult, Grammar, LocalCluster, SamplingParams
-from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import WorkerError
 from outrider.target_worker.certificate import Claim, certify
-from outrider.target_worker.ranks.local import free_ports
+from outrider.target_worker.rank_local import free_ports
 from tests.target_worker.heads import markov_llama, write_feature_head
 
 LIMIT = 200.0
@@ -152,7 +152,7 @@ def test_ranks_that_mlx_launch_has_started_join_and_come_back(whole: LoadedModel
         ring = ["-n", "2", "--backend", "ring", "--starting-port", str(free_ports(1)[0])]
         command = [str(Path(sys.executable).with_name("mlx.launch")), *ring, "--", *python("-m", "outrider")]
         command += ["worker", "target", "--shard", "--connect", endpoint]
-        environment = blas.environment(child_environment(), 1)
+        environment = system.environment(child_environment(), 1)
         launched.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True))
 
     def launch_when_asked() -> None:

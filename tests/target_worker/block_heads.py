@@ -9,9 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafting.heads import eagle3_files
-from outrider.drafting.heads.dflash import DFlash
-from outrider.drafting.heads.dflash_files import build
+from outrider.drafting.heads import eagle3
+from outrider.drafting.heads.dflash import DFlash, build
 from outrider.drafting.heads.eagle3 import Eagle3
 from outrider.engine.loading import LoadedModel
 from tests.target_worker.heads import LAYERS, H
@@ -111,7 +110,7 @@ def parallel_head(target: LoadedModel) -> Eagle3:
     shapes |= {"mask_hidden": (1, 1, 3 * H)}
     weights = {key: mx.array(draws.standard_normal(shape).astype(np.float32)) for key, shape in shapes.items()}
     embed = target.model.model.embed_tokens
-    return eagle3_files.build(config, weights, target.config, VOCAB_SIZE, lambda tokens: embed(tokens))
+    return eagle3.build(config, weights, target.config, VOCAB_SIZE, lambda tokens: embed(tokens))
 
 
 def _shapes(inner: int) -> dict[str, tuple[int, ...]]:

@@ -16,15 +16,14 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, llama
 
-from outrider.drafting.heads import redrafter_files
+from outrider.drafting.heads import redrafter
+from outrider.drafting.heads.chains import way_of
 from outrider.drafting.heads.drafter import HeadDrafter
-from outrider.drafting.heads.eagle3 import Eagle3
-from outrider.drafting.heads.eagle3_files import build
+from outrider.drafting.heads.eagle3 import Eagle3, build
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.mtp import Mtp, MtpForm
-from outrider.drafting.heads.numpy_check import host_of
+from outrider.drafting.heads.pairing import host_of
 from outrider.drafting.heads.redrafter import Redrafter
-from outrider.drafting.heads.ways import way_of
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
 from tests.drafting import nextn_heads
@@ -157,7 +156,7 @@ def recurrent_head(target: LoadedModel) -> Redrafter:
     sizes = {"hidden_size": H, "vocab_size": VOCAB_SIZE, "exit_dim": 2 * H, "num_draft_layers": 0, "rnn": True}
     arrays = {key: mx.array(value.astype(np.float32)) for key, value in weights.items()}
     config = {"model_type": "recurrent_drafting_drafter", **sizes}
-    return redrafter_files.build(config, arrays, target, lambda tokens: model.embed_tokens(tokens))
+    return redrafter.build(config, arrays, target, lambda tokens: model.embed_tokens(tokens))
 
 
 def latent_head(target: LoadedModel) -> Mtp:

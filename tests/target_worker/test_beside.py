@@ -9,14 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.calibration import Calibration
+from outrider.drafting.fan_out import Calibration
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.colocated import ColocatedHead, HeadPart
 from outrider.target_worker.own_drafters import OwnDrafters
-from outrider.target_worker.own_head import ColocatedHead, HeadPart
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.target_worker.block_heads import block_head, linked_head, parallel_head

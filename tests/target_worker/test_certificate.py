@@ -12,13 +12,11 @@ import mlx.core as mx
 import pytest
 
 from outrider.engine.loading import load
-from outrider.engine.slots import Slot, open_slots
-from outrider.engine.texts import SeparateTexts
+from outrider.engine.texts import SeparateTexts, Slot, open_slots
 from outrider.engine.verify import verify
 from outrider.grammar.compiler import Compiler
 from outrider.protocol.errors import InvalidRequest, ModelError
-from outrider.protocol.grammar import Grammar
-from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.target_worker.certificate import Claim, certify, main
 
 PROMPT = (5, 9, 17, 4)

@@ -15,19 +15,17 @@ import pytest
 
 from outrider.drafting.heads.checkpoint import stranger
 from outrider.drafting.heads.drafter import HeadDrafter
-from outrider.drafting.heads.early_exit import AdapterConfig, ExitAdapter
-from outrider.drafting.heads.exit_trial import speedup
+from outrider.drafting.heads.early_exit import AdapterConfig, ExitAdapter, speedup
 from outrider.drafting.heads.line import Line
 from outrider.drafting.heads.load import load as load_head
+from outrider.engine.load_checks import open_texts
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.open_texts import open_texts
-from outrider.engine.slots import Slot
-from outrider.engine.texts import FlatTexts
+from outrider.engine.texts import FlatTexts, Slot
 from outrider.engine.verify import verify
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.own_head import beside_target
+from outrider.target_worker.colocated import beside_target
 from tests.drafting.experts import gated_mlp, rms
 from tests.drafting.mtp_heads import turned
 from tests.target_worker.heads import LAYERS, H, markov_llama

@@ -10,20 +10,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.heads.drafter import HeadDrafter
-from outrider.drafting.heads.follower import Follower
+from outrider.drafting.heads.chains import way_of
+from outrider.drafting.heads.drafter import Follower, HeadDrafter
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.line import Line
-from outrider.drafting.heads.ways import way_of
+from outrider.engine.hidden_states import Taps
+from outrider.engine.load_checks import open_texts
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.open_texts import open_texts
 from outrider.engine.sampling import Sampler
-from outrider.engine.slots import Slot
-from outrider.engine.taps import Taps
+from outrider.engine.texts import Slot
 from outrider.protocol.messages import Close, KvMemory, Open, Outcome, Prefilled, Verify
 from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.colocated import ColocatedHead
 from outrider.target_worker.own_drafters import OwnDrafters, _begins_at
-from outrider.target_worker.own_head import ColocatedHead
 from outrider.target_worker.running import Running
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered

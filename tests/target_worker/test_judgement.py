@@ -15,7 +15,7 @@ import pytest
 
 from outrider.engine.sampling import Sampler
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.judgement import is_tie, judge
+from outrider.target_worker.certificate import is_tie, judge
 
 POSITIONS = int(os.environ.get("OUTRIDER_FUZZ", "600")) // 20
 VOCABULARY = 64

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.protocol.messages import Fault, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ, one_hot
+from outrider.protocol.trees import SparseQ, one_hot
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.engine.slots import PREFILL
+from outrider.engine.texts import PREFILL
 from outrider.engine.verify import Ask, Forward, Reading, Verdict, begin
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker import batch
-from outrider.target_worker.pieces import SMALLEST_PIECE
+from outrider.target_worker.batch import SMALLEST_PIECE
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov

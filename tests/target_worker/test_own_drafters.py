@@ -13,25 +13,22 @@ import numpy as np
 import pytest
 
 from outrider.drafting.continuation import Continuation
-from outrider.drafting.heads import step_cost
+from outrider.drafting.heads import pairing
 from outrider.drafting.heads.drafter import HeadDrafter
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.line import Line
 from outrider.drafting.mlx import MlxDrafter
+from outrider.engine.hidden_states import Reader, Readers, TapPoints
 from outrider.engine.loading import LoadedModel
-from outrider.engine.readers import Reader, Readers
-from outrider.engine.slots import Slot
-from outrider.engine.taps import TapPoints
+from outrider.engine.texts import Slot
 from outrider.engine.verify import Verdict
 from outrider.protocol.heads import names_of
-from outrider.protocol.kv import KvCost
 from outrider.protocol.messages import Halt, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker import own_loading
-from outrider.target_worker.colocated import Colocated
-from outrider.target_worker.own_drafters import OwnDrafters
-from outrider.target_worker.own_head import ColocatedHead
-from outrider.target_worker.own_loading import Wanted
+from outrider.protocol.stats import KvCost
+from outrider.target_worker import own_drafters
+from outrider.target_worker.colocated import Colocated, ColocatedHead
+from outrider.target_worker.own_drafters import OwnDrafters, Wanted
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, token_head, write_feature_head
@@ -122,7 +119,7 @@ def test_one_that_cannot_be_used_is_left_out_with_a_sentence_and_ends_nothing(
     head = write_feature_head(tmp_path / "head", target)
     kinds = [("eagle3", str(tmp_path / "none")), ("eagle3", str(head)), ("draft", str(tmp_path / "none"))]
     wanted = [Wanted(n, *one) for n, one in zip(names_of(kind for kind, _ in kinds), kinds, strict=True)]
-    loaded = own_loading.load(wanted, target, lambda stage: None, alone=True, cost=None)
+    loaded = own_drafters.load(wanted, target, lambda stage: None, alone=True, cost=None)
     assert list(loaded.drafters) == ["eagle3-2"] == [one.name for one in loaded.told]
     assert loaded.told[0].is_head and loaded.told[0].agreement > 0.1 and 0 < loaded.told[0].weight < 1
     assert [words.split(" is not used: ")[0] for words in loaded.left_out] == [
@@ -138,8 +135,8 @@ def test_a_heads_weight_is_what_its_trial_took_or_its_bytes(target: LoadedModel,
     def fails(head: HeadDrafter, model: LoadedModel) -> float:
         raise ZeroDivisionError
 
-    tried = own_loading.load(wanted, target, lambda stage: None, alone, cost=lambda head, model: 3.5)
-    plain, failed = (own_loading.load(wanted, target, lambda stage: None, alone, cost) for cost in (None, fails))
+    tried = own_drafters.load(wanted, target, lambda stage: None, alone, cost=lambda head, model: 3.5)
+    plain, failed = (own_drafters.load(wanted, target, lambda stage: None, alone, cost) for cost in (None, fails))
     by_bytes = plain.told[0].weight
     assert 0 < by_bytes < 1 and [tried.told[0].weight, failed.told[0].weight] == [3.5 if alone else by_bytes, by_bytes]
 
@@ -150,7 +147,7 @@ def test_a_trial_tells_a_token_of_a_chain_over_a_step(
 ) -> None:
     """By a clock that moves by 10 a step and by 2 a drafted token; by a real one it is some number."""
     now, own = [0.0], drafter(made(target), target)
-    verified, drafted = step_cost.verify, own.continuations
+    verified, drafted = pairing.verify, own.continuations
 
     def step(slot: Slot) -> Verdict:
         now[0] += 10
@@ -160,11 +157,11 @@ def test_a_trial_tells_a_token_of_a_chain_over_a_step(
         now[0] += 2 * sum(depths)
         return drafted(lines, depths)
 
-    real = step_cost.step_cost(own, target)
+    real = pairing.step_cost(own, target)
     assert real is not None and 0 < real < math.inf
-    monkeypatch.setattr(step_cost, "verify", step)
+    monkeypatch.setattr(pairing, "verify", step)
     monkeypatch.setattr(own, "continuations", chains)
-    assert step_cost.step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
+    assert pairing.step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
 
 
 def test_memory_for_texts_is_shared_out_by_what_each_keeps(target: LoadedModel) -> None:

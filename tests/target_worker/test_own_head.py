@@ -13,27 +13,25 @@ import numpy as np
 import pytest
 
 from outrider.drafting.continuation import Continuation
-from outrider.drafting.heads.drafter import HeadDrafter
+from outrider.drafting.heads.chains import way_of
+from outrider.drafting.heads.drafter import MOST_WAITING, Follower, HeadDrafter
 from outrider.drafting.heads.eagle3 import Eagle3
-from outrider.drafting.heads.follower import MOST_WAITING, Follower
 from outrider.drafting.heads.head import Head
 from outrider.drafting.heads.line import Line
 from outrider.drafting.heads.load import load as load_head
 from outrider.drafting.heads.pairing import agreement
-from outrider.drafting.heads.ways import way_of
+from outrider.engine.hidden_states import Taps
+from outrider.engine.load_checks import open_texts
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.open_texts import open_texts
 from outrider.engine.sampling import Sampler
-from outrider.engine.slots import Slot
-from outrider.engine.taps import Taps
-from outrider.engine.texts import FlatTexts
+from outrider.engine.texts import FlatTexts, Slot
 from outrider.engine.verify import Ask, Reading, begin
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.colocated import ColocatedHead, beside_target
 from outrider.target_worker.own_drafters import OwnDrafters
-from outrider.target_worker.own_head import ColocatedHead, beside_target
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
 from tests.covering import matrix

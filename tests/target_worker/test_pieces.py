@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.target_worker.pieces import READING_SHARE, READING_SHARE_BESIDE_CHAINS, SMALLEST_PIECE, Pieces
+from outrider.target_worker.batch import READING_SHARE, READING_SHARE_BESIDE_CHAINS, SMALLEST_PIECE, Pieces
 
 DECODING, FIXED_MS, ROW_MS = 8, 10.0, 0.5
 

@@ -14,9 +14,9 @@ import pytest
 
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.texts import FlatTexts
-from outrider.protocol.kv import CacheUse
 from outrider.protocol.messages import CacheReport, Close, Fault, KvMemory, Open, Outcome, Prefilled
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import CacheUse
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 

@@ -15,9 +15,7 @@ import pytest
 
 from outrider.protocol.errors import ModelError, WorkerError
 from outrider.protocol.messages import Fault, Hello, Ping, Pong, RankHello, Shutdown, TextChange, Welcome
-from outrider.target_worker.ranks.leader import Leader
-from outrider.target_worker.ranks.line import Line
-from outrider.target_worker.ranks.member import Member
+from outrider.target_worker.rank_link import Leader, Line, Member
 
 LIMIT = 200.0
 HELLO = RankHello(0, 2, "studio", "outrider 1, mlx 2", "abc")
@@ -42,7 +40,7 @@ class Collective:
 @contextmanager
 def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Iterator[tuple[Leader, Member]]:
     """Both, the second let in; before it come `strangers` who say this."""
-    monkeypatch.setattr("outrider.target_worker.ranks.leader.own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("outrider.target_worker.rank_link.own_address", lambda: "127.0.0.1")
     words = queue.Queue[bytes]()
     first: Any = Collective(0, words)
     second: Any = Collective(1, words)
@@ -127,7 +125,7 @@ def test_rank_0_knows_when_all_have_done_what_they_were_told(monkeypatch: pytest
 def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when this process would have ended."""
     found = threading.Event()
-    monkeypatch.setattr("outrider.target_worker.ranks.line.os._exit", lambda code: found.set())
+    monkeypatch.setattr("outrider.target_worker.rank_link.os._exit", lambda code: found.set())
     return found
 
 

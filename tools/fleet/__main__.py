@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.profile import Profile

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.engine.slots import PREFILL
-from outrider.target_worker.pieces import SMALLEST_PIECE
+from outrider.engine.texts import PREFILL
+from outrider.target_worker.batch import SMALLEST_PIECE
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
 from tools.fleet.job import Job

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
-from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.client.client import AsyncClient
 from outrider.protocol import values
 from outrider.protocol.profile import Profile
 from tools.fleet.processes import Ask, Engines, asked, machine_busy, rate, slowed

@@ -9,7 +9,7 @@ from functools import cache
 
 from outrider.orchestrator.core.learning.tuning import Tuning
 from outrider.protocol.profile import Profile
-from outrider.target_worker.pieces import READING_SHARE, READING_SHARE_BESIDE_CHAINS
+from outrider.target_worker.batch import READING_SHARE, READING_SHARE_BESIDE_CHAINS
 from tests.harness.virtual.drafter import VOCAB
 from tests.harness.virtual.world import World
 from tools.fleet.job import Job

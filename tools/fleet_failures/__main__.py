@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.cli.screen import Screen
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest, OutriderError

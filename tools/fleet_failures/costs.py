@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from outrider.bench.contest.statistics import Interval, Timed, bootstrap, ratio
+from outrider.bench.contest.contest import Interval, Timed, bootstrap, ratio
 from outrider.fleet.plan import Gate, Plan
-from outrider.orchestrator.cli.screen import Screen
-from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.client.client import AsyncClient
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from outrider.fleet.hosts import Resources
+from outrider.fleet.host import Resources
 from outrider.fleet.plan import Drafter, Gate, Placed, Plan
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
-from outrider.drafting.calibration import Calibration, Point
+from outrider.drafting.fan_out import Calibration, Point
 from outrider.protocol.profile import Profile
 
 BEYOND_RANKS = 1 << 16

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outrider.bench import picture
-from outrider.bench.contest.statistics import Interval, Timed, bootstrap, nested_bootstrap, total_rate
-from outrider.bench.crowd.curves import COLOURS
-from outrider.bench.crowd.report import Percentiles
+from outrider.bench.contest.contest import Interval, Timed, bootstrap, nested_bootstrap, total_rate
+from outrider.bench.crowd.report import COLOURS, Percentiles
 from tools.web.generator import Answer
 from tools.web.reading import Heard
 

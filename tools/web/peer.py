@@ -19,7 +19,7 @@ from urllib.request import urlopen
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from outrider.orchestrator.machine import blas
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import WorkerError
 
@@ -49,7 +49,7 @@ def mlx_lm_server(model: Path, draft: Path | None, log: Path) -> Iterator[str]:
     with log.open("wb") as told:
         process = subprocess.Popen(
             python("-m", "mlx_lm", "server", *command),
-            env=blas.environment(child_environment(), os.cpu_count() or 1),
+            env=system.environment(child_environment(), os.cpu_count() or 1),
             stdout=told,
             stderr=told,
         )

@@ -2,25 +2,139 @@
 
 Nothing here is called from another thread. A node's ancestors are found by walking up, so a call's mask is made from
 the tree as it is at that moment.
+
+`Node`: a fed token of a tree, shared by the caller's thread and the predict thread; each field has one writer.
+
+`SlotMap`: which places of a cache are free. Knows numbers; knows nothing of tokens.
+
+`Scorer`: draft logits to the steps of a token tree: the engine's sampling contract and draws, on the CPU. The CPU,
+because on a Mac the GPU is the target's. Steps are read to the end on the thread that makes them, so that another
+thread may ask them what they know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafting.coreml.host.host import Fresh, Host, HostRows
-from outrider.drafting.coreml.host.node import Node
-from outrider.drafting.coreml.host.scoring import Scorer
-from outrider.drafting.coreml.host.slots import SlotMap
 from outrider.drafting.coreml.package.layout import Function, Mode
 from outrider.drafting.drafter import DrafterFault
-from outrider.engine.draws import Draws
+from outrider.engine.residual import Draws
+from outrider.engine.sampling import Sampler
+from outrider.engine.steps import Asked, Step, score
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """The caller's thread writes `number`, `fork`, `children`, `job`, `dropped`; the predict thread the rest.
+
+    `token` None: the parent's own choice, known once `job` is done, and so is what may follow: row `row` of `step`.
+    `fork` is the position of the last token down to it that was told, not chosen here. `slot` -1: not in the cache.
+    """
+
+    number: int
+    parent: Node | None
+    position: int
+    token: int | None
+    fork: int
+    job: Future[None] | None = None
+    children: list[Node] = field(default_factory=list)
+    dropped: bool = False
+    committed: bool = False
+    slot: int = -1
+    step: Step | None = None
+    row: int = 0
+
+    @property
+    def known_token(self) -> int:
+        """`token`, after waiting for it."""
+        if self.token is None and self.job is not None:
+            self.job.result()
+        if self.token is None:
+            raise DrafterFault("a drafted token was dropped before it was known")
+        return self.token
+
+    @property
+    def known_step(self) -> Step:
+        """`step`, after waiting for it."""
+        if self.job is not None:
+            self.job.result()
+        if self.step is None:
+            raise DrafterFault("a drafted token was dropped before its scores were known")
+        return self.step
+
+
+class SlotMap:
+    """`count` places, all free at first."""
+
+    def __init__(self, count: int) -> None:
+        self._free: NDArray[np.bool_] = np.ones(count, bool)
+
+    @property
+    def free(self) -> int:
+        return int(self._free.sum())
+
+    def take(self, count: int) -> list[int] | None:
+        """The first `count` free places, taken; None when there are fewer."""
+        found = np.flatnonzero(self._free)[:count]
+        if len(found) < count:
+            return None
+        self._free[found] = False
+        return [int(slot) for slot in found]
+
+    def take_run(self, count: int, run: int) -> list[int] | None:
+        """The first `count` of `run` free places in a row, taken; the rest stay free but get written. None: no run."""
+        ends = np.convolve(self._free, np.ones(run, int), mode="valid")
+        starts = np.flatnonzero(ends == run)
+        if not starts.size:
+            return None
+        first = int(starts[0])
+        self._free[first : first + count] = False
+        return list(range(first, first + count))
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        self._free[list(slots)] = True
+
+    def clear(self) -> None:
+        self._free[:] = True
+
+
+class Scorer:
+    """One request's scores; with `draws` a row's own token is drawn from a q, without it is the best."""
+
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, draws: Draws | None, constraint: Constraint | None
+    ) -> None:
+        self._sampler = Sampler(params, vocab_size, normalised=False, constraint=constraint)
+        self._draws = draws
+
+    @property
+    def reach(self) -> int:
+        """How many tokens before a row its scores depend on; 0 for none."""
+        return self._sampler.reach if self._sampler.needs_history else 0
+
+    def step(
+        self,
+        logits: NDArray[np.float32],
+        positions: Sequence[int],
+        histories: Sequence[Sequence[int]] | None,
+        forks: Sequence[int],
+    ) -> Step:
+        """The step for the tokens at `positions`, one row of `logits` [R, V] each; `forks` as in engine.residual."""
+        with mx.stream(mx.cpu):
+            rows, asked = mx.array(logits), Asked(self._sampler, positions, histories)
+            step = score([asked], rows) if self._draws is None else self._draws.score(asked, rows, forks)
+            step.best()
+        return step
 
 
 class Columns:

@@ -1,11 +1,14 @@
 """Between tokens and a package's functions: embeds, rotates, masks, picks the function, keeps the caches.
 
-Which token sees which is the caller's to say, row by row, so trees, ragged lengths and rollback are only data here. One
-set of input buffers a function, made once and written to again and again. Everything runs on the caller's thread.
+Which token sees which is the caller's to say, row by row, so trees, ragged lengths and rollback are only data here.
+One set of input buffers a function, made once and written to again and again. Everything runs on the caller's thread.
+
+`Line`: a cache fed as one text, token after token: slot i holds position i. For whoever needs no tree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +17,7 @@ from numpy.typing import NDArray
 
 from outrider.drafting.coreml.package.layout import Function, Layout, Mode
 from outrider.drafting.coreml.package.package import Package
-from outrider.drafting.coreml.runtime.runtime import Outputs, Runtime, State
+from outrider.drafting.coreml.runtime.runtimes import Outputs, Runtime, State
 from outrider.drafting.drafter import DrafterFault
 
 MASKED = -1e4  # float16 holds it, and exp() of it is 0
@@ -145,3 +148,26 @@ class Host:
             None if keys is None else keys[:, :, :count],
             None if values is None else values[:, :, :count],
         )
+
+
+class Line:
+    """Reads a text through `host`, which must stay on the thread that made this."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._cache = host.new_cache()
+        self._seen = np.zeros(host.layout.slots, bool)
+        self.length = 0
+
+    def feed(self, tokens: Sequence[int], function: Function) -> Fresh:
+        """Feeds the next tokens, at most as many as `function` has rows."""
+        places = list(range(self.length, self.length + len(tokens)))
+        past = np.broadcast_to(self._seen, (len(places), self._seen.size))
+        own = np.tri(len(places), dtype=bool)
+        fresh = self._host.forward(HostRows(list(tokens), places, places, past, own), self._cache, function)
+        self._seen[places] = True
+        self.length += len(places)
+        return fresh
+
+    def close(self) -> None:
+        self._host.give_back(self._cache)

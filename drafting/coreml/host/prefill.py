@@ -10,17 +10,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from outrider.drafting.coreml.host.host import Host
-from outrider.drafting.coreml.host.line import Line
+from outrider.drafting.coreml.host.host import Host, Line
 from outrider.drafting.coreml.package.package import Package
-from outrider.drafting.coreml.runtime.runtime import Runtime
+from outrider.drafting.coreml.runtime.runtimes import Runtime
 from outrider.engine.columns import KeysValues
-from outrider.engine.reading import ReadingFault
+from outrider.engine.handover import ReadingFault
 from outrider.protocol.errors import OutriderError
 
 
 class PackageReader:
-    """An `engine.reading.PromptReader`; the package must be of the model's own weights, and `runtime` runs it.
+    """An `engine.handover.PromptReader`; the package must be of the model's own weights, and `runtime` runs it.
 
     Args:
         least: shorter prompts are left to the model.

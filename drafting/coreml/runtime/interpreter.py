@@ -2,22 +2,142 @@
 
 Each result is rounded to the type the graph declares for it (sums are taken in float32), so float16 packages show
 float16's errors. Slow and exact; it says so in its name.
+
+`conv`: the operations of our graphs in numpy: what Core ML's documentation says they compute, nothing of how fast.
+Every function takes float32, int32 or bool arrays by CoreML's argument names and returns one array or a list of them.
+Rounding to float16 is the interpreter's affair.
+
+`runtime_of`: what may run a package on this machine, by name: Core ML's compute units, or the reference interpreter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafting.coreml.package import saved
+from outrider.drafting.coreml.package.package import Package
 from outrider.drafting.coreml.package.saved import Constant, Operation, Port, SavedFunction, SavedModel
-from outrider.drafting.coreml.runtime import ops
-from outrider.drafting.coreml.runtime.runtime import Inputs, Outputs, RuntimeFault, State
+from outrider.drafting.coreml.runtime.runtimes import (
+    UNITS,
+    CoreMLRuntime,
+    Inputs,
+    Outputs,
+    Runtime,
+    RuntimeFault,
+    State,
+)
 from outrider.protocol.errors import ModelError
+
+Array: TypeAlias = NDArray[Any]
+Op: TypeAlias = Callable[..., Array | list[Array]]
+
+
+def conv(x: Array, weight: Array, bias: Array | None = None, **_: Array) -> Array:
+    """A 1x1 convolution: (1, in, 1, n) by (out, in, 1, 1)."""
+    rows = weight.reshape(weight.shape[:2]) @ x.reshape(x.shape[1], x.shape[3])
+    if bias is not None:
+        rows = rows + bias[:, None]
+    return np.asarray(rows).reshape(1, weight.shape[0], 1, x.shape[3])
+
+
+def matmul(x: Array, y: Array, transpose_x: Array | bool = False, transpose_y: Array | bool = False) -> Array:
+    x = np.swapaxes(x, -1, -2) if transpose_x else x
+    y = np.swapaxes(y, -1, -2) if transpose_y else y
+    return np.asarray(np.matmul(x, y))
+
+
+def softmax(x: Array, axis: Array) -> Array:
+    shifted = np.exp(x - x.max(axis=int(axis), keepdims=True))
+    return np.asarray(shifted / shifted.sum(axis=int(axis), keepdims=True))
+
+
+def silu(x: Array) -> Array:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+def rsqrt(x: Array, epsilon: Array | float = 1e-12) -> Array:
+    return np.asarray(1 / np.sqrt(x + epsilon))
+
+
+def concat(values: list[Array], axis: Array, interleave: Array | bool = False) -> Array:
+    if interleave:
+        raise NotImplementedError("concat with interleave")
+    return np.concatenate(values, axis=int(axis))
+
+
+def split(x: Array, axis: Array, num_splits: Array | None = None, split_sizes: Array | None = None) -> list[Array]:
+    if split_sizes is None:
+        return np.split(x, int(num_splits if num_splits is not None else 1), axis=int(axis))
+    return np.split(x, np.cumsum(split_sizes)[:-1], axis=int(axis))
+
+
+def slice_update(
+    x: Array, update: Array, begin: Array, end: Array, begin_mask: Array | None = None, end_mask: Array | None = None
+) -> Array:
+    """`x` with [begin, end) replaced; a masked begin or end reaches to the edge."""
+    window = []
+    for axis in range(x.ndim):
+        first = None if begin_mask is not None and begin_mask[axis] else int(begin[axis])
+        last = None if end_mask is not None and end_mask[axis] else int(end[axis])
+        window.append(slice(first, last))
+    result = x.copy()
+    result[tuple(window)] = update
+    return result
+
+
+def blockwise_shift_scale(data: Array, scale: Array, offset: Array | None = None) -> Array:
+    """scale * (data - offset), each scale standing for a block of the data."""
+    for axis in range(data.ndim):
+        block = data.shape[axis] // scale.shape[axis]
+        if block > 1:
+            scale = np.repeat(scale, block, axis)
+            offset = None if offset is None else np.repeat(offset, block, axis)
+    shifted = data.astype(np.float32) if offset is None else data.astype(np.float32) - offset
+    return np.asarray(scale * shifted)
+
+
+def _reduce(function: Callable[..., Any]) -> Op:
+    def reduce(x: Array, axes: Array, keep_dims: Array | bool = False) -> Array:
+        return np.asarray(function(x, axis=tuple(int(axis) for axis in axes), keepdims=bool(keep_dims)))
+
+    return reduce
+
+
+def _binary(function: Callable[..., Any]) -> Op:
+    def binary(x: Array, y: Array) -> Array:
+        return np.asarray(function(x, y))
+
+    return binary
+
+
+OPS: dict[str, Op] = {
+    "abs": lambda x: np.asarray(np.abs(x)),
+    "add": _binary(np.add),
+    "sub": _binary(np.subtract),
+    "mul": _binary(np.multiply),
+    "real_div": _binary(np.divide),
+    "maximum": _binary(np.maximum),
+    "reduce_max": _reduce(np.max),
+    "reduce_mean": _reduce(np.mean),
+    "reduce_sum": _reduce(np.sum),
+    "rsqrt": rsqrt,
+    "softmax": softmax,
+    "silu": silu,
+    "conv": conv,
+    "matmul": matmul,
+    "concat": concat,
+    "split": split,
+    "reshape": lambda x, shape: np.reshape(x, tuple(int(size) for size in shape)),
+    "transpose": lambda x, perm: np.transpose(x, tuple(int(axis) for axis in perm)),
+    "slice_update": slice_update,
+}
+
 
 _STATE_OPS = ("read_state", "write_state")
 _MOVES = ("concat", "reshape", "slice_update", "split", "transpose")  # these make no new numbers to round
@@ -33,7 +153,7 @@ class _Step:
     """One operation ready to run: `fixed` arguments are known, `named` are looked up, `dead` is free afterwards."""
 
     operation: Operation
-    run: ops.Op | None
+    run: Op | None
     fixed: dict[str, Any]
     named: dict[str, list[str]]
     dead: tuple[str, ...]
@@ -96,7 +216,7 @@ class _Planner:
                 self._known[operation.outputs[0].name] = self._decoded(operation.arguments["val"][0])
             elif operation.kind == _CONSTEXPR:
                 self._known[operation.outputs[0].name] = self._expanded(operation)
-            elif operation.kind in ops.OPS or operation.kind in _STATE_OPS:
+            elif operation.kind in OPS or operation.kind in _STATE_OPS:
                 steps.append(self._step(operation))
             else:
                 raise ModelError(f"the reference interpreter does not know the operation {operation.kind!r}")
@@ -114,7 +234,7 @@ class _Planner:
                 named[name] = [b if isinstance(b, str) else "" for b in bindings]
                 if many:  # a list may mix constants and results: constants become named values
                     fixed.update({b: v for b, v in zip(named[name], values, strict=True) if v is not None})
-        return _Step(operation, ops.OPS.get(operation.kind), fixed, named, ())
+        return _Step(operation, OPS.get(operation.kind), fixed, named, ())
 
     def _decoded(self, binding: str | Constant) -> NDArray[Any]:
         if isinstance(binding, str):
@@ -131,7 +251,7 @@ class _Planner:
         key = tuple(b.offset if isinstance(b, Constant) else b for b in bindings.values())
         if key not in self._weights:
             parts = {n: self._model.value(b) for n, b in bindings.items() if isinstance(b, Constant)}
-            expanded = ops.blockwise_shift_scale(**parts)
+            expanded = blockwise_shift_scale(**parts)
             self._weights[key] = _rounded(expanded, operation.outputs[0].dtype)
         return self._weights[key]
 
@@ -150,7 +270,7 @@ def _with_ends(steps: list[_Step], keep: set[str]) -> tuple[_Step, ...]:
     return tuple(reversed(ended))
 
 
-def _execute(step: _Step, run: ops.Op, values: dict[str, NDArray[Any]]) -> None:
+def _execute(step: _Step, run: Op, values: dict[str, NDArray[Any]]) -> None:
     arguments = {name: value for name, value in step.fixed.items() if name in step.operation.arguments}
     for name, names in step.named.items():
         found = [values[n] if n in values else step.fixed[n] for n in names]
@@ -195,3 +315,16 @@ def _rounded(array: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 def _widened(array: NDArray[Any]) -> NDArray[Any]:
     return array.astype(np.float32) if array.dtype == np.float16 else array
+
+
+REFERENCE = "REFERENCE"
+NAMES = (*UNITS, REFERENCE)
+
+
+def runtime_of(package: Package, units: str, functions: Sequence[str] | None = None) -> Runtime:
+    """A runtime for `package` on `units`, one of NAMES, with `functions` or all of them.
+
+    Raises:
+        ModelError: there is no such device here, or it refuses the package.
+    """
+    return NumpyRuntime(package.mlpackage) if units == REFERENCE else CoreMLRuntime(package, units, functions)

@@ -17,13 +17,13 @@ from statistics import median
 
 from outrider.drafting.coreml.host.prefill import PackageReader
 from outrider.drafting.coreml.package.package import Package, open_package
-from outrider.drafting.coreml.runtime.devices import NAMES, runtime_of
-from outrider.drafting.coreml.runtime.runtime import DeviceAbsent
-from outrider.drafting.coreml.trials import sacrifice
+from outrider.drafting.coreml.runtime.interpreter import NAMES, runtime_of
+from outrider.drafting.coreml.runtime.runtimes import DeviceAbsent
+from outrider.drafting.coreml.trials import trial
+from outrider.engine.handover import ReadColumns
+from outrider.engine.load_checks import open_columns
 from outrider.engine.loading import LoadedModel
 from outrider.engine.loading import load as load_model
-from outrider.engine.open_tree import open_columns
-from outrider.engine.reading import ReadColumns
 from outrider.protocol.errors import OutriderError
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -86,7 +86,7 @@ def main() -> int:
         times = measure(load_model(options.model), package, options.units)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
-        return sacrifice.ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
+        return trial.ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
     options.result.write_text(json.dumps(dataclasses.asdict(times)), encoding="utf-8")
     return 0
 

@@ -1,7 +1,9 @@
 """`python -m outrider.drafting.coreml.trials.trial`: one package on one compute unit, tried out. Writes what it saw.
 
 Meant to be sacrificed: a graph the Neural Engine's compiler dislikes can end the whole process, some only after a
-hundred predictions. So this runs in a process of its own (`probe` starts it), and a missing file is an answer too.
+hundred predictions. So this runs in a process of its own (`selection` starts it), and a missing file is an answer too.
+
+`Ending`: a program run in a process that may die: what it wrote, or how it ended. Knows nothing of what it does.
 """
 
 from __future__ import annotations
@@ -9,7 +11,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +24,67 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafting.coreml.host.host import Host
-from outrider.drafting.coreml.host.line import Line
+from outrider.drafting.coreml.host.host import Host, Line
 from outrider.drafting.coreml.package.layout import Function
 from outrider.drafting.coreml.package.package import Package, open_package
-from outrider.drafting.coreml.runtime import compute_plan
-from outrider.drafting.coreml.runtime.coreml_runtime import compiled_path
-from outrider.drafting.coreml.runtime.devices import NAMES, REFERENCE, runtime_of
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtime import DeviceAbsent
-from outrider.drafting.coreml.trials import sacrifice
+from outrider.drafting.coreml.runtime import runtimes
+from outrider.drafting.coreml.runtime.interpreter import NAMES, REFERENCE, NumpyRuntime, runtime_of
+from outrider.drafting.coreml.runtime.runtimes import DeviceAbsent, compiled_path
 from outrider.protocol.errors import ModelError, OutriderError
+
+ABSENT = 20
+"""The exit code of a program whose device is not there at all."""
+_ROOT = Path(__file__).absolute().parents[4]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """`written`: what the program left, None when it left nothing, and then `reason` says why.
+
+    `final`: the device is not there or does not come back, so that another try of the like is of no use.
+    """
+
+    written: str | None
+    reason: str = ""
+    final: bool = False
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command line of one of this project's modules."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """This process's, in which the project is found from everywhere."""
+    paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def run_program(module: str, arguments: list[str], seconds: float) -> Ending:
+    """Runs `module` with `arguments` and --result FILE, for at most so many seconds."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory) / "result.json"
+        line = command(module, *arguments, "--result", str(result))
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=seconds, env=environment())
+        except subprocess.TimeoutExpired:
+            return Ending(None, f"its trial was still running after {seconds:.0f} seconds", final=True)
+        if not result.is_file():
+            return Ending(None, _reason(done), final=done.returncode == ABSENT)
+        return Ending(result.read_text(encoding="utf-8"))
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        return f"its trial was ended by {_signal(-done.returncode)}"
+    lines = done.stderr.strip().splitlines()
+    return f"its trial failed: {lines[-1]}" if lines else f"its trial failed with exit code {done.returncode}"
+
+
+def _signal(number: int) -> str:
+    names = {known.value: known.name for known in signal.Signals}
+    return names.get(number, f"signal {number}")
+
 
 _STEPS = 12
 _WARM_UP = 3
@@ -87,7 +143,7 @@ def _check_engine(units: str) -> None:
     if units != "CPU_AND_NE":
         return
     try:
-        there = compute_plan.has_engine()
+        there = runtimes.has_engine()
     except ModelError:
         return
     if not there:
@@ -98,7 +154,7 @@ def _engine_share(package: Package, units: str) -> dict[str, float]:
     if units == REFERENCE:
         return {}
     try:
-        return compute_plan.engine_share(package, units)
+        return runtimes.engine_share(package, units)
     except ModelError:  # it predicts well, wherever it does so
         return {}
 
@@ -164,7 +220,7 @@ def main() -> int:
         trial = run(open_package(options.package), options.units, options.predictions)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
-        return sacrifice.ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
+        return ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
     options.result.write_text(json.dumps(dataclasses.asdict(trial)), encoding="utf-8")
     return 0
 

@@ -1,4 +1,4 @@
-"""The interface of a head that learns. A new kind is one file that offers it, and a line in `kinds.py`."""
+"""The interface of a head that learns. A new kind is one file that offers it, and a line in `texts.py`."""
 
 from __future__ import annotations
 

@@ -1,18 +1,100 @@
-"""Which kind a text is of, judged by how its drafts hold: its prompt says what it looks like, its rounds what it is.
+"""How well drafts hold in one text: its kind, its odds, and whether its drafter is still of use.
 
-A drafter that does badly in a text of one kind and well in those of another soon says that it is one of these; then all
-that is known of these is believed of it, of who has not drafted for it, too.
+`Texts`: which kind a text is of, judged by how its drafts hold: its prompt says what it looks like, its rounds what it
+is. A drafter that does badly in a text of one kind and well in those of another soon says that it is one of these;
+then all that is known of these is believed of it, of who has not drafted for it, too.
+
+`TextOdds`: how well drafts hold in one text, or in texts of one kind: what is believed above it, moved by its own
+rounds. So a text begins as its kind is and a kind as all others are, and where a drafter never drafted, it is believed
+to do as well as elsewhere. Knows counts only.
+
+`kind_of`: what kind of text a request is about, known before its first round: who drafts best differs among them. A
+prompt that says things again goes on so, and is copied from; a grammar leaves little to guess; code and prose, which
+the front tells apart, are each drafted best by another. Knows tokens only.
+
+`Drift`: whether a drafter in the target's process is still of use to a request: one that says nothing, or nothing that
+holds, is left out of it. Counts only; `auto` has left it long before, since it measures what rounds bring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from outrider.orchestrator.core.learning.acceptance import Acceptance, Average, Shifted
 from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.orchestrator.core.learning.kinds import CODE, FREE, REPEATING
-from outrider.orchestrator.core.learning.text_odds import TextOdds
 from outrider.protocol.heads import NGRAM
+
+# Of copies: a text is some forty rounds long.
+SMOOTHING = 0.08
+
+
+class TextOdds:
+    """`rounds`: so many drafts it has seen."""
+
+    def __init__(self, above: Estimates | TextOdds) -> None:
+        """`above`: of the kind, or of everything."""
+        self._above = above
+        self.rounds = 0
+        self._drafted: dict[str, Acceptance] = {}
+        self._copied = Acceptance(prior=0.3, positions=2)
+        self._tokens, self._rows = Average(SMOOTHING), Average(SMOOTHING)
+
+    def moves_under(self, above: TextOdds) -> None:
+        """It is a text of another kind than was thought: what it has not seen itself it believes of that one."""
+        self._above = above
+
+    def holding(self, drafter: str = "") -> Acceptance:
+        """How well its tokens hold."""
+        own = self._drafted.setdefault(drafter, Shifted() if isinstance(self._above, TextOdds) else Acceptance())
+        own.prior = self._above.holding(drafter)
+        return own
+
+    def copied_a_round(self) -> tuple[float, float]:
+        """Of what the text says comes next: how many tokens held in a round, and how many there were."""
+        tokens, rows = self._above.copied_a_round()
+        return (
+            tokens if self._tokens.value is None else self._tokens.value,
+            rows if self._rows.value is None else self._rows.value,
+        )
+
+    def saw_chain(self, drafter: str, drafted: int, accepted: int) -> None:
+        self.rounds += 1
+        self.holding(drafter).add(drafted, min(accepted, drafted))
+
+    def saw_copy(self, copied: int, held: int) -> None:
+        if self._tokens.value is None:
+            tokens, rows = self._above.copied_a_round()
+            self._tokens.add(tokens)
+            self._rows.add(rows)
+        self._tokens.add(held)
+        self._rows.add(copied)
+        self._copied.add(copied, held)
+
+    def likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
+        """The logarithm of the chance that so many of a chain hold."""
+        holding = self._copied if drafter == NGRAM else self.holding(drafter)
+        return holding.likelihood(drafted, accepted)
+
+
+FREE, REPEATING, HELD, CODE = "", "repeating", "held", "code"
+
+# Of the newest tokens, so many at most and at least, this share of the pairs must have been there before.
+MOST, LEAST = 512, 24
+REPEATED = 0.3
+
+
+def kind_of(tokens: Sequence[int], held: bool, code: bool = False) -> str:
+    """`held`: by a grammar. `code`: it looks like a program."""
+    if held:
+        return HELD
+    other = CODE if code else FREE
+    pairs = list(pairwise(tokens[-MOST:]))
+    if len(pairs) < LEAST:
+        return other
+    return REPEATING if len(pairs) - len(set(pairs)) >= REPEATED * len(pairs) else other
+
 
 # A prompt's looks deceive; a grammar does not.
 LOOKS = (FREE, CODE, REPEATING)
@@ -76,3 +158,30 @@ class Texts:
             kinds = {kind: self.odds(kind, text.greedy) for kind in text.scores}
             text.explained({kind: odds.likelihood(drafter, drafted, accepted) for kind, odds in kinds.items()})
             text.odds.moves_under(self.odds(text.kind, text.greedy))
+
+
+# So many rounds in a row without a token where some were asked for.
+SILENT_ROUNDS = 4
+# Of so many tokens less than this share held.
+TOKENS, LEAST_USE = 128, 0.02
+
+
+@dataclass(slots=True)
+class Drift:
+    """Of one drafter in one request."""
+
+    silent: int = 0
+    drafted: int = 0
+    held: int = 0
+
+    def saw(self, drafted: int, held: int) -> str:
+        """A chain of so many tokens that was asked for; why the drafter is of no use any more, if it is not."""
+        self.silent = 0 if drafted else self.silent + 1
+        self.drafted, self.held = self.drafted + drafted, self.held + held
+        if self.silent >= SILENT_ROUNDS:
+            return f"it proposed nothing in {self.silent} rounds"
+        if self.drafted >= TOKENS:
+            if self.held < LEAST_USE * self.drafted:
+                return f"{self.held} of its last {self.drafted} tokens were accepted"
+            self.drafted, self.held = self.drafted // 2, self.held // 2
+        return ""

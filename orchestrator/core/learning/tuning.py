@@ -1,8 +1,12 @@
 """What is known of a pair on this machine, kept between runs so that `auto` starts from it.
 
 Two files a pair, found again by models, backend and threads: what `outrider tune` found out, and what a server's own
-rounds taught it (`memory`). Each holds one record a temperature class (greedy, sampled). Written whole or not at all;
+rounds taught it (`Memory`). Each holds one record a temperature class (greedy, sampled). Written whole or not at all;
 an unreadable file counts as none.
+
+`Memory`: what `auto` learned, carried over restarts: read when a server starts, written while nobody waits and at its
+end. A file beside `outrider tune`'s. It is never the reason for a failure: what can't be read or written is done
+without.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -33,7 +38,7 @@ class Choice:
 
     K and B of 0: not tuned, they follow the formula. `at_once`: so many requests brought that rate together.
     `drafter`: of the target's process, or n-grams; empty: draft workers. `kind`: of what
-    kind of text, see `kinds`.
+    kind of text, see `texts`.
     """
 
     mode: str
@@ -222,3 +227,44 @@ def _number(value: Any, least: float = 0.0) -> float:
     if not least <= float(value) < math.inf:
         raise ValueError(f"{value!r} is neither a time nor a share")
     return float(value)
+
+
+SECONDS = 60
+
+
+class Memory:
+    """The file at `path`; None: nothing is carried over."""
+
+    def __init__(self, path: Path | None, now_ns: int) -> None:
+        self._path = path
+        self._after = ""
+        self._written_ns = now_ns
+        self._complained = False
+
+    def read(self, tuned: Path) -> tuple[Tuning, ...]:
+        """What an earlier server learned; nothing where the pair was tuned anew since, in the file at `tuned`.
+
+        No clock tells which is newer: a file says which it goes on from.
+        """
+        self._after = digest(tuned)
+        if self._path is None or after(self._path) != self._after:
+            return ()
+        return load(self._path)
+
+    def is_due(self, now_ns: int) -> bool:
+        """Whether the last writing is a while ago."""
+        return self._path is not None and now_ns - self._written_ns > SECONDS * SECOND_NS
+
+    def write(self, learned: Sequence[Tuning], now_ns: int) -> None:
+        """Keeps what was learned; nothing learned changes nothing."""
+        self._written_ns = now_ns
+        if self._path is None or not learned:
+            return
+        try:
+            write(learned, self._path, self._after)
+            self._complained = False
+        except OSError as error:
+            level = logging.INFO if self._complained else logging.WARNING
+            self._complained = True
+            told = "what auto learned can't be saved in %s: %s; the next server starts without it"
+            log.log(level, told, self._path, error.strerror)

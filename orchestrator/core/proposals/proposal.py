@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import takewhile
 
-from outrider.protocol.fields import MAX_CHAIN
 from outrider.protocol.messages import Outcome
-from outrider.protocol.origins import Origin
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.sparse import SparseQ
-from outrider.protocol.trees import ROOT, DraftTree, depths, spine, united
+from outrider.protocol.schema import MAX_CHAIN, Origin
+from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, spine, united
 
 
 class Source(Enum):

@@ -1,9 +1,16 @@
-"""Who is in the cluster, by routing id: a place is given once, to one process, and names are the orchestrator's.
+"""Who is in the cluster: who is let in, who has which place, and what all of them can do.
 
-A worker's routing id is its incarnation, which the orchestrator draws for those that it spawns and a drafter that joins
-draws for itself. Nobody can take a living worker's place: ZeroMQ leaves a routing id with whoever has it, beyond this
-machine with whoever comes with its key, and a name stays with its incarnation. Knows who is who; knows nothing of
-sockets or requests.
+`Places`: who is in the cluster, by routing id: a place is given once, to one process, and names are the
+orchestrator's. A worker's routing id is its incarnation, which the orchestrator draws for those that it spawns and a
+drafter that joins draws for itself. Nobody can take a living worker's place: ZeroMQ leaves a routing id with whoever
+has it, beyond this machine with whoever comes with its key, and a name stays with its incarnation. Knows who is who;
+knows nothing of sockets or requests.
+
+`Entry`: who is let in at the workers' socket, and who may stay: by key, by what it says of itself, by what its model
+speaks. Reads the places and asks the gate; sends nothing and changes nothing but the keys that the gate refuses.
+
+`Roster`: who is in the cluster and what they can do: what the rounds, the front and `outrider status` ask about the
+workers. Reads the places and changes nothing. Knows nothing of sockets or requests.
 """
 
 from __future__ import annotations
@@ -11,9 +18,19 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
+import zmq
+
+from outrider.orchestrator.auth import Gate
 from outrider.orchestrator.core.workers.worker import Worker, reads_alike
+from outrider.orchestrator.events import Speaks
+from outrider.orchestrator.limits import KvRoom, kv_room
+from outrider.orchestrator.machine.system import physical
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.abilities import Abilities
 from outrider.protocol.digest import fits
-from outrider.protocol.messages import Hello
+from outrider.protocol.keyring import DRAFTER, PREFILL
+from outrider.protocol.keys import ServerKeys, key_shown
+from outrider.protocol.messages import Hello, WorkerStats
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
 TARGET = "target-0"
@@ -147,3 +164,121 @@ class Places:
 
 def _shown(hello: Hello) -> str:
     return f"a {hello.role} worker (process {hello.pid}, {hello.model or hello.backend})"
+
+
+NOT_ALLOWED = "its key is not allowed (any more); allow it on the server with `outrider keys allow`"
+
+
+class Entry:
+    """`gate`: who asks for keys; None: nobody does. `language`: what tokens mean in this cluster, once it is known."""
+
+    def __init__(self, places: Places, gate: Gate | None) -> None:
+        self._places, self._gate = places, gate
+        self.language = Speaks("", "")
+
+    @property
+    def keys(self) -> ServerKeys | None:
+        """What an endpoint for workers of other machines is bound with, where it is to ask for keys."""
+        return self._gate.keys(DRAFTER) if self._gate is not None else None
+
+    def refuse_key(self, key: str, why: str) -> None:
+        """Lets it in no more, and sends away who is here with it; an empty one is nobody's."""
+        if self._gate is not None and key:
+            self._gate.refuse(key, why)
+
+    def may_stay(self, role: str, key: str) -> bool:
+        allowed = PREFILL if role == "prefill" else DRAFTER  # who reads prompts is trusted with the text
+        return self._gate is not None and self._gate.lets_in(allowed, key)
+
+    def is_impostor(self, identity: bytes, first: zmq.Frame) -> bool:
+        """Whether it has taken over a routing id whose owner came in with another key, or without one."""
+        worker = self._places.at(identity) if self._gate is not None else None
+        return worker is not None and worker.key != key_shown(first)
+
+    def refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
+        """Why a stranger may not join; None when it may."""
+        if key and not self.may_stay(hello.role, key):  # its connection is from when it still might
+            return NOT_ALLOWED
+        if key and hello.role == "target":
+            return "its key is for drafters; expected a target's rank 0 on the server's machine, by its local endpoint"
+        if not all(text.isprintable() for text in (hello.backend, hello.model, hello.note, hello.files)):
+            return "its description is not printable text"
+        ours, theirs = self.language, hello.vocabulary
+        if theirs and ours.vocabulary and theirs != ours.vocabulary:
+            return (
+                f"its model {hello.model} has another vocabulary than this cluster's {ours.model}; expected a"
+                " draft of the target's own family (`outrider pairs` lists some)"
+            )
+        return self._places.refusal(identity, hello)
+
+
+class Roster:
+    """The workers that have a place, by name and by what they do."""
+
+    def __init__(self, places: Places, settings: ServeSettings) -> None:
+        self._places, self._settings = places, settings
+        self._memory = physical()
+
+    @property
+    def ready(self) -> bool:
+        """Every worker this cluster was meant to have is there, or is done without."""
+        spawned = [worker for worker in self._places.all() if worker.spawned]
+        return self.has_target() and all(worker.state in ("ready", "refused", "lost") for worker in spawned)
+
+    @property
+    def target_context(self) -> int:
+        target = self._places.named(TARGET)
+        return target.hello.context_length if target and target.hello else 0
+
+    @property
+    def target_abilities(self) -> Abilities:
+        target = self._places.named(TARGET)
+        return target.hello.abilities if target and target.hello else Abilities()
+
+    @property
+    def kv_room(self) -> KvRoom:
+        """What texts may take in all workers that are there."""
+        return kv_room(self._settings.kv_memory, self.stats(), self._memory)
+
+    def notes(self) -> list[str]:
+        """Why requests get less speculation than was asked for, a sentence each."""
+        able = self.target_abilities
+        drafters = [worker for worker in self._places.all() if worker.role == "draft" and worker.spawned]
+        refused = [worker.fault for worker in drafters if worker.state in ("refused", "lost")]
+        if not able.chains:
+            return [f"speculation is off: {able.why}"]
+        return [*(f"no draft model: {why}" for why in refused), *able.left_out]
+
+    def is_target(self, name: str) -> bool:
+        worker = self._places.named(name)
+        return worker is not None and worker.role == "target"
+
+    def drafters(self) -> set[str]:
+        return {worker.name for worker in self._places.all() if worker.role == "draft" and worker.state == "ready"}
+
+    def prefill_workers(self) -> set[str]:
+        """Those of the target's own model, if it takes over what they read."""
+        target = self._places.named(TARGET)
+        if target is None or target.hello is None or not target.hello.abilities.takes_kv:
+            return set()
+        found = [worker for worker in self._places.all() if worker.role == "prefill" and worker.state == "ready"]
+        return {worker.name for worker in found if worker.hello and reads_alike(worker.hello, target.hello)}
+
+    def vocabulary(self, name: str) -> int:
+        worker = self._places.named(name)
+        return worker.hello.vocab_size if worker and worker.hello else 0
+
+    def features(self, name: str) -> str:
+        worker = self._places.named(name)
+        return worker.hello.features if worker and worker.hello else ""
+
+    def model(self, name: str) -> object:
+        worker = self._places.named(name)
+        return (worker.hello.vocab_size, worker.hello.parameters) if worker and worker.hello else None
+
+    def has_target(self) -> bool:
+        target = self._places.named(TARGET)
+        return target is not None and target.entered
+
+    def stats(self) -> tuple[WorkerStats, ...]:
+        return tuple(worker.stats() for worker in self._places.all())

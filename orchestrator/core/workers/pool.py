@@ -2,6 +2,9 @@
 
 Turns frames into (worker name, message) and back; what workers say about themselves stays here. Who may come is the
 entry's to say, who lives and who is started again the supervisor's. Knows nothing of requests.
+
+`WorkerRouter`: the socket that workers speak to: frames in and out, never waiting for anybody. What does not fit is
+dropped, since what matters is asked again. Knows routing ids and keys, not whose they are.
 """
 
 from __future__ import annotations
@@ -13,20 +16,16 @@ from pathlib import Path
 
 import zmq
 
-from outrider.orchestrator.allowance import Allowance, Rate
+from outrider.orchestrator.auth import Gate
 from outrider.orchestrator.core.door import LIES
-from outrider.orchestrator.core.workers.entry import NOT_ALLOWED, Entry
-from outrider.orchestrator.core.workers.places import MAX_NAME, TARGET, Places
-from outrider.orchestrator.core.workers.pulse import SILENT, Pulse
-from outrider.orchestrator.core.workers.roster import Roster
-from outrider.orchestrator.core.workers.router import MAX_CONNECTIONS, WorkerRouter
+from outrider.orchestrator.core.workers.places import MAX_NAME, NOT_ALLOWED, TARGET, Entry, Places, Roster
 from outrider.orchestrator.core.workers.supervisor import Supervisor
-from outrider.orchestrator.core.workers.worker import Loss, Worker, misfit
-from outrider.orchestrator.gate import Gate
+from outrider.orchestrator.core.workers.worker import SILENT, Loss, Pulse, Worker, misfit
+from outrider.orchestrator.limits import Allowance, Doorkeeper, Rate
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol import clock, far
+from outrider.protocol import clock, endpoints
 from outrider.protocol.clock import SECOND_NS
-from outrider.protocol.codec import decode_all
+from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
 from outrider.protocol.keys import key_shown
@@ -48,6 +47,53 @@ from outrider.protocol.messages import (
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
 log = logging.getLogger(__name__)
+
+# A worker has two; the rest is for strangers, until they are turned away.
+MAX_CONNECTIONS = 256
+# Messages that wait for a worker that does not read, or for this process.
+MOST_WAITING = 1024
+# So much is worth a warning, so that nobody fills a log: one in ten seconds, after some at once.
+WARNINGS = Rate(0.1, 10)
+
+
+class WorkerRouter:
+    """A ROUTER with a doorkeeper; `socket` and `door.monitor` are what to poll."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
+        self.socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
+        self.door = Doorkeeper(self.socket, endpoint, MAX_CONNECTIONS)
+        self._warnings = Allowance(WARNINGS)
+
+    def receive(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
+        """What waits: the sender's routing id, which also knows its key (`key_shown`), and frames; never blocks."""
+        while True:
+            try:
+                first = self.socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            yield first, self.socket.recv_multipart()
+
+    def send(self, identity: bytes, *messages: Message) -> None:
+        """Dropped where the worker is gone, or does not read: what matters is asked again."""
+        frames = encode_all(messages)
+        try:
+            self.socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EAGAIN:
+                self.warn("a worker has %d unread messages, the maximum; later ones are lost", MOST_WAITING)
+            return
+        for frame in frames[:-1]:
+            self.socket.send(frame, zmq.SNDMORE)
+        self.socket.send(frames[-1])
+
+    def warn(self, told: str, *values: object) -> None:
+        """What others can bring about as often as they like fills no log."""
+        level = logging.WARNING if self._warnings.takes(b"", (), clock.now()) else logging.INFO
+        log.log(level, told, *values)
+
 
 # A drafter says a few things a forward; a stranger has little to say but HELLO.
 DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
@@ -213,7 +259,7 @@ class WorkerPool(Roster):
         """Drafters join there, too."""
         keys = self.entry.keys if settings.asks_for_keys(endpoint) else None
         if keys is not None:
-            far.prepare(self.socket)
+            endpoints.prepare(self.socket)
         self.joining_endpoint = self.door.open(endpoint, MAX_CONNECTIONS, keys).endpoint
 
     def _hello(self, identity: bytes, hello: Hello, key: str) -> None:

@@ -4,23 +4,115 @@ A worker that never came up is an error of the start, and a drafter that can't d
 been ready comes again, after a while that grows with each death in a row; its place keeps what it takes in memory and
 can do. A target is given up after some deaths in a row, others only where each load fails alike. Who came by itself is
 not started by anybody; a target that did is waited for. Knows places and processes; nothing of sockets or requests.
+
+`Restarts`: when a worker that died is started again, and when no more. The wait doubles with each death in a row, up
+to a minute; a worker that has done something since its start, or stood for a while, begins a new row. Given up is,
+after so many in a row, one that all requests depend on, so that whoever runs the server has to know, and one whose
+load fails again and again with the same error. Knows counts and times; knows no process.
+
+`Exits`: a descriptor that can be waited for beside sockets, and wakes whoever waits when one of our processes has
+ended. Linux has that; elsewhere the core looks at its processes a few times a second. Reaps nobody: the process id
+stays the process's until its owner asks for the exit code.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import select
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.orchestrator.core.workers.places import TARGET, Places
 from outrider.orchestrator.core.workers.worker import Loss, Worker
-from outrider.orchestrator.machine.exits import Exits
-from outrider.orchestrator.machine.restarts import MOST_DEATHS, Restarts
 from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.worker_link import INCARNATION_BITS
+
+FIRST_NS, LONGEST_NS = 250_000_000, 60_000_000_000
+MOST_DEATHS = 5
+STEADY_NS = 60_000_000_000
+
+
+@dataclass(slots=True)
+class Restarts:
+    """One worker's: `done` so far, `deaths` in a row, and when the next start is due, if one is.
+
+    `failed_loads`: the latest deaths in a row of which each was a load that ended with `error`.
+    """
+
+    done: int = 0
+    deaths: int = 0
+    due_ns: int | None = None
+    failed_loads: int = 0
+    error: str = ""
+
+    def died(self, now_ns: int, worked: bool, stood_ns: int, needed: bool, error: str = "") -> bool:
+        """Counts a death; False: it is given up.
+
+        Args:
+            worked: it had done something for a request.
+            stood_ns: for so long it had been ready.
+            needed: no request can do without it.
+            error: what its load said at its own end, if that was its end.
+        """
+        self.deaths = 1 if worked or stood_ns >= STEADY_NS else self.deaths + 1
+        self.failed_loads = self.failed_loads + 1 if error and error == self.error else int(bool(error))
+        self.error = error
+        comes_back = (self.deaths if needed else self.failed_loads) < MOST_DEATHS
+        self.due_ns = now_ns + self.wait_ns if comes_back else None
+        return comes_back
+
+    @property
+    def wait_ns(self) -> int:
+        """How long after the latest death it is started again."""
+        return min(FIRST_NS << min(self.deaths - 1, 32), LONGEST_NS)
+
+    def is_due(self, now_ns: int) -> bool:
+        return self.due_ns is not None and now_ns >= self.due_ns
+
+    def begun(self) -> None:
+        """It was started again."""
+        self.done, self.due_ns = self.done + 1, None
+
+
+class Exits:
+    """Watches processes of this one by id. `fileno` is None where that can't be waited for."""
+
+    def __init__(self) -> None:
+        self._waiting = select.epoll() if sys.platform == "linux" else None
+        self._watched: dict[int, int] = {}
+
+    @property
+    def fileno(self) -> int | None:
+        return self._waiting.fileno() if self._waiting is not None else None
+
+    def watch(self, pid: int) -> None:
+        """From now on its end wakes; where the system refuses that, nothing happens."""
+        if self._waiting is None:
+            return
+        try:
+            self._watched[pid] = os.pidfd_open(pid)
+        except OSError:
+            return
+        self._waiting.register(self._watched[pid], select.EPOLLIN)
+
+    def forget(self, pid: int) -> None:
+        """Its end is known, or nobody's business any more."""
+        held = self._watched.pop(pid, None)
+        if held is not None:
+            os.close(held)  # and so it is waited for no more
+
+    def close(self) -> None:
+        for pid in list(self._watched):
+            self.forget(pid)
+        if self._waiting is not None:
+            self._waiting.close()
+
 
 log = logging.getLogger(__name__)
 

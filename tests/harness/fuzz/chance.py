@@ -9,9 +9,21 @@ import numpy as np
 
 from outrider.protocol.codec import MESSAGES
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.fields import Array, OneOf, Range
 from outrider.protocol.sampling import RULES, SamplingParams
-from outrider.protocol.schema import Fixed, Flag, Many, Maybe, Real, Record, Shape, String, fields_of
+from outrider.protocol.schema import (
+    Array,
+    Fixed,
+    Flag,
+    Many,
+    Maybe,
+    OneOf,
+    Range,
+    Real,
+    Record,
+    Shape,
+    String,
+    fields_of,
+)
 
 FEW = 4
 LETTERS = 'ab \n"{}[]<|>\\é☃\U0001f600\0'

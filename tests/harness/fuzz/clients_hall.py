@@ -17,19 +17,31 @@ from unittest.mock import patch
 import zmq
 
 from outrider.orchestrator.client.client import Client
-from outrider.orchestrator.events import Admit, Began, Committed, Ended, Quit, Stop, ToCore, ToFront, WorkersChanged
+from outrider.orchestrator.events import (
+    Admit,
+    Began,
+    Committed,
+    Drain,
+    End,
+    Ended,
+    Lines,
+    Mailbox,
+    Quit,
+    Stop,
+    ToCore,
+    ToFront,
+    WorkersChanged,
+)
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.lines import Drain, End, Lines
-from outrider.orchestrator.mailbox import Mailbox
 from outrider.orchestrator.pair.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.codec import MESSAGES
 from outrider.protocol.directory import private_directory
 from outrider.protocol.messages import Cancel, Generate, StatsQuery, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.tallies import Durations
+from outrider.protocol.stats import Durations
 from tests.harness.fuzz.hall import ENDLESS, Broken
 from tests.harness.fuzz.mutation import Mutator
 

@@ -3,7 +3,7 @@
     python -m tests.harness.fuzz.guided -runs=1000000 -max_len=4096
 
 Options are libFuzzer's. What is decoded must be a message that can be said again and is then the same; what is refused
-must be refused by a ProtocolError of one line. The checks that are written out at run time (`protocol.checks`) are
+must be refused by a ProtocolError of one line. The checks that are written out at run time (`protocol.codec`) are
 followed as well.
 """
 
@@ -19,8 +19,7 @@ import atheris
 
 with atheris.instrument_imports(include=["outrider.protocol"]):
     from outrider.protocol import codec
-    from outrider.protocol.checks import loader
-    from outrider.protocol.codec import MESSAGES, decode_all, encode_all, request_of
+    from outrider.protocol.codec import MESSAGES, decode_all, encode_all, loader, request_of
     from outrider.protocol.errors import ProtocolError
     from tests.harness.fuzz.chance import some
 

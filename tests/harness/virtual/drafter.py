@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.paced import PacedDrafter
-from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.drafting.replay import PacedDrafter, ReplayDrafter, Script
 from outrider.engine.pace import Pace
 from outrider.protocol.messages import Message
 from outrider.protocol.profile import Profile

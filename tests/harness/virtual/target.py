@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.engine.slots import PREFILL
+from outrider.engine.texts import PREFILL
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prefilled, Prepare, Span, Verify
 from outrider.protocol.profile import Profile
-from outrider.target_worker.pieces import READING_SHARE, READING_SHARE_BESIDE_CHAINS, SMALLEST_PIECE
+from outrider.target_worker.batch import READING_SHARE, READING_SHARE_BESIDE_CHAINS, SMALLEST_PIECE
 from tests.harness.virtual.known_text import held, path_of
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
@@ -133,7 +133,7 @@ class PacedTarget:
         self._world.after(seconds, lambda: self._end(flight))
 
     def _pieces(self, readers: Sequence[Playing], rows: int, decoding: int) -> list[tuple[Playing, int]]:
-        """The next pieces of prompts, first come first served, as `target_worker.pieces` has it for usual rows."""
+        """The next pieces of prompts, first come first served, as `target_worker.batch` has it for usual rows."""
         room, found = PREFILL, []
         if len(readers) <= decoding:
             share = READING_SHARE_BESIDE_CHAINS if rows > decoding else READING_SHARE

@@ -1,0 +1,375 @@
+"""Parts of unmodified mlx-lm models: their layers and what these put out, forwards that end early, logits only where
+they are read.
+
+`Taps`: hidden rows off an unmodified mlx-lm model: what chosen layers put out, and what goes into and comes out of its
+norm. Layers are counted from 0 and meant by their output. `Taps` lets the chosen layers and the final norm of a model
+tell what passes them; they tell nobody unless a forward asks, and nothing is kept behind one. Knows rows of tokens;
+nothing of texts, chains or who reads them.
+
+`listen`: modules of an unmodified model that tell what goes in and what comes out. They stay what they were in all
+else.
+
+`FirstLayers`: the first layers of an unmodified mlx-lm model alone: its own forward runs as far as a layer, and ends
+there. So embedding, positions and masks are the model's own, and of the caches those of the layers before are written.
+Knows layers; nothing of texts, or of what is made of their rows.
+
+`Readers`: several readers of one model's hidden rows: what they read is tapped once, and each gets its own of it.
+Knows rows of tokens; nothing of what readers make of them.
+
+`backbone_of`: where in an unmodified mlx-lm model its layers, its final norm, its embedding and its output layer are.
+
+`Head`: logits only where somebody reads them: a prompt's tokens pass the model's last, widest layer by; and an output
+layer that makes those of a draft's own vocabulary alone. Wraps the output layer of a model (`lm_head`, or the
+embedding where both are one). It acts on the rows that were named for the forward under way; with none named every row
+gets its logits, as in mlx-lm. Knows one layer, nothing of texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from outrider.engine.blocks import Floats
+from outrider.protocol.errors import ModelError
+
+Tell = Callable[[Any, Any], None]
+
+
+def listen(module: nn.Module, who: object, tell: Tell) -> None:
+    """`tell` hears of each call of `module` from now on, in place of what `who` had hear before."""
+    kind = type(module)
+    if not issubclass(kind, _Heard):
+        module.__class__ = type(kind.__name__, (_Heard, kind), {"__module__": kind.__module__})
+        module._ears = _Ears()
+    module._ears.by[who] = tell
+
+
+class _Ears:
+    """Who hears of a module. (A plain dict would become part of the module.)"""
+
+    def __init__(self) -> None:
+        self.by: dict[object, Tell] = {}
+
+
+class _Heard:
+    """Put before a module's own class."""
+
+    _ears: _Ears
+
+    def __call__(self, *args: Any, **others: Any) -> Any:
+        out = super().__call__(*args, **others)  # type: ignore[misc]
+        for tell in self._ears.by.values():
+            tell(next(iter((*args, *others.values()))), out)
+        return out
+
+
+_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm", "output_norm")
+_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embeddings", "word_embeddings", "embed_in")
+
+
+def backbone_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """The module that holds the model's layers, and all of them, wherever it is nested."""
+    first = next(iter(getattr(model, "layers", ())), None)
+    for module in model.modules():
+        for value in module.values():
+            if isinstance(value, list) and any(layer is first for layer in value):
+                return module, value
+    raise ModelError("the model's layers are not in a list, so their outputs can't be read")
+
+
+def final_norm(backbone: nn.Module) -> nn.Module:
+    return _child(backbone, _NORMS, "final norm to tap")
+
+
+def embedding(backbone: nn.Module) -> nn.Module:
+    return _child(backbone, _EMBEDDINGS, "embedding to share")
+
+
+def output_layer(model: nn.Module, backbone: nn.Module) -> Callable[[mx.array], mx.array]:
+    """What makes logits of rows behind the final norm, in a model that does nothing else to them."""
+    own = model.get("lm_head")
+    if isinstance(own, nn.Module):
+        return lambda rows: own(rows)  # a module would become a part of whoever keeps it
+    return lambda rows: embedding(backbone).as_linear(rows)
+
+
+def _child(backbone: nn.Module, names: tuple[str, ...], what: str) -> nn.Module:
+    for name in names:
+        if isinstance(backbone.get(name), nn.Module):
+            return backbone[name]
+    raise ModelError(f"the model has no {what}; expected one of {', '.join(names)} beside its layers")
+
+
+BEFORE_NORM, AFTER_NORM = "before", "after"
+Takes = Callable[[mx.array], None]
+"""Is given the hidden rows of a part's tokens, [N, W], lazy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TapPoints:
+    """Where rows are tapped; they stand side by side in this order: layers' outputs, before the norm, after it."""
+
+    layers: tuple[int, ...] = ()
+    before_norm: bool = False
+    after_norm: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.layers) + self.before_norm + self.after_norm
+
+    @property
+    def keys(self) -> tuple[object, ...]:
+        """What tells them apart, in the order in which their rows stand."""
+        return (*self.layers, *[BEFORE_NORM] * self.before_norm, *[AFTER_NORM] * self.after_norm)
+
+
+class Taps:
+    """The taps of one model. `fuse` makes what readers get, [N, W], of the tapped rows [N, points * D]."""
+
+    def __init__(self, model: nn.Module, points: TapPoints, fuse: Callable[[mx.array], mx.array] | None = None) -> None:
+        """Raises ModelError: the model has no such layer, no norm behind them, or its layers give no row a token."""
+        self._points, self._fuse = points, fuse
+        self._seen: dict[object, mx.array] | None = None
+        backbone, layers = backbone_of(model)
+        for number in points.layers:
+            if not 0 <= number < len(layers):
+                raise ModelError(f"there is no layer {number}: the model has {len(layers)}, counted from 0")
+            listen(layers[number], "taps", partial(self._note_layer, number))
+        if points.before_norm or points.after_norm:
+            listen(final_norm(backbone), "taps", self._note_norm)
+        self._try(model)
+
+    def forward(self, call: Callable[[], mx.array], parts: Sequence[tuple[int, Takes | None]]) -> mx.array:
+        """`call`'s forward over one row of parts of so many tokens each; who takes a part's hidden rows gets them."""
+        if not any(takes for _, takes in parts):
+            return call()
+        with self._open() as seen:
+            logits = call()
+        flat = mx.concatenate([seen[key] for key in self._points.keys], axis=-1)[0]
+        if not all(takes for _, takes in parts):
+            flat = mx.take(flat, mx.array(_wanted(parts), mx.int32), axis=0)
+        hidden, begin = flat if self._fuse is None else self._fuse(flat), 0
+        for count, takes in parts:
+            if takes is not None:
+                takes(hidden[begin : begin + count])
+                begin += count
+        return logits
+
+    @contextmanager
+    def _open(self) -> Iterator[dict[object, mx.array]]:
+        """What passes meanwhile; the model's own references are gone afterwards, so that buffers can be used again."""
+        seen = self._seen = {}
+        try:
+            yield seen
+        finally:
+            self._seen = None
+
+    def hears(self, key: object) -> bool:
+        """Whether a forward that is not the model's own is to tell what passes there."""
+        return self._seen is not None and key in self._points.keys
+
+    def told(self, key: object, rows: Floats) -> None:
+        """Such a forward tells rows [T, D] of its tokens."""
+        if self._seen is not None and key in self._points.keys:
+            self._seen[key] = mx.array(rows)[None]
+
+    def _note(self, key: object, out: Any) -> None:
+        if self._seen is not None:
+            self._seen[key] = out[0] if isinstance(out, tuple) else out
+
+    def _note_layer(self, number: int, _: Any, out: Any) -> None:
+        self._note(number, out)
+
+    def _note_norm(self, x: Any, out: Any) -> None:
+        self._note(BEFORE_NORM, x)
+        self._note(AFTER_NORM, out)
+
+    def _try(self, model: nn.Module) -> None:
+        """Builds a forward and evaluates none of it: only the shapes are looked at."""
+        with self._open() as seen:
+            model(mx.array([[0, 0]]))
+        shapes = {key: seen[key].shape if key in seen else None for key in self._points.keys}
+        for key, shape in shapes.items():
+            if shape is None or shape[:-1] != (1, 2):
+                raise ModelError(f"the model gives no hidden row a token at {key!r} ({shape}); it can't be tapped")
+
+
+def _wanted(parts: Sequence[tuple[int, Takes | None]]) -> list[int]:
+    """The places in the flat row of the parts that somebody takes."""
+    rows: list[int] = []
+    begin = 0
+    for count, takes in parts:
+        rows += range(begin, begin + count) if takes is not None else ()
+        begin += count
+    return rows
+
+
+class FirstLayers:
+    """The first `count` layers of `model`."""
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        """Raises ModelError: the model has no so many."""
+        _, layers = backbone_of(model)
+        if not 0 < count <= len(layers):
+            raise ModelError(f"the model has {len(layers)} layers, so none can be left after {count}")
+        self._ends = False
+        listen(layers[count - 1], self, self._end)
+
+    def rows(self, call: Callable[[], Any]) -> mx.array:
+        """What they make of what `call` feeds to the model, [1, T, D]. Lazy."""
+        self._ends = True
+        try:
+            call()
+        except _End as end:
+            return end.rows
+        finally:
+            self._ends = False
+        raise ModelError("the model's forward never came to the layer that was to end it")
+
+    def _end(self, _: Any, out: Any) -> None:
+        if self._ends:
+            raise _End(out[0] if isinstance(out, tuple) else out)
+
+
+class _End(Exception):  # no error: the layer has been reached
+    def __init__(self, rows: mx.array) -> None:
+        super().__init__()
+        self.rows = rows
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """`fuse` makes what it reads, [N, W], of the rows that are tapped for it, [N, points * D]."""
+
+    points: TapPoints
+    fuse: Callable[[mx.array], mx.array]
+
+
+class Readers:
+    """`points` and `fuse` are for the `Taps` of them all; `apart` tells whose is what."""
+
+    def __init__(self, readers: Sequence[Reader]) -> None:
+        """At least one."""
+        self._readers = tuple(readers)
+        self._parts: list[tuple[int, mx.Dtype]] = []
+        points = [reader.points for reader in readers]
+        self.points = TapPoints(
+            tuple(sorted({layer for one in points for layer in one.layers})),
+            any(one.before_norm for one in points),
+            any(one.after_norm for one in points),
+        )
+
+    def fuse(self, rows: mx.array) -> mx.array:
+        """What each reads, side by side."""
+        columns = dict(zip(self.points.keys, mx.split(rows, self.points.count, axis=-1), strict=True))
+        own = [
+            reader.fuse(mx.concatenate([columns[key] for key in reader.points.keys], axis=-1))
+            for reader in self._readers
+        ]
+        self._parts = [(part.shape[-1], part.dtype) for part in own]
+        return own[0] if len(own) == 1 else mx.concatenate(own, axis=-1)
+
+    def apart(self, features: mx.array) -> list[mx.array]:
+        """Of what `fuse` made each reader's own, in their order and number formats."""
+        if len(self._parts) == 1:
+            return [features]
+        found, begin = [], 0
+        for width, dtype in self._parts:
+            found.append(features[:, begin : begin + width].astype(dtype))
+            begin += width
+        return found
+
+
+class Wanted:
+    """The rows of the next forward that need logits, int [R]; None: all. `passed` tells whether a head has seen it."""
+
+    def __init__(self) -> None:
+        self.rows: mx.array | None = None
+        self.passed = False
+
+    def of(self, hidden: mx.array) -> mx.array:
+        """Hidden rows [1, T, D] without those that nobody reads."""
+        if self.rows is None:
+            return hidden
+        self.passed = True
+        return mx.take(hidden, self.rows, axis=1)
+
+
+class ReducedHead(nn.Module):  # type: ignore[misc]
+    """An output layer for some of the vocabulary's tokens, as FR-Spec's and EAGLE-3's: the others' logits are -inf.
+
+    `rows` is the layer, [hidden] -> [tokens it can say]; `tokens` are their ids, ascending.
+    """
+
+    def __init__(self, hidden: int, count: int, vocab_size: int) -> None:
+        super().__init__()
+        self.rows = nn.Linear(hidden, count, bias=False)
+        self.tokens = mx.arange(count, dtype=mx.int32)
+        self.vocab_size = vocab_size
+        self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.spread(self.rows(x))
+
+    def spread(self, logits: mx.array) -> mx.array:
+        """[..., V] of the rows' own [..., V_d]."""
+        whole = mx.full((*logits.shape[:-1], self.vocab_size), -mx.inf, logits.dtype)
+        whole[..., self.tokens] = logits
+        return whole
+
+
+class Head(nn.Module):  # type: ignore[misc]
+    """An output layer that leaves out what is not wanted."""
+
+    def __init__(self, inner: nn.Module, wanted: Wanted) -> None:
+        super().__init__()
+        self.inner = inner
+        self._wanted = _Held(wanted)
+
+    def __getattr__(self, name: str) -> Any:
+        """Models may read their layer's own attributes, such as its weights."""
+        inner = self.get("inner")
+        if inner is None or name == "inner":
+            return super().__getattr__(name)
+        return getattr(inner, name)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        is_output = isinstance(self.inner, nn.Linear | nn.QuantizedLinear | ReducedHead)
+        found: mx.array = self.inner(self._wanted.of(x) if is_output else x)
+        return found
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """An embedding's second use, as the output layer."""
+        found: mx.array = self.inner.as_linear(self._wanted.of(x))
+        return found
+
+
+class _Held:
+    """Keeps a plain object in a module without making it one of its parameters."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.of = wanted.of
+
+
+def unwrapped(layer: nn.Module) -> nn.Module:
+    """The model's own layer, whether it was wrapped or not."""
+    return layer.inner if isinstance(layer, Head) else layer
+
+
+def install(model: nn.Module) -> Wanted:
+    """Wraps the output layer of `model`, once; what it returns tells the layer which rows are wanted."""
+    wanted = Wanted()
+    for parent in model.modules():
+        for name in ("lm_head", "embed_tokens", "wte", "tok_embeddings"):
+            inner = parent.get(name) if isinstance(parent, dict) else None
+            if isinstance(inner, Head):
+                inner._wanted = _Held(wanted)
+            elif isinstance(inner, nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding | ReducedHead):
+                parent[name] = Head(inner, wanted)
+    return wanted

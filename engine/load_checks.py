@@ -1,0 +1,411 @@
+"""The form in which a model's texts and trees are held: the quickest one that passes the checks at load.
+
+`Own`: does a tree over this model say what the model says? A small branched tree against plain forwards, once at load.
+Catches models whose attention ignores the mask, the positions or the columns it is given. Knows trees only by feeding,
+committing and reading them.
+
+`batch_agrees`: do texts that share a forward get the logits each gets alone? A ragged few against plain forwards, once
+at load. Catches models whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another
+way.
+
+`drafts_agree`: does a tree of drafts that a target verifies get the logits of each of its branches? Once, at load.
+Forked at the text and further down, alone, then in company behind a branch that was not the first. Catches models
+whose attention ignores the mask or the positions that it is given.
+
+`fault`: ways of computing with a model, tried at load: what a way that fails has put into the model is taken out
+again.
+
+`open_texts`: the way in which a model's texts are held: together, and with trees, where self-checks show that all
+stays right.
+
+A token tree for any model: `open_tree` chooses the columns that reproduce the model's logits, or refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from outrider.engine.abilities import abilities
+from outrider.engine.columns import Columns, JointRow, OneRow
+from outrider.engine.handover import PromptReader, ReadColumns
+from outrider.engine.hidden_states import backbone_of, final_norm
+from outrider.engine.loading import LoadedModel
+from outrider.engine.ort.flat import OrtFlat, OrtRow
+from outrider.engine.ort.forward import alone
+from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.residual import Draws
+from outrider.engine.rows import Rows
+from outrider.engine.sampling import Sampler
+from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
+from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree_feed import TreeFeed
+from outrider.grammar.constraint import Constraint
+from outrider.protocol.errors import CannotDraft, InvalidRequest, ModelError, first_line, named_errors
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import KvCost
+from outrider.protocol.trees import lines
+
+_PROMPT, _BRANCHES, _DEPTH = 9, 3, 2
+_EXACT, _HALF = 1e-4, 0.1  # of the logits' standard deviation, or of 1 if that is more
+_ROUNDED = 0.3  # the same, root mean square, where activations are rounded to 8 bits
+
+
+def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], prompt: int = _PROMPT) -> bool:
+    """True if the tree's logits are the model's own, up to rounding: before a commit and after it.
+
+    `prompt`: how many tokens it is opened with.
+    """
+    tokens = [(7919 * i + 13) % model.vocab_size for i in range(prompt + 4 * _BRANCHES * _DEPTH)]
+    text, rest = tokens[:prompt], tokens[prompt:]
+    tree = open_tree(text)
+    texts = {tree.root: text}
+    worst = _check(model, tree, texts)
+    for _ in range(2):
+        tips = [tree.root] * _BRANCHES
+        for _ in range(_DEPTH):
+            fed, rest = rest[:_BRANCHES], rest[_BRANCHES:]
+            above, tips = tips, tree.feed(tips, fed)
+            texts |= {tip: [*texts[up], token] for tip, up, token in zip(tips, above, fed, strict=True)}
+        worst = max(worst, _check(model, tree, texts))
+        path = [node for node in texts if texts[node] == texts[tips[1]][: len(texts[node])] and node > tree.root]
+        tree.commit(path)
+        texts = {tree.root: texts[tips[1]]}
+    tree.close()
+    return worst <= 1.0
+
+
+def _check(model: LoadedModel, tree: Tree, texts: dict[int, list[int]]) -> float:
+    """The largest difference between the tree's and the model's logits, in units of what is allowed."""
+    own = Own(model)
+    return max((own.distance(text, tree.scores(node)) for node, text in texts.items()), default=0.0)
+
+
+class Own:
+    """The model's own logits, of each text once: several ways of holding texts are tried with the same ones."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model, self._cpu = model.model, model.cpu
+        self._known: dict[tuple[int, ...], mx.array] = {}
+
+    def distance(self, text: Sequence[int], found: mx.array) -> float:
+        """How far logits [V] lie from the model's own after `text`, in units of what rounding explains. Waits."""
+        key = tuple(text)
+        if key not in self._known:
+            self._known[key] = self._of(text)
+        own = self._known[key]
+        allowed = _EXACT if own.dtype == mx.float32 else _HALF
+        said = own != -mx.inf  # a draft may be able to say fewer tokens than there are
+        own, found = mx.where(said, own.astype(mx.float32), 0.0), mx.where(said, found.astype(mx.float32), 0.0)
+        if self._cpu is not None and self._cpu.quantised:  # other sums, and roundings to 8 bits fall another way
+            off = mx.sqrt(mx.mean((found - own) ** 2)) / mx.maximum(mx.std(own), 1.0)
+            return float(off.item()) / _ROUNDED  # type: ignore[arg-type]
+        difference = mx.abs(found - own).max() / mx.maximum(mx.std(own), 1.0)
+        return float(difference.item()) / allowed  # type: ignore[arg-type]
+
+    def _of(self, text: Sequence[int]) -> mx.array:
+        if self._cpu is not None:  # which was held to the model itself when it was loaded
+            return mx.array(alone(self._cpu, np.array(text, np.int32), (len(text),))[-1])
+        own: mx.array = self._model(mx.array([list(text)]), cache=make_prompt_cache(self._model))[0, -1]
+        return own
+
+
+def agrees_in_company(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:
+    """True if trees of unlike lengths that share a forward have the model's own logits, up to rounding."""
+    texts = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_PROMPT + 5 * n)] for n in range(2)]
+    trees = [open_tree(text) for text in texts]
+    fed = [[5 % model.vocab_size, 7 % model.vocab_size][: n + 1] for n in range(2)]
+    nodes = feed_together(trees, [TreeFeed([tree.root] * len(new), new) for tree, new in zip(trees, fed, strict=True)])
+    worst = 0.0
+    for tree, text, new, own in zip(trees, texts, fed, nodes, strict=True):
+        worst = max(worst, _check(model, tree, {node: [*text, t] for node, t in zip(own, new, strict=True)}))
+        tree.close()
+    return worst <= 1.0
+
+
+_BATCH_LENGTHS = (9, 3, 6)
+
+
+def batch_agrees(model: LoadedModel, own: Own, cpu: OrtFlat | None = None) -> bool:
+    """True if a prompt's piece, ragged chains, a rollback and a place given back leave every text its logits."""
+    texts = FlatTexts(model.model, cpu=cpu)
+    tokens = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_BATCH_LENGTHS[n] + 4)] for n in range(3)]
+    places = [texts.open() for _ in tokens]
+
+    def feed(*parts: tuple[int, int, bool]) -> bool:
+        """Feeds text n up to `end`; whether all logits asked for are the model's own."""
+        feeds = [Feed(places[n], tokens[n][places[n].length : end], 0 if cut else 1, cut) for n, end, cut in parts]
+        logits = texts.forward(feeds)
+        read = [(n, end) for n, end, cut in parts if not cut]
+        return all(own.distance(tokens[n][:end], logits[i]) <= 1.0 for i, (n, end) in enumerate(read))
+
+    feed((0, 5, True))
+    found = feed((1, 3, False), (0, 9, True)) and feed((0, 10, False), (1, 6, False), (2, 6, False))
+    places[1].roll_back(4)
+    texts.close(places[0])
+    found = found and feed((1, 5, False), (2, 9, False))
+    texts.close(places[1])
+    texts.close(places[2])
+    return found
+
+
+_PARENTS = (-1, 0, -1, 0, 2)  # two branches behind the text, the first one forked
+_PATH = (0, 3)
+_LENGTHS = (9, 4)
+
+
+def drafts_agree(model: LoadedModel, own: Own, cpu: OrtFlat | None = None) -> bool:
+    """True if every node's logits are the model's own behind its branch, before and after one was followed."""
+    texts = FlatTexts(model.model, cpu=cpu)
+    tried = [_Tried.of(model, texts, number) for number in range(len(_LENGTHS))]
+    first = tried[0]
+    found = _drafts_agree(own, texts, [first])
+    first.place.keep(len(first.text), [len(first.text) + node for node in _PATH])
+    first.text += [first.nodes[node] for node in _PATH]
+    found = found and _drafts_agree(own, texts, tried)
+    for one in tried:
+        texts.close(one.place)
+    return found
+
+
+@dataclass(slots=True)
+class _Tried:
+    """A text that was fed all of `text`, and the tokens of a tree behind it."""
+
+    place: Any
+    text: list[int]
+    nodes: tuple[int, ...] = field(default=())
+
+    @classmethod
+    def of(cls, model: LoadedModel, texts: FlatTexts, number: int) -> _Tried:
+        def made_up(count: int, step: int) -> list[int]:
+            return [(step * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
+
+        tried = cls(texts.open(), made_up(_LENGTHS[number], 7919), tuple(made_up(len(_PARENTS), 6007)))
+        texts.forward([Feed(tried.place, tried.text, 0, True)])
+        mx.eval(texts.state())
+        return tried
+
+
+def _drafts_agree(own: Own, texts: FlatTexts, tried: list[_Tried]) -> bool:
+    """Feeds each its tree; whether all logits are the model's own. Its columns stay, for a path to be followed."""
+    count = len(_PARENTS)
+    logits = texts.forward([Feed(one.place, one.nodes, count, parents=_PARENTS) for one in tried])
+    branches = [[*one.text, *down] for one in tried for down in lines(one.nodes, _PARENTS)]
+    return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
+
+
+log = logging.getLogger(__name__)
+
+
+def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
+    """Why `what`, tried by `agrees`, is not for this model; empty: it is, and what it installed stays."""
+    with _restored(model.model) as keep:
+        try:
+            with named_errors(what, logging.INFO):
+                if agrees():
+                    keep()
+                    return ""
+            reason = "its logits differ"
+        except ModelError as error:
+            reason = first_line(error)
+    log.info("%s: not for a %s model: %s", what, model.model_type, reason)
+    return reason
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Puts the parts of a model, and the names of the modules of Python that they come from, back as they were.
+
+    Not where the block has called what it is given.
+    """
+    parts = [(part, dict(part)) for part in model.modules()]
+    names = [vars(sys.modules[name]) for name in {type(part).__module__ for part, _ in parts} if name in sys.modules]
+    functions = [(known, dict(known)) for known in names]
+    kept = False
+
+    def keep() -> None:
+        nonlocal kept
+        kept = True
+
+    try:
+        yield keep
+    finally:
+        if not kept:
+            for now, before in [*parts, *functions]:
+                for name in before:
+                    if now.get(name) is not before[name]:
+                        now[name] = before[name]
+
+
+_LONGER = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What a model's texts may be. `together`: they share forwards; else `own_caches` says whose caches they have."""
+
+    together: bool = False
+    trees: bool = False
+    cpu: OrtFlat | None = None
+    own_caches: bool = False
+
+
+_known: WeakKeyDictionary[LoadedModel, _Way] = WeakKeyDictionary()
+
+
+def open_texts(model: LoadedModel) -> Texts:
+    """No texts yet, for a target that serves several. Their way is found the first time, then remembered."""
+    if model not in _known:
+        _known[model] = _find_texts(model)
+    way = _known[model]
+    if way.together:
+        return FlatTexts(model.model, way.trees, way.cpu)
+    return SeparateTexts(model.model, way.own_caches)
+
+
+def _find_texts(model: LoadedModel) -> _Way:
+    if model.cpu is not None:
+        return _on_cpu(model, OrtFlat(model.cpu, final_norm(backbone_of(model.model)[0])))
+    able = abilities(model)
+    plain = model.attention_only and able.chains and not able.own_caches
+    if not plain or not all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)):
+        return _Way(own_caches=able.own_caches)
+    own = Own(model)
+    if fault(model, "texts in one forward", lambda: batch_agrees(model, own)):
+        return _Way()
+    return _Way(True, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
+
+
+def _on_cpu(model: LoadedModel, cpu: OrtFlat) -> _Way:
+    """Its check at load has fed texts together already; where logits are rounded no side branch is a chain's equal."""
+    own = Own(model)
+    trees = cpu.trees and not fault(model, "trees of drafts", lambda: drafts_agree(model, own, cpu))
+    return _Way(True, trees, cpu)
+
+
+def text_cost(texts: Texts) -> KvCost:
+    """What a text takes in memory. State that can't be cut may grow with the text, too: that is tried."""
+    text = texts.open()
+    texts.forward([Feed(text, [0], 0, True)])
+    short = texts.save(text, 1)
+    cost = short.cost
+    if short.states:
+        texts.forward([Feed(text, [0] * _LONGER, 0, True)])
+        grown = texts.save(text, 1 + _LONGER).nbytes - short.nbytes
+        cost = KvCost(max(short.nbytes - grown // _LONGER, 0), grown // _LONGER)
+    texts.close(text)
+    return cost
+
+
+Form = type[OrtRow] | type[JointRow] | type[OneRow] | type[Rows]
+
+_columns_of: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
+
+
+def open_tree(
+    model: LoadedModel,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    progress: Callable[[int, int], None] | None = None,
+    draws: Draws | None = None,
+    reader: PromptReader | None = None,
+    cache: PromptCache | None = None,
+    constraint: Constraint | None = None,
+) -> Tree:
+    """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
+
+    Args:
+        progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
+        draws: how nodes' own continuations are drawn, for residual sampling; None: they are the best.
+        reader: reads prompts in the model's place where it says so.
+        cache: what it has of the tokens is not read, and what the tree has read goes there in the end.
+        constraint: what the text's grammar allows, if it has one.
+
+    Raises:
+        InvalidRequest: no tokens, or one the model does not have.
+        ModelError: no form of tree reproduces this model's logits.
+    """
+    if not tokens:
+        raise InvalidRequest("the prompt has no tokens; expected at least one")
+    if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
+        raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the draft's vocabulary")
+    return _open_columns(model, tree_form(model), params, progress, tokens, draws, reader, cache, constraint)
+
+
+def tree_form(model: LoadedModel) -> Form:
+    """The columns that carry trees of this model; found by a self-check the first time it is asked, then remembered.
+
+    Raises:
+        CannotDraft: no form reproduces this model's logits.
+    """
+    if model not in _columns_of:
+        forms: list[Form] = [JointRow, OneRow, Rows] if model.attention_only else [Rows]
+        if model.cpu is not None:
+            forms.insert(0, OrtRow)
+        _columns_of[model] = _first_that_agrees(model, forms)
+    return _columns_of[model]
+
+
+def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
+    """A greedy tree of this form, whether or not it is the model's own."""
+    return _open_columns(model, form, SamplingParams(), None, tokens)
+
+
+def open_columns(model: LoadedModel, reader: PromptReader | None = None) -> Columns:
+    """Empty columns for one text; `reader` reads its prompt where it says so. Raises ModelError as `tree_form` does."""
+    return _columns(model, tree_form(model), reader)
+
+
+def tree_cost(model: LoadedModel) -> KvCost:
+    """What a tree of this model takes in memory. Raises ModelError as `tree_form` does."""
+    columns = open_columns(model)
+    columns.prefill([0], None, 1)
+    return columns.save(1).cost
+
+
+def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
+    reason = ""
+    for form in forms:
+        opened = partial(open_form, model, form)
+        reason = fault(model, "a tree of it", partial(_agrees, model, opened))
+        if not reason:
+            return form
+    raise CannotDraft(f"a {model.model_type} model can't be a draft model ({reason}); choose another")
+
+
+def _agrees(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:
+    return tree_agrees(model, opened) and agrees_in_company(model, opened)
+
+
+def _open_columns(
+    model: LoadedModel,
+    form: Form,
+    params: SamplingParams,
+    progress: Callable[[int, int], None] | None,
+    tokens: Sequence[int],
+    draws: Draws | None = None,
+    reader: PromptReader | None = None,
+    cache: PromptCache | None = None,
+    constraint: Constraint | None = None,
+) -> Tree:
+    sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
+    return Tree(_columns(model, form, reader), sampler, model.context_length, tokens, progress, draws, cache)
+
+
+def _columns(model: LoadedModel, form: Form, reader: PromptReader | None) -> Columns:
+    columns = form(model)
+    if reader is None or isinstance(columns, Rows):  # a recurrent state comes from the model alone
+        return columns
+    return ReadColumns(columns, reader)

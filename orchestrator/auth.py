@@ -1,0 +1,124 @@
+"""Who a peer is: keys that are let in, and the routing ids by which clients are told apart.
+
+`Gate`: who is let in by key: the allow-list of the server's keyring, read again when it changes, and keys refused
+since. Asked by ZeroMQ at each handshake, on a thread of its own; what stands here is the answer, and nothing else of a
+server decides it. Knows keys and doors; knows nothing of messages.
+
+`client_key`: how a server tells its clients apart: each request has a socket of its own, and their routing ids begin
+alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import KeyFault
+from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, Allowed, Keyring
+from outrider.protocol.keys import ServerKeys, from_zmq
+
+log = logging.getLogger(__name__)
+
+# Who may come to an endpoint: all workers of other machines have one.
+_COME_TO = {CLIENT: (CLIENT,), DRAFTER: (DRAFTER, PREFILL)}
+
+
+class Gate:
+    """Decides for all sockets of `context` that are bound with `keys`, from creation to `close`.
+
+    Raises:
+        KeyFault: there is no own key, or the keyring can't be used.
+    """
+
+    def __init__(self, context: zmq.Context[Any], keyring: Keyring) -> None:
+        self.own = keyring.own()
+        self._keyring = keyring
+        self._guard = threading.Lock()
+        self._seen: tuple[int, ...] | None = None
+        self._refused: dict[str, str] = {}
+        self._allowed: tuple[Allowed, ...] = ()
+        self._read()
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        for role in _COME_TO:
+            self._authenticator.configure_curve_callback(role, self)
+
+    def keys(self, role: str) -> ServerKeys:
+        """What a socket is bound with, to let in those who are allowed this role; workers come as drafters."""
+        return ServerKeys(self.own, role)
+
+    def refuse(self, key: str, why: str) -> None:
+        """Lets this key in no more, as long as this server runs; who is inside stays. From any thread."""
+        with self._guard:
+            self._refused[key] = why
+        log.warning("the key %s is now refused: %s", key, why)
+
+    def lets_in(self, role: str, key: str) -> bool:
+        """Whether who has `key` is let in as `role` now. From any thread."""
+        with self._guard:
+            try:
+                self._read()
+            except KeyFault as fault:
+                log.error("no client is accepted: %s", fault)
+                self._seen, self._allowed = None, ()
+            allowed = any((one.role, one.key) == (role, key) for one in self._allowed)
+            return allowed and key not in self._refused
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """The same as ZeroMQ's authentication asks it."""
+        shown = from_zmq(key)
+        let_in = any(self.lets_in(role, shown) for role in _COME_TO[domain])
+        log.info("the key %s is %s as %s", shown, "let in" if let_in else "refused", domain)
+        return let_in
+
+    def close(self) -> None:
+        """Nobody is let in any more."""
+        self._authenticator.stop()
+
+    def _read(self) -> None:
+        seen = self._state()
+        if seen != self._seen or seen is None:
+            self._allowed, self._seen = self._keyring.allowed(), seen
+
+    def _state(self) -> tuple[int, ...] | None:
+        """What changes when the allow-list does; None: it can't be told."""
+        try:
+            found = os.stat(self._keyring.allowed_file)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode
+
+
+def gate_for(settings: ServeSettings, context: zmq.Context[Any]) -> Gate | None:
+    """The gate that a server's endpoints need; None: only this machine reaches them, and nobody wants keys there.
+
+    Raises:
+        KeyFault: they need one and the keyring has no own key, or can't be used.
+    """
+    asked = [endpoint for endpoint in (settings.endpoint, settings.workers_endpoint) if endpoint is not None]
+    served = [endpoint for endpoint in asked if settings.asks_for_keys(endpoint)]
+    if not served:
+        return None
+    try:
+        return Gate(context, Keyring(settings.keys))
+    except KeyFault as fault:
+        raise KeyFault(f"{served[0]} can't be served without keys: {fault}") from None
+
+
+CLIENT_KEY_BYTES = 9
+
+
+def client_key() -> bytes:
+    """Begins the routing ids of one client, so that the server queues fairly by client and not by request."""
+    return b"c" + os.urandom(CLIENT_KEY_BYTES - 1)  # a routing id must not begin with a zero byte
+
+
+def client_of(routing_id: bytes) -> bytes:
+    """Which client a routing id belongs to."""
+    return routing_id[:CLIENT_KEY_BYTES]

@@ -1,0 +1,274 @@
+"""What lies between the ranks of one target: how they find each other, what they say, and what ends all of them.
+
+Rank 0 tells where it listens through the collective, so that whatever started the ranks need not know; from then on
+they speak by ZeroMQ. A rank that waits in a collective hears nothing, not even that another has died: a second thread
+watches a connection between the two, and ends the process with it. Knows nothing of texts.
+
+`Leader`: rank 0's end of the line: who is let in, what all are told, and whether all have done it.
+
+`Member`: another rank's end of the line: what it hears of rank 0, and what it says to it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import zmq
+
+from outrider.engine.ranks import Ranks
+from outrider.protocol.codec import decode_all, encode_all
+from outrider.protocol.errors import ModelError, OutriderError, WorkerError
+from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, RankHello, Shutdown, Welcome
+
+FAREWELL_MS = 5_000
+# A host that is gone without a word is missed after 2 s of silence and four questions, a second each.
+IDLE = getattr(socket, "TCP_KEEPIDLE", 0x10)  # macOS has it by another name
+KEPT_ALIVE = {IDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 4}
+
+log = logging.getLogger(__name__)
+
+
+def own_address() -> str:
+    """Where other ranks reach this host: what the launcher said, else what it is called."""
+    for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
+        if name in os.environ:
+            return os.environ[name].partition(":")[0]
+    with suppress(OSError, ValueError, LookupError):
+        with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as file:
+            first = json.load(file)[0]
+        return str(first if isinstance(first, str) else first[0]).rpartition(":")[0]
+    return socket.gethostbyname(socket.gethostname())
+
+
+class Line:
+    """A rank's end of what is between ranks: a socket for words, and a connection whose end is another rank's.
+
+    `when_lost` is done before this process ends with another rank.
+    """
+
+    def __init__(self, kind: int, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
+        self.ranks = ranks
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        key, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._key, self._socket.curve_publickey = key.decode(), key
+        self._lifelines: list[socket.socket] = []
+        self._ending, self._when_lost = False, when_lost
+
+    def end(self) -> None:
+        """From now on nobody minds who goes."""
+        self._ending = True
+
+    def close(self) -> None:
+        self.end()
+        self._socket.close()
+        for lifeline in self._lifelines:
+            with suppress(OSError):
+                lifeline.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self, lifeline: socket.socket) -> None:
+        """From now on the end of this connection ends this process, whatever its first thread waits for."""
+        lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEPT_ALIVE.items():
+            lifeline.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._lifelines.append(lifeline)
+        threading.Thread(target=self._wait_for_end, args=(lifeline,), daemon=True, name="rank").start()
+
+    def _wait_for_end(self, lifeline: socket.socket) -> None:
+        with lifeline, suppress(OSError):
+            lifeline.recv(1)
+        if not self._ending:
+            self._lose()
+
+    def _lose(self) -> None:
+        log.error("rank %d of %d lost another rank; all ranks end", self.ranks.rank, self.ranks.size)
+        self._when_lost()
+        os._exit(WorkerError.exit_code)
+
+
+def name_of(rank: int) -> bytes:
+    """A rank's routing id."""
+    return str(rank).encode()
+
+
+ANSWER_MS = 10_000
+STRANGER_SECONDS = 5.0
+
+
+class Leader(Line):
+    """Rank 0's end."""
+
+    def __init__(self, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
+        """Waits until all ranks have come so far. Raises WorkerError where no socket can be opened."""
+        super().__init__(zmq.ROUTER, ranks, when_lost)
+        self._secret, address = secrets.token_bytes(16), own_address()
+        self._socket.curve_server = True
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{address}")
+            self._door = socket.create_server((address, 0))
+        except (zmq.ZMQError, OSError) as error:
+            raise WorkerError(
+                f"rank 0 can't listen at {address} ({error}); expected an address of this host first in the hostfile"
+            ) from None
+        threading.Thread(target=self._let_in, daemon=True, name="ranks").start()
+        # Nobody else is told the key and the secret, so nobody else gets in.
+        told = [address, port, self._door.getsockname()[1], self._key, self._secret.hex()]
+        ranks.told(json.dumps(told).encode())
+        self.here = 1
+
+    def _let_in(self) -> None:
+        """Watches the connection of each rank; strangers are sent away."""
+        left = self.ranks.size - 1
+        with self._door, suppress(OSError):
+            while left:
+                lifeline, _ = self._door.accept()
+                if self._knows(lifeline):
+                    self._watch(lifeline)
+                    left -= 1
+                else:
+                    lifeline.close()
+
+    def _knows(self, lifeline: socket.socket) -> bool:
+        lifeline.settimeout(STRANGER_SECONDS)
+        try:
+            said = lifeline.recv(len(self._secret), socket.MSG_WAITALL)
+        except OSError:
+            return False
+        lifeline.settimeout(None)
+        return secrets.compare_digest(said, self._secret)
+
+    def admit(self, own: RankHello) -> None:
+        """Waits for each rank's hello; `here` says from then on how many are on this machine.
+
+        Raises:
+            WorkerError: one runs something else.
+        """
+        hosts = [own.host]
+        for message in self._from_all():
+            if not isinstance(message, RankHello):
+                raise WorkerError(f"a rank began with {type(message).__name__}; expected RankHello: restart all ranks")
+            why = unlike(own, message)
+            if why is not None:
+                raise WorkerError(why)
+            hosts.append(message.host)
+        self.here = hosts.count(own.host)
+        self.tell(Welcome("rank"))
+
+    def agree(self, own: Hello) -> None:
+        """Waits until all have loaded and tried the model. Raises ModelError when one has found something else."""
+        for message in self._from_all():
+            if not isinstance(message, Hello) or what_it_is(message) != what_it_is(own):
+                raise ModelError(
+                    f"the ranks measured different abilities of the same model ({message} and {own}); expected"
+                    " machines of one kind"
+                )
+
+    def tell(self, *messages: Message) -> None:
+        """All ranks hear these, in this order."""
+        frames = encode_all(messages)
+        for rank in range(1, self.ranks.size):
+            self._socket.send_multipart([name_of(rank), *frames])
+
+    def assure(self) -> None:
+        """Returns when all ranks are there and have done what they were told; else all end.
+
+        What fails on rank 0 may have failed for the death of another, and must then not be called a request's fault.
+        """
+        self.tell(Ping(0))
+        left = self.ranks.size - 1
+        while left:
+            if not self._socket.poll(ANSWER_MS):
+                self._lose()
+            left -= isinstance(decode_all(self._socket.recv_multipart()[1:])[0], Pong)
+
+    def close(self) -> None:
+        """Ends the others in order, who have a while to answer."""
+        self.end()
+        with suppress(zmq.ZMQError):
+            self.tell(Shutdown())
+            left = self.ranks.size - 1
+            while left and self._socket.poll(FAREWELL_MS):
+                left -= isinstance(decode_all(self._socket.recv_multipart()[1:])[0], Shutdown)
+        super().close()
+
+    def _from_all(self) -> Iterable[Message]:
+        """The next word of each other rank. Raises WorkerError when one tells of its failure instead."""
+        for _ in range(1, self.ranks.size):
+            identity, *frames = self._socket.recv_multipart()
+            (message,) = decode_all(frames)
+            if isinstance(message, Fault):
+                raise WorkerError(f"rank {identity.decode()}: {message.message}")
+            yield message
+
+
+def unlike(own: RankHello, other: RankHello) -> str | None:
+    """Why this rank can't be one of rank 0's; None when it can."""
+    for what, mine, theirs in (
+        ("as one of so many ranks", own.size, other.size),
+        ("with the releases", own.runs, other.runs),
+        ("with the weights", own.weights[:12], other.weights[:12]),
+    ):
+        if mine != theirs:
+            return f"rank {other.rank} runs {what}: {theirs}, and rank 0: {mine}; expected the same of all ranks"
+    return None
+
+
+def what_it_is(hello: Hello) -> tuple[object, ...]:
+    """What all ranks have to agree about."""
+    return hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes, hello.abilities, hello.note
+
+
+class Member(Line):
+    """Another rank's end."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Waits until all ranks have come so far."""
+        super().__init__(zmq.DEALER, ranks)
+        address, port, door, key, secret = json.loads(ranks.told(b""))
+        self._socket.setsockopt(zmq.IDENTITY, name_of(ranks.rank))
+        self._socket.curve_serverkey = key.encode()
+        self._socket.connect(f"tcp://{address}:{port}")
+        try:
+            lifeline = socket.create_connection((address, door))
+            lifeline.sendall(bytes.fromhex(secret))
+        except OSError as error:
+            raise WorkerError(f"rank 0 can't be reached at {address} ({error}); expected hosts that reach it") from None
+        self._watch(lifeline)
+
+    def enter(self, own: RankHello) -> None:
+        """Returns when all ranks may load; where rank 0 finds that they don't go together this process ends."""
+        self.say(own)
+        if not isinstance(self.hear()[0], Welcome):
+            raise SystemExit(0)
+
+    def say(self, message: Message) -> None:
+        self._socket.send_multipart(encode_all([message]))
+
+    def hear(self) -> list[Message]:
+        """What rank 0 tells next; waits."""
+        return decode_all(self._socket.recv_multipart())
+
+    def close(self) -> None:
+        """Ends as rank 0 has told."""
+        self.end()
+        if not self._socket.closed:
+            self.say(Shutdown())
+        super().close()
+
+    def failed(self, error: OutriderError) -> int:
+        """Rank 0 hears why this one can't go on, and has a while to tell; the code to exit with."""
+        log.error("%s", error)
+        self.end()
+        self.say(Fault(name_of(self.ranks.rank).decode(), None, str(error)))
+        self._socket.poll(FAREWELL_MS)
+        self.close()
+        return error.exit_code

@@ -1,1 +1,0 @@
-"""A target of several ranks: rank 0, which serves, and the others, which follow it."""
